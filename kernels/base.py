@@ -1,0 +1,104 @@
+"""What must a set of kernels promise, whatever device it runs on?
+
+The runtime's decoder is written against `Kernels` alone. `reference.TorchKernels` is the plain
+PyTorch meaning of every operation; a faster set (C++ on the CPU, Triton on a GPU) must agree with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+WeightFormat = Literal["fp32", "bf16", "int8"]
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A linear layer's weight [n, k] in the layout that its kernel reads.
+
+    `data` is fp32, bf16 or int8; for int8, `scale` [n] (fp32) turns row `i` back into `data[i] * scale[i]`.
+    """
+
+    format: WeightFormat
+    data: Tensor
+    scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.data.shape
+        return n, k
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Where the tokens of one step live: prefill chunks, decode tokens and drafts in one ragged batch.
+
+    Sequence `i` brings query tokens `query_start[i] : query_start[i + 1]`, which are the last of its
+    `context_len[i]` tokens, and attends causally to all of those. Its token `t` is stored in block
+    `block_table[i, t // block_size]` at offset `t % block_size`.
+    """
+
+    positions: Tensor  # [tokens] int64, position of each token in its sequence
+    slots: Tensor  # [tokens] int64, block * block_size + offset where each token's K and V are stored
+    query_start: Tensor  # [sequences + 1] int32
+    context_len: Tensor  # [sequences] int32, tokens of the sequence including this step's
+    block_table: Tensor  # [sequences, max_blocks] int32, unused entries are 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_len.shape[0]
+
+
+class Kernels(Protocol):
+    """One device's implementation of every operation that the decoder needs.
+
+    Activations are `activation_dtype`; K and V blocks are `kv_dtype`, laid out
+    [blocks, block_size, kv_heads, head_dim].
+    """
+
+    name: str
+    activation_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
+        """Lays out a [n, k] weight; int8 is symmetric round-to-nearest with one scale a row."""
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """x [m, k] times weight [n, k] transposed, accumulated in fp32: [m, n]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension of x [tokens, hidden]."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds x into `residual` in place and returns the norm of the sum, all [tokens, hidden]."""
+
+    def rope_and_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
+    ) -> Tensor:
+        """Rotates q and k (rotate-half), stores k and v at `batch.slots`, returns q.
+
+        qkv is [tokens, (heads + 2 * kv_heads) * head_dim]; cos and sin are fp32 tables
+        [max_position, head_dim / 2] indexed by `batch.positions`. Returns [tokens, heads, head_dim].
+        """
+
+    def attention(
+        self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float
+    ) -> Tensor:
+        """Causal grouped-query attention of q [tokens, heads, head_dim] over the paged K and V.
+
+        Returns [tokens, heads * head_dim].
+        """
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [tokens, 2 * intermediate]: [tokens, intermediate]."""
