@@ -1,0 +1,34 @@
+TORCH ?=
+PYTEST_ARGS ?=
+export TORCH
+
+.PHONY: help setup dashboard test lint clean
+
+help:
+	@echo "make setup      .venv with all that membound needs; the command is .venv/bin/membound"
+	@echo "make dashboard  setup, then the dashboard on 127.0.0.1:8501"
+	@echo "make test       setup, what the tests need, and the tests (PYTEST_ARGS='-k roofline' for some of them)"
+	@echo "make lint       ruff and mypy"
+	@echo "make clean      removes .venv, build outputs and caches"
+	@echo "TORCH=auto|cpu|cuda|none picks the build of torch"
+
+setup:
+	@.ci/bootstrap.sh setup
+
+dashboard: setup
+	@.venv/bin/membound dashboard
+
+test:
+	@.ci/bootstrap.sh test
+	.venv/bin/pytest $(PYTEST_ARGS)
+
+lint:
+	@.ci/bootstrap.sh test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	@mkdir -p build/typing && ln -sfn ../.. build/typing/membound
+	.venv/bin/mypy
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
