@@ -1,0 +1,232 @@
+"""What is all that anything needs to run? One `Scenario`, read from and written to YAML."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
+
+
+class Part(BaseModel):
+    """A part of a scenario: unknown fields are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FixedLength(Part):
+    kind: Literal["fixed"] = "fixed"
+    tokens: int = Field(ge=1)
+
+
+class UniformLength(Part):
+    kind: Literal["uniform"] = "uniform"
+    low: int = Field(ge=1)
+    high: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> UniformLength:
+        if self.high < self.low:
+            raise ValueError(f"high is {self.high}, below low ({self.low})")
+        return self
+
+
+class LognormalLength(Part):
+    """exp(N(ln median, sigma)), rounded and clipped to [low, high] tokens."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    median: float = Field(gt=0)
+    sigma: float = Field(ge=0)
+    low: int = Field(1, ge=1)
+    high: int = Field(1_000_000, ge=1)
+
+
+Length = Annotated[FixedLength | UniformLength | LognormalLength, Field(discriminator="kind")]
+
+
+class PoissonArrivals(Part):
+    kind: Literal["poisson"] = "poisson"
+    rate_rps: float = Field(gt=0, description="mean arrivals a second")
+
+
+class ClosedLoop(Part):
+    """`concurrency` clients, each of which sends its next request when the last one has been answered."""
+
+    kind: Literal["closed_loop"] = "closed_loop"
+    concurrency: int = Field(ge=1)
+
+
+Arrivals = Annotated[PoissonArrivals | ClosedLoop, Field(discriminator="kind")]
+
+
+class TextPrompts(Part):
+    """Real prompts from a file in `data/prompts/` (or a path); their recorded continuations are the content."""
+
+    kind: Literal["text"] = "text"
+    file: str
+
+
+class SyntheticPrompts(Part):
+    """Random token ids of a given length: nothing repeats, so nothing can be looked up or shared."""
+
+    kind: Literal["synthetic"] = "synthetic"
+    tokens: Length
+
+
+class Workload(Part):
+    arrivals: Arrivals
+    requests: int = Field(ge=1, le=10_000_000)
+    prompts: Annotated[TextPrompts | SyntheticPrompts, Field(discriminator="kind")]
+    output_tokens: Length
+    seed: int = 0
+
+
+class Engine(Part):
+    """The limits of the serving engine, under the names that vLLM gave them."""
+
+    max_num_seqs: int = Field(16, ge=1, description="sequences in one step at most")
+    max_batched_tokens: int = Field(4096, ge=1, description="tokens in one step at most")
+    block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks; from memory where it is not given")
+
+
+class Slo(Part):
+    """Service-level objective: a request is good when it meets every bound that is given."""
+
+    ttft_s: float | None = Field(None, gt=0)
+    tpot_s: float | None = Field(None, gt=0)
+    e2e_s: float | None = Field(None, gt=0)
+
+
+class Scenario(Part):
+    """Model, hardware, techniques, workload and objective of one question.
+
+    `sweep` names axes (dotted paths into the scenario) over which `compare` asks it again.
+    """
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    description: str = ""
+    model: str = Field(description="a catalog name, or the path of a config.json or a GGUF")
+    weights: str = Field("random", description="'pretrained', 'random', or the path of a GGUF or safetensors folder")
+    hardware: str = "local"
+    engine: Engine = Engine()
+    techniques: tuple[AnyTechnique, ...] = ()
+    workload: Workload
+    slo: Slo = Slo()
+    temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
+    repeats: int = Field(3, ge=1, le=50, description="measurements of each cell, interleaved with its baseline")
+    sweep: dict[str, list[Any]] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scenario:
+        names = [technique.name for technique in self.techniques]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
+        for path, values in self.sweep.items():
+            if not values:
+                raise ValueError(f"sweep.{path} is empty; give at least one value")
+        return self
+
+    @property
+    def setup(self) -> EngineSetup:
+        """What the techniques make of the plain engine."""
+        return engine_setup(self.techniques)
+
+    @property
+    def digest(self) -> str:
+        """A short hash of everything that determines the result."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+    def to_yaml(self) -> str:
+        """The scenario as YAML that `load_scenario` reads back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def with_techniques(self, techniques: tuple[Technique, ...]) -> Scenario:
+        """This scenario with other techniques."""
+        return self.model_copy(update={"techniques": techniques})
+
+    def with_value(self, path: str, value: Any) -> Scenario:
+        """This scenario with the field at the dotted `path` replaced; raises MemboundError for a bad path or value."""
+        document = self.model_dump(mode="json")
+        *parents, last = path.split(".")
+        node: Any = document
+        for key in parents:
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last not in node:
+            raise MemboundError(f"field '{path}' is not in the scenario; give a dotted path such as workload.requests")
+        node[last] = value
+        return parse_scenario(document)
+
+    def points(self) -> Iterator[tuple[dict[str, Any], Scenario]]:
+        """Each combination of the sweep's values with its scenario; one empty combination without a sweep."""
+        for values in itertools.product(*self.sweep.values()):
+            point = dict(zip(self.sweep, values, strict=True))
+            scenario = self.model_copy(update={"sweep": {}})
+            for path, value in point.items():
+                scenario = scenario.with_value(path, value)
+            yield point, scenario
+
+
+def one_sentence(error: ValidationError) -> str:
+    """The first problem of a pydantic error as one sentence with field, value and what would be right."""
+    problem = error.errors()[0]
+    field = ".".join(str(part) for part in problem["loc"]) or "scenario"
+    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if problem["type"] == "extra_forbidden":
+        return f"field '{field}' is unknown; remove it or check its spelling{more}"
+    if problem["type"] == "missing":
+        return f"field '{field}' is missing{more}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
+        return f"field '{field}': {message}{more}"
+    return f"field '{field}' is {problem['input']!r:.80}: {message[:1].lower()}{message[1:]}{more}"
+
+
+def parse_scenario(document: Any, origin: str = "scenario") -> Scenario:
+    """A scenario from plain data; raises MemboundError with one sentence."""
+    if not isinstance(document, dict):
+        raise MemboundError(f"{origin} is {type(document).__name__}, not a mapping of scenario fields")
+    try:
+        return Scenario.model_validate(document)
+    except ValidationError as error:
+        raise MemboundError(f"{origin}: {one_sentence(error)}") from None
+
+
+def shipped_scenarios() -> dict[str, str]:
+    """Name and YAML text of every scenario in `data/scenarios/`."""
+    folder = resources.files("membound.data") / "scenarios"
+    files = sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []
+    return {entry.name.removesuffix(".yaml"): entry.read_text("utf-8") for entry in files if entry.name.endswith(".yaml")}
+
+
+def load_scenario(name_or_path: str) -> Scenario:
+    """A scenario from a YAML file, or the shipped one of that name; raises MemboundError with one sentence."""
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise MemboundError(f"scenario file '{name_or_path}' cannot be read: {reason}") from None
+    else:
+        shipped = shipped_scenarios()
+        if name_or_path not in shipped:
+            raise MemboundError(
+                f"scenario '{name_or_path}' is neither a file nor shipped; shipped are {', '.join(shipped) or 'none'}"
+            )
+        text = shipped[name_or_path]
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" at line {where.line + 1}" if where else ""
+        raise MemboundError(f"scenario '{name_or_path}' is not valid YAML{line}") from None
+    return parse_scenario(document, f"scenario '{name_or_path}'")

@@ -1,0 +1,98 @@
+"""What is a request, and what does the engine know of it while it is served?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Status = Literal["waiting", "running", "completed", "rejected"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks: a prompt, and how many tokens it wants back.
+
+    `prompt_ids` and `output_ids` are the content where it is known: the runtime needs the first, the simulator
+    replays the second (recorded earlier) to know which drafts would have been accepted.
+    """
+
+    id: int
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prompt_ids: tuple[int, ...] | None = None
+    output_ids: tuple[int, ...] | None = None
+
+
+@dataclass
+class Sequence:
+    """A request in the engine.
+
+    Of its `tokens` tokens (prompt and emitted), the first `computed` have their K and V in `blocks`. A sequence in
+    decode has exactly one that is not computed: the newest. `token_ids` follows `tokens` where content is known.
+    """
+
+    request: Request
+    token_ids: list[int] | None
+    tokens: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    status: Status = "waiting"
+    preemptions: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Sequence:
+        """A sequence that has its prompt and nothing else."""
+        ids = None if request.prompt_ids is None else list(request.prompt_ids)
+        return cls(request, ids, request.prompt_tokens)
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def emitted(self) -> int:
+        return self.tokens - self.request.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        return self.request.output_tokens - self.emitted
+
+    @property
+    def finished(self) -> bool:
+        return self.remaining <= 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """A sequence's part of a step: tokens `start : start + tokens` are computed, the last `len(drafts)` are guesses."""
+
+    sequence: int
+    start: int
+    tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def context(self) -> int:
+        return self.start + self.tokens
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decision of the scheduler: what the engine computes next, and whom it admitted and preempted for that."""
+
+    work: tuple[Work, ...]
+    admitted: tuple[int, ...]
+    preempted: tuple[int, ...]
+    blocks_used: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to: how long it took, and the tokens that each sequence emitted (accepted drafts and one)."""
+
+    time_s: float
+    emitted: dict[int, tuple[int, ...]]
