@@ -1,0 +1,60 @@
+"""The environment of all tests: a store of their own, two threads, and what a marker needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+
+def _private_home() -> Path:
+    """A new MEMBOUND_HOME that shares the downloaded weights with the real one."""
+    real = Path(os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound")
+    home = Path(tempfile.mkdtemp(prefix="membound-tests-"))
+    try:
+        (real / "weights").mkdir(parents=True, exist_ok=True)
+        (home / "weights").symlink_to((real / "weights").resolve(), target_is_directory=True)
+    except OSError:
+        (home / "weights").mkdir(exist_ok=True)
+    return home
+
+
+# before any test module imports numpy, torch or membound, and inherited by every process a test starts
+HOME = _private_home()
+os.environ["MEMBOUND_HOME"] = str(HOME)
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[variable] = "2"
+
+hypothesis.settings.register_profile("membound", deadline=None, derandomize=os.environ.get("CI") == "true")
+hypothesis.settings.load_profile("membound")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(HOME, ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        reason = _why_no_gpu()
+        if reason:
+            pytest.skip(reason)
+    if item.get_closest_marker("browser"):
+        from membound.app.doctor import find_browser
+
+        if find_browser() is None:
+            reason = "no Chrome or Chromium (Debian: apt-get install chromium, or set CHROME)"
+            if os.environ.get("CI") == "true":
+                pytest.fail(reason, pytrace=False)
+            pytest.skip(reason)
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    return None if torch.cuda.is_available() else f"no CUDA device for torch {torch.__version__}"

@@ -1,0 +1,72 @@
+"""Does the doctor say what an issue report needs, also on a machine where much is missing?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from membound.app import doctor
+
+
+def printed(found: dict[str, Any]) -> str:
+    console = Console(width=160, record=True, quiet=True)
+    console.print(doctor.render(found))
+    return console.export_text()
+
+
+def test_the_report_is_json_and_no_section_failed() -> None:
+    found = json.loads(json.dumps(doctor.report()))
+    assert {name: section["error"] for name, section in found.items() if "error" in section} == {}
+    assert found["membound"]["version"]
+    assert found["machine"]["usable_cores"] >= 1
+    assert found["store"]["writable"] is True
+
+
+def test_every_section_is_printed() -> None:
+    found = doctor.report()
+    text = printed(found)
+    assert all(name in text for name in found)
+
+
+def test_it_works_without_torch(run: Callable[..., Any]) -> None:
+    code = """
+import importlib.metadata, json, sys
+real = importlib.metadata.version
+def version(name):
+    if name in ("torch", "triton"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return real(name)
+importlib.metadata.version = version
+sys.modules["torch"] = None
+from membound.app import doctor
+print(json.dumps(doctor.report()))
+"""
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["torch"]["version"] is None
+    assert not [name for name, section in found.items() if "error" in section]
+
+
+def test_a_section_that_fails_says_so_and_the_others_stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "local.json").write_text("{")
+    found = doctor.report()
+    assert found["calibration"]["error"].startswith("JSONDecodeError")
+    assert found["store"]["path"] == str(tmp_path)
+    assert "JSONDecodeError" in printed(found)
+
+
+def test_a_home_that_does_not_exist_is_judged_by_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "a" / "b"))
+    store = doctor.report()["store"]
+    assert store["exists"] is False
+    assert store["writable"] is True
+    assert store["free_gib"] > 0

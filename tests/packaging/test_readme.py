@@ -1,0 +1,52 @@
+"""Do the commands that the README shows exist?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+READMES = ("README.md", "README.zh-CN.md")
+
+
+def commands(readme: Path, program: str) -> set[tuple[str, ...]]:
+    """What follows `program` in code, up to a placeholder, an option or a comment."""
+    text = readme.read_text("utf-8")
+    code = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text))
+    found = set()
+    for rest in re.findall(rf"(?:^|[\s/]){program} ([^\n#]*)", code, re.MULTILINE):
+        words = []
+        for word in rest.split():
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", word):
+                break
+            words.append(word)
+        if words:
+            found.add(tuple(words))
+    return found
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_make_targets_exist(name: str, root: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (root / "Makefile").read_text("utf-8"), re.MULTILINE))
+    used = {words[0] for words in commands(root / name, "make")}
+    assert {"dashboard", "test"} <= used <= targets
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_sub_commands_and_scenarios_exist(name: str, root: Path, run: Callable[..., Any], membound: Path) -> None:
+    used = commands(root / name, "membound")
+    assert used
+    help_text = run(membound, "--help", env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
+    known = set(re.findall(r"^[\s│|]*([a-z]+)\s{2,}", help_text, re.MULTILINE))
+    assert {words[0] for words in used} <= known
+    scenarios = {path.stem for path in (root / "data" / "scenarios").glob("*.yaml")}
+    assert {words[1] for words in used if len(words) > 1} <= scenarios
+
+
+def test_both_languages_show_the_same_commands(root: Path) -> None:
+    english, chinese = (root / name for name in READMES)
+    for program in ("make", "membound"):
+        assert commands(english, program) == commands(chinese, program)
