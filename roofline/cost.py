@@ -1,0 +1,103 @@
+"""How long does a step take, what binds it, and how sure is that?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from membound.roofline.models import ModelSpec
+from membound.roofline.operators import Operator, step_operators, step_weight_bytes
+from membound.roofline.result import BOUNDS
+from membound.roofline.shape import Count, StepShape
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.times import OperatorTime, Times
+
+
+@dataclass(frozen=True)
+class OperatorCost:
+    """An operator with its time; `bound` is the roof that asks most of it."""
+
+    operator: Operator
+    time: OperatorTime
+
+    @property
+    def total_s(self) -> Count:
+        return self.time.time_s * self.operator.calls
+
+    @property
+    def bound(self) -> str:
+        """memory_weights, memory_kv, compute, link or overhead; of a step's scalars only."""
+        return next(bound for bound, seconds in self.seconds_by_bound().items() if np.all(seconds == self.total_s))
+
+    def seconds_by_bound(self) -> dict[str, Count]:
+        """All calls' seconds under the bound that holds, 0 under the others (elementwise for arrays)."""
+        op, time = self.operator, self.time
+        memory = "memory_kv" if op.kind == "attention" else "memory_weights"
+        overhead = (time.overhead_s >= time.memory_s) & (time.overhead_s >= time.compute_s)
+        compute = ~np.asarray(overhead) & (np.asarray(time.compute_s) > time.memory_s)
+        total = self.total_s
+        return {
+            memory: np.where(overhead | compute, 0.0, total),
+            "compute": np.where(compute, total, 0.0),
+            "overhead": np.where(overhead, total, 0.0),
+        }
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step's (or many steps') time in seconds with its operators and its interval."""
+
+    operators: tuple[OperatorCost, ...]
+    relative_error: float
+
+    @property
+    def time_s(self) -> Count:
+        return sum((cost.total_s for cost in self.operators), start=0.0)
+
+    @property
+    def low_s(self) -> Count:
+        return self.time_s / (1 + self.relative_error)
+
+    @property
+    def high_s(self) -> Count:
+        return self.time_s * (1 + self.relative_error)
+
+    @property
+    def flops(self) -> Count:
+        return sum((cost.operator.flops * cost.operator.calls for cost in self.operators), start=0.0)
+
+    @property
+    def bytes(self) -> Count:
+        return sum((cost.operator.bytes * cost.operator.calls for cost in self.operators), start=0.0)
+
+    @property
+    def arithmetic_intensity(self) -> Count:
+        """FLOPs for each byte moved."""
+        return self.flops / self.bytes
+
+    def shares(self) -> dict[str, Count]:
+        """The share of each bound in the step's time; sums to 1, `idle` is 0 by definition."""
+        seconds: dict[str, Count] = dict.fromkeys(BOUNDS, 0.0)
+        for cost in self.operators:
+            for bound, value in cost.seconds_by_bound().items():
+                seconds[bound] = seconds[bound] + value
+        return {bound: value / self.time_s for bound, value in seconds.items()}
+
+    @property
+    def bottleneck(self) -> str:
+        """The bound with the largest share."""
+        shares = self.shares()
+        return max(shares, key=lambda bound: float(np.sum(shares[bound])))
+
+
+def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> StepCost:
+    """The cost of one step of `shape`, or of many when the shape's sums are arrays (O(operators) either way).
+
+    The working set that decides between cache and memory is what a step reads again and again: its weights and KV.
+    """
+    operators = step_operators(model, setup, shape, times.activation_bytes)
+    kv_bytes = model.kv_bytes_per_token(setup.kv.bits) * float(np.mean(shape.kv_tokens))
+    working_set_bytes = step_weight_bytes(model, setup) + kv_bytes
+    costs = tuple(OperatorCost(operator, times.of(operator, working_set_bytes)) for operator in operators)
+    return StepCost(costs, times.relative_error)
