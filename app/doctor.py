@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -13,6 +14,9 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from membound.app.home import membound_home
+from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,6 +64,8 @@ def find_browser() -> str | None:
 def _guarded(section: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return section()
+    except MemboundError as error:
+        return {"error": str(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
@@ -75,7 +81,8 @@ def _sentence(section: dict[str, Any]) -> str:
             value = f"({_sentence(value)})"
         elif value is None:
             value = "none"
-        parts.append(f"{key.replace('_', ' ')} {value}")
+        label = key.replace("_gib", " (GiB)").replace("_", " ")
+        parts.append(f"{label} {value}")
     return "; ".join(parts)
 
 
@@ -172,8 +179,7 @@ def _triton() -> dict[str, Any]:
 def _kernels() -> dict[str, Any]:
     if _version_of("torch") is None:
         return {"in_use": None, "reason": "torch is not installed"}
-    from membound.kernels import dispatch
-
+    dispatch = importlib.import_module("membound.kernels.dispatch")
     return dict(dispatch.explain())
 
 
@@ -187,25 +193,13 @@ def _browser() -> dict[str, Any]:
     return {"path": path, "version": _first_line(path, "--version") if path else None}
 
 
-def _home() -> Path:
-    return Path(os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound")
-
-
 def _store() -> dict[str, Any]:
-    home = _home()
-    nearest = home
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    return {
-        "path": str(home),
-        "exists": home.exists(),
-        "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
-        "free_gib": round(shutil.disk_usage(nearest).free / GIB, 1),
-    }
+    home = membound_home()
+    return {"path": str(home), "writable": True, "free_gib": round(shutil.disk_usage(home).free / GIB, 1)}
 
 
 def _calibration() -> dict[str, Any]:
-    path = _home() / "calibration" / "local.json"
+    path = membound_home() / "calibration" / "local.json"
     if not path.exists():
         return {"path": None, "note": "this machine is not calibrated (membound calibrate)"}
     stored = json.loads(path.read_text())

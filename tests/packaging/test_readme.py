@@ -16,8 +16,9 @@ def commands(readme: Path, program: str) -> set[tuple[str, ...]]:
     """What follows `program` in code, up to a placeholder, an option or a comment."""
     text = readme.read_text("utf-8")
     code = "\n".join(re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text))
+    code = re.sub("#.*", "", code)
     found = set()
-    for rest in re.findall(rf"(?:^|[\s/]){program} ([^\n#]*)", code, re.MULTILINE):
+    for rest in re.findall(rf"(?:^|[\s/]){program} ([^\n]*)", code, re.MULTILINE):
         words = []
         for word in rest.split():
             if not re.fullmatch(r"[a-z][a-z0-9-]*", word):
