@@ -47,21 +47,20 @@ pip_install() { .venv/bin/python -m pip install --disable-pip-version-check "$@"
 
 install_torch() {
     local wanted=torch==$torch_version
-    local index=${MEMBOUND_TORCH_INDEX:-}
+    # the index only adds to what pip knows; a build with a local label (2.13.0+cpu) wins over a plain one
+    local pip_torch="pip_install -c constraints.txt ${MEMBOUND_TORCH_INDEX:+--extra-index-url $MEMBOUND_TORCH_INDEX}"
     if [ "$torch" = none ]; then return; fi
     say "installing torch $torch_version ($torch)"
-    if [ -n "$index" ]; then
-        pip_install -c constraints.txt --index-url "$index" "$wanted"
-    elif [ "$torch" = cuda ]; then
-        # `===` does not take a CPU build (2.13.0+cpu) that lies nearer than the CUDA build
-        pip_install -c constraints.txt "torch===$torch_version"
-    elif pip_install -q --dry-run --no-deps "$wanted+cpu" >/dev/null 2>&1; then
-        pip_install -q -c constraints.txt "$wanted+cpu"
+    if [ "$torch" = cuda ]; then
+        # without an index of the user's, `===` leaves out a CPU build that lies nearer than the CUDA build
+        if [ -n "${MEMBOUND_TORCH_INDEX:-}" ]; then $pip_torch "$wanted"; else $pip_torch "torch===$torch_version"; fi
+    elif $pip_torch -q --dry-run --no-deps "$wanted+cpu" >/dev/null 2>&1; then
+        $pip_torch -q "$wanted+cpu"
     else
         if [ "$(uname -s)" = Linux ]; then
             say "pip finds no CPU-only build of torch $torch_version here (MEMBOUND_TORCH_INDEX may name an index that has one): installing what it finds, which may be the large CUDA build."
         fi
-        pip_install -c constraints.txt "$wanted"
+        $pip_torch "$wanted"
     fi
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -29,8 +30,16 @@ os.environ["MEMBOUND_HOME"] = str(HOME)
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "2"
 
+# Predicting works without torch, and so do its tests.
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+collect_ignore = [] if HAS_TORCH else ["kernels", "runtime"]
+
 hypothesis.settings.register_profile("membound", deadline=None, derandomize=os.environ.get("CI") == "true")
 hypothesis.settings.load_profile("membound")
+
+
+def pytest_report_header() -> str | None:
+    return None if HAS_TORCH else "torch is not installed: tests/kernels and tests/runtime are left out"
 
 
 def pytest_unconfigure() -> None:
@@ -53,8 +62,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _why_no_gpu() -> str | None:
-    try:
-        import torch
-    except ImportError:
+    if not HAS_TORCH:
         return "torch is not installed"
+    import torch
+
     return None if torch.cuda.is_available() else f"no CUDA device for torch {torch.__version__}"
