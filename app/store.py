@@ -1,0 +1,410 @@
+"""What was run, what is running, and what came out of it?
+
+`index.sqlite` holds jobs, their events and the index of runs. A run's records are files in `runs/<id>/`, and the
+index can be rebuilt from them.
+"""
+
+import json
+import logging
+import math
+import os
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from membound.app.home import SCHEMA_VERSION, Index, StoreError, storage_error
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+__all__ = ["ACTIVE_STATES", "Event", "Job", "JobState", "Run", "Store", "StoreError"]
+
+JobState = Literal["queued", "running", "done", "cancelled", "failed", "lost"]
+ACTIVE_STATES: tuple[JobState, ...] = ("queued", "running")
+
+JOBS_WITH_EVENTS = 200
+ABANDONED_AFTER_S = 3600.0
+
+_LOGGER = logging.getLogger(__name__)
+_RUN_COLUMNS = "id, kind, label, digest, created, job_id, summary"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of long work and how far it got; times are seconds since the epoch."""
+
+    id: str
+    kind: str
+    state: JobState
+    spec: dict[str, Any]
+    owner: str
+    progress: float
+    message: str
+    error: str | None
+    result: dict[str, Any] | None
+    created: float
+    started: float | None
+    finished: float | None
+    pid: int | None
+    pid_born: str | None
+    cancel_requested: float | None
+
+    @property
+    def active(self) -> bool:
+        """Whether the job still waits or works."""
+        return self.state in ACTIVE_STATES
+
+
+@dataclass(frozen=True)
+class Event:
+    """One live point or note of a job; `seq` grows, so a reader asks for what came after the last one it saw."""
+
+    seq: int
+    t: float
+    kind: str
+    payload: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished run: its row in the index, and its records in `folder`."""
+
+    id: str
+    kind: str
+    label: str
+    digest: str
+    created: float
+    job_id: str | None
+    summary: dict[str, Any]
+    folder: Path
+
+    def scenario_yaml(self) -> str:
+        """Return the scenario as it was run."""
+        return self._text("scenario.yaml")
+
+    def log(self) -> str:
+        """Return the log of the job that made this run, empty if there was none."""
+        return self._text("log.txt", missing="")
+
+    def comparison(self) -> dict[str, Any] | None:
+        """Return the joined comparison, None for a run that compares nothing."""
+        return json.loads(self._text("comparison.json", missing="null"))
+
+    def table_names(self) -> list[str]:
+        """Return the names of the run's tables, such as `requests` and `steps`."""
+        return sorted(path.stem for path in self.folder.glob("*.parquet"))
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> "pyarrow.Table":
+        """Read one table, or some columns of it."""
+        from pyarrow import parquet
+
+        path = self.folder / f"{name}.parquet"
+        try:
+            return parquet.read_table(path, columns=list(columns) if columns is not None else None)
+        except FileNotFoundError as error:
+            raise StoreError(f"Run {self.id} has no table {name!r}; it has {self.table_names()}.") from error
+        except OSError as error:
+            raise storage_error(error, path) from error
+
+    def _text(self, name: str, missing: str | None = None) -> str:
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except OSError as error:
+            if missing is not None and isinstance(error, FileNotFoundError):
+                return missing
+            raise storage_error(error, self.folder / name) from error
+
+
+class Store:
+    """Jobs and runs in one folder, safe to use from several processes at once.
+
+    Every method opens its own connection and closes it, so a Store can be shared between threads and sessions.
+    Every method may raise StoreError.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._index = Index(home / "index.sqlite")
+        self.index_path = self._index.path
+        self.runs_folder = home / "runs"
+        self.jobs_folder = home / "jobs"
+        self.notes: list[str] = []
+
+    def submit_job(self, kind: str, spec: Mapping[str, Any], owner: str = "") -> str:
+        """Queue a job and return its id; `jobs.submit` also starts its worker."""
+        job_id = _new_id()
+        with self._index.transaction() as index:
+            index.execute(
+                "INSERT INTO job (id, kind, state, spec, owner, created) VALUES (?, ?, 'queued', ?, ?, ?)",
+                (job_id, kind, _to_json(spec), owner, time.time()),
+            )
+            index.execute(
+                "DELETE FROM event WHERE job_id IN (SELECT id FROM job WHERE state NOT IN ('queued', 'running') "
+                "ORDER BY created DESC LIMIT -1 OFFSET ?)",
+                (JOBS_WITH_EVENTS,),
+            )
+        return job_id
+
+    def job(self, job_id: str) -> Job:
+        """Return one job; StoreError if there is none of this id."""
+        with self._index.read() as index:
+            row = index.execute("SELECT * FROM job WHERE id = ?", (job_id,)).fetchone()
+        if row is None:
+            raise StoreError(f"There is no job {job_id!r} in {self.index_path}: it may have been deleted.")
+        return _job(row)
+
+    def jobs(self, kind: str | None = None, limit: int = 100, *, active: bool = False) -> list[Job]:
+        """Return the newest jobs first, of one kind or only those still active if asked."""
+        with self._index.read() as index:
+            rows = index.execute(
+                "SELECT * FROM job WHERE (? IS NULL OR kind = ?) AND (NOT ? OR state IN ('queued', 'running')) "
+                "ORDER BY created DESC, id DESC LIMIT ?",
+                (kind, kind, active, limit),
+            ).fetchall()
+        return [_job(row) for row in rows]
+
+    def attach_worker(self, job_id: str, pid: int, pid_born: str) -> None:
+        """Record which process works on a job, without which nobody can tell that it died."""
+        self._update_active(job_id, "pid = ?, pid_born = ?", (pid, pid_born))
+
+    def start_job(self, job_id: str) -> bool:
+        """Set a queued job running; False if it is no longer queued."""
+        return self._update_active(
+            job_id, "state = 'running', message = '', started = ?", (time.time(),), states=("queued",)
+        )
+
+    def update_job(self, job_id: str, progress: float, message: str) -> None:
+        """Record how far an active job is, from 0 to 1, and what it does."""
+        self._update_active(job_id, "progress = ?, message = ?", (min(max(progress, 0.0), 1.0), message))
+
+    def finish_job(
+        self, job_id: str, state: JobState, *, result: Mapping[str, Any] | None = None, error: str | None = None
+    ) -> bool:
+        """End an active job; False, and nothing changes, if it had ended already."""
+        assert state not in ACTIVE_STATES and state in get_args(JobState), state
+        return self._update_active(
+            job_id,
+            "state = ?, result = ?, error = ?, finished = ?, progress = CASE WHEN ? = 'done' THEN 1 ELSE progress END",
+            (state, None if result is None else _to_json(result), error, time.time(), state),
+        )
+
+    def request_cancel(self, job_id: str) -> None:
+        """Ask an active job to stop; asking again does not restart the grace period."""
+        self._update_active(job_id, "cancel_requested = COALESCE(cancel_requested, ?)", (time.time(),))
+
+    def job_log_path(self, job_id: str) -> Path:
+        """Return where the worker of a job writes its log."""
+        return self.jobs_folder / job_id / "log.txt"
+
+    def append_events(self, job_id: str, events: Sequence[tuple[float, str, Mapping[str, Any]]]) -> None:
+        """Append (time, kind, payload) events in one transaction."""
+        with self._index.transaction() as index:
+            index.executemany(
+                "INSERT INTO event (job_id, t, kind, payload) VALUES (?, ?, ?, ?)",
+                [(job_id, t, kind, _to_json(payload)) for t, kind, payload in events],
+            )
+
+    def events(self, job_id: str, after_seq: int = 0, limit: int | None = None) -> list[Event]:
+        """Return the events of a job that came after `after_seq`, oldest first."""
+        with self._index.read() as index:
+            rows = index.execute(
+                "SELECT seq, t, kind, payload FROM event WHERE job_id = ? AND seq > ? ORDER BY seq LIMIT ?",
+                (job_id, after_seq, -1 if limit is None else limit),
+            ).fetchall()
+        return [Event(row["seq"], row["t"], row["kind"], json.loads(row["payload"])) for row in rows]
+
+    def save_run(
+        self,
+        *,
+        kind: str,
+        label: str,
+        digest: str,
+        scenario_yaml: str,
+        summary: Mapping[str, Any],
+        tables: "Mapping[str, pyarrow.Table | pandas.DataFrame] | None" = None,
+        comparison: Mapping[str, Any] | None = None,
+        job_id: str | None = None,
+    ) -> str:
+        """Write a run and return its id: all of it or nothing, whatever ends the process or fills the disk."""
+        run_id = _new_id()
+        created = time.time()
+        run = {"id": run_id, "kind": kind, "label": label, "digest": digest, "created": created, "job_id": job_id}
+        folder = self.runs_folder / run_id
+        draft = self.runs_folder / f".draft-{run_id}"
+        try:
+            draft.mkdir(parents=True)
+            self._remove_abandoned_drafts()
+            _write_text(draft / "scenario.yaml", scenario_yaml)
+            _write_text(draft / "summary.json", _to_json(summary, indent=2))
+            if comparison is not None:
+                _write_text(draft / "comparison.json", _to_json(comparison, indent=2))
+            for name, table in (tables or {}).items():
+                _write_table(draft / f"{name}.parquet", table)
+            if job_id is not None and self.job_log_path(job_id).exists():
+                shutil.copyfile(self.job_log_path(job_id), draft / "log.txt")
+            _write_text(draft / "run.json", _to_json({"schema_version": SCHEMA_VERSION, **run}, indent=2))
+            draft.rename(folder)
+            with self._index.transaction() as index:
+                _insert_run(index, {**run, "summary": _to_json(summary)})
+        except BaseException as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise storage_error(error, self.runs_folder) from error
+            raise
+        return run_id
+
+    def run(self, run_id: str) -> Run:
+        """Return one run; StoreError if there is none of this id."""
+        self._adopt_unlisted_runs()
+        with self._index.read() as index:
+            row = index.execute(f"SELECT {_RUN_COLUMNS} FROM run WHERE id = ?", (run_id,)).fetchone()
+        if row is None or not (self.runs_folder / row["id"]).is_dir():
+            raise StoreError(f"There is no run {run_id!r} in {self.runs_folder}: it may have been deleted.")
+        return self._run(row)
+
+    def runs(self, kind: str | None = None, digest: str | None = None, limit: int | None = None) -> list[Run]:
+        """Return the newest runs first, of one kind or of one scenario (by its digest) if asked."""
+        self._adopt_unlisted_runs()
+        with self._index.read() as index:
+            rows = index.execute(
+                f"SELECT {_RUN_COLUMNS} FROM run WHERE (? IS NULL OR kind = ?) AND (? IS NULL OR digest = ?) "
+                "ORDER BY created DESC, id DESC LIMIT ?",
+                (kind, kind, digest, digest, -1 if limit is None else limit),
+            ).fetchall()
+        return [self._run(row) for row in rows if (self.runs_folder / row["id"]).is_dir()]
+
+    def delete_run(self, run_id: str) -> None:
+        """Delete a run and its records."""
+        folder = self.run(run_id).folder
+        trash = self.runs_folder / f".draft-{run_id}"
+        try:
+            folder.rename(trash)
+            with self._index.transaction() as index:
+                index.execute("DELETE FROM run WHERE id = ?", (run_id,))
+            shutil.rmtree(trash)
+        except OSError as error:
+            raise storage_error(error, folder) from error
+
+    def rebuild_index(self) -> int:
+        """Set a damaged index aside, list the run folders in a new one and return how many there are.
+
+        The history of jobs is not in the folders and is lost; runs are not.
+        """
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                path = Path(f"{self.index_path}{suffix}")
+                if path.exists():
+                    path.rename(f"{self.index_path}.damaged-{time.time_ns()}{suffix}")
+        except OSError as error:
+            raise storage_error(error, self.index_path) from error
+        return len(self.runs())
+
+    def _run(self, row: sqlite3.Row) -> Run:
+        values = dict(row)
+        summary = json.loads(values.pop("summary"))
+        return Run(**values, summary=summary, folder=self.runs_folder / row["id"])
+
+    def _update_active(
+        self, job_id: str, assignments: str, values: tuple[Any, ...], states: Sequence[JobState] = ACTIVE_STATES
+    ) -> bool:
+        in_states = ", ".join("?" * len(states))
+        with self._index.transaction() as index:
+            cursor = index.execute(
+                f"UPDATE job SET {assignments} WHERE id = ? AND state IN ({in_states})", (*values, job_id, *states)
+            )
+            return cursor.rowcount == 1
+
+    def _adopt_unlisted_runs(self) -> None:
+        """List run folders that the index does not know: dropped in by hand, or the index was lost."""
+        if not self.runs_folder.is_dir():
+            return
+        with self._index.read() as index:
+            listed = {row["id"] for row in index.execute("SELECT id FROM run")}
+        folders = [path for path in self.runs_folder.iterdir() if path.name[0] != "." and path.name not in listed]
+        if not (found := [run for folder in folders if (run := _read_run_row(folder)) is not None]):
+            return
+        with self._index.transaction() as index:
+            for run in found:
+                _insert_run(index, run)
+        note = f"{self.index_path} did not know {len(found)} of the runs in {self.runs_folder}: they are listed again."
+        self.notes.append(note)
+        _LOGGER.warning(note)
+
+    def _remove_abandoned_drafts(self) -> None:
+        for draft in self.runs_folder.glob(".draft-*"):
+            with suppress(OSError):
+                if time.time() - draft.stat().st_mtime > ABANDONED_AFTER_S:
+                    shutil.rmtree(draft)
+
+
+def _insert_run(index: sqlite3.Connection, run: Mapping[str, Any]) -> None:
+    index.execute(
+        f"INSERT OR REPLACE INTO run ({_RUN_COLUMNS}) "
+        "VALUES (:id, :kind, :label, :digest, :created, :job_id, :summary)",
+        run,
+    )
+
+
+def _read_run_row(folder: Path) -> dict[str, Any] | None:
+    try:
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        row = {name: run[name] for name in ("kind", "label", "digest", "created", "job_id")}
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        return {**row, "id": folder.name, "summary": _to_json(summary)}
+    except (OSError, ValueError, KeyError, TypeError):
+        _LOGGER.warning("%s is not the folder of a run: it is left out.", folder)
+        return None
+
+
+def _job(row: sqlite3.Row) -> Job:
+    values = dict(row)
+    values["spec"] = json.loads(values["spec"])
+    values["result"] = None if values["result"] is None else json.loads(values["result"])
+    return Job(**values)
+
+
+def _new_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    """Turn numpy scalars and arrays, paths and tuples into JSON's types; what is not finite becomes null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_table(path: Path, table: "pyarrow.Table | pandas.DataFrame") -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    if not isinstance(table, pyarrow.Table):
+        table = pyarrow.Table.from_pandas(table, preserve_index=False)
+    parquet.write_table(table, path, compression="zstd")
