@@ -1,0 +1,250 @@
+// y = x W^T with W stored row by row in fp32, bf16 or int8: how close to the memory (few tokens) or the fp32 multiply
+// units (many tokens) can a plain layout get?
+//
+// Every output element is accumulated in the same order whatever m is: LANES partial sums over k, one fused
+// multiply-add each LANES elements, then `sum`. Only the blocking differs:
+//   m <= DIRECT_TOKENS  each weight is read once, converted in a register and used for all tokens;
+//   more tokens         PANEL_ROWS weight rows are converted to fp32 in L1 and multiplied by blocks of tokens.
+
+#include <unistd.h>
+
+#include "cpu_vector.h"
+
+namespace {
+
+constexpr int DIRECT_TOKENS = 8;
+constexpr int TILE_TOKENS = 4;
+constexpr int PANEL_ROWS = REGISTERS == 32 ? 6 : 3;  // 4 x 6 (4 x 3) sums, the rows or tokens of a step, one spare
+constexpr int64_t PANEL_DEPTH = 1024;                // elements of k in a panel: 24 kB of fp32, half of an L1
+constexpr int64_t SERIAL_PRODUCTS = 1 << 16;         // below this a second thread costs more than it brings
+constexpr int64_t PIECES_PER_THREAD = 8;
+
+struct Product {
+    const float* x;      // [m, k]
+    const float* scale;  // [n] or null
+    float* out;          // [m, n]
+    int64_t m, n, k;
+
+    void put(int64_t token, int64_t row, float value) const {
+        out[token * n + row] = scale ? value * scale[row] : value;
+    }
+};
+
+int64_t l2_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    static const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (bytes > 0) return bytes;
+#endif
+    return 1 << 20;
+}
+
+// x [tokens, k] to [ceil(k / LANES), tokens, LANES], zeros behind the end of k.
+void interleave(const float* x, int64_t k, int tokens, float* packed) {
+    const int64_t whole = k / LANES;
+    for (int64_t step = 0; step < whole; step++)
+        for (int j = 0; j < tokens; j++, packed += LANES) store(packed, load(x + j * k + step * LANES));
+    if (k % LANES)
+        for (int j = 0; j < tokens; j++, packed += LANES)
+            store(packed, load_partial(x + j * k + whole * LANES, k % LANES));
+}
+
+template <class W, int TOKENS, int ROWS>
+void direct_rows(const Product& p, const float* x /* interleaved */, const W* w, int64_t row) {
+    Vec sums[ROWS][TOKENS] = {};
+    w += row * p.k;
+    const int64_t whole = p.k / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES, x += TOKENS * LANES)
+        for (int r = 0; r < ROWS; r++) {
+            const Vec weights = load(w + r * p.k + i);
+            for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, load(x + j * LANES), sums[r][j]);
+        }
+    if (whole < p.k)
+        for (int r = 0; r < ROWS; r++) {
+            const Vec weights = load_partial(w + r * p.k + whole, p.k - whole);
+            for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, load(x + j * LANES), sums[r][j]);
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int j = 0; j < TOKENS; j++) p.put(j, row + r, sum(sums[r][j]));
+}
+
+template <class W, int TOKENS> void direct(const Product& p, const float* x, const W* w, int threads) {
+    // Several rows at once are several memory streams, which one core needs to fill its share of the bandwidth.
+    constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
+    constexpr int ROWS = SUMS / TOKENS < 8 ? SUMS / TOKENS : 8;
+    const int64_t grain = p.m * p.n * p.k <= SERIAL_PRODUCTS
+                              ? p.n
+                              : round_up(ceil_div(p.n, threads * PIECES_PER_THREAD), ROWS * 4);
+    parallel_for(p.n, grain, threads, [&](int64_t row, int64_t last) {
+        for (; row + ROWS <= last; row += ROWS) direct_rows<W, TOKENS, ROWS>(p, x, w, row);
+        for (; row < last; row++) direct_rows<W, TOKENS, 1>(p, x, w, row);
+    });
+}
+
+template <class W> void few_tokens(const Product& p, const W* w, int threads) {
+    thread_local Scratch scratch;
+    const float* x = p.x;
+    if (p.m > 1 || p.k % LANES) {
+        float* packed = scratch.floats(round_up(p.k, LANES) * p.m);
+        interleave(p.x, p.k, p.m, packed);
+        x = packed;
+    }
+    switch (p.m) {
+        case 1: return direct<W, 1>(p, x, w, threads);
+        case 2: return direct<W, 2>(p, x, w, threads);
+        case 3: return direct<W, 3>(p, x, w, threads);
+        case 4: return direct<W, 4>(p, x, w, threads);
+        case 5: return direct<W, 5>(p, x, w, threads);
+        case 6: return direct<W, 6>(p, x, w, threads);
+        case 7: return direct<W, 7>(p, x, w, threads);
+        case 8: return direct<W, 8>(p, x, w, threads);
+    }
+}
+
+// Elements [start, start + depth) of `rows` weight rows to fp32 [depth / LANES, PANEL_ROWS, LANES], zero padded.
+template <class W> void convert(const W* w, int64_t k, int64_t start, int64_t depth, int rows, float* panel) {
+    const int64_t end = start + depth < k ? start + depth : k;
+    const int64_t whole = start + (end - start) / LANES * LANES;
+    for (int r = 0; r < PANEL_ROWS; r++) {
+        float* to = panel + r * LANES;
+        if (r >= rows) {
+            for (int64_t i = 0; i < depth; i += LANES, to += PANEL_ROWS * LANES) store(to, Vec{});
+            continue;
+        }
+        const W* from = w + r * k;
+        for (int64_t i = start; i < whole; i += LANES, to += PANEL_ROWS * LANES) store(to, load(from + i));
+        if (whole < end) store(to, load_partial(from + whole, end - whole));
+    }
+}
+
+// Asks for one more cache line of the next panel at each step, so that memory works while the panel is multiplied.
+struct Prefetch {
+    const char *next, *end;
+    INLINE void step() {
+        __builtin_prefetch(next, 0, 2);
+        next = next + 64 < end ? next + 64 : end;
+    }
+};
+
+// sums [PANEL_ROWS, TOKENS] += the products of `steps` vectors of a panel and of an interleaved block of tokens.
+template <int TOKENS>
+INLINE void multiply(const float* panel, const float* x, int64_t steps, Vec sums[PANEL_ROWS][TOKENS], Prefetch& ahead) {
+    for (int64_t s = 0; s < steps; s++, panel += PANEL_ROWS * LANES, x += TOKENS * LANES) {
+        Vec tokens[TOKENS];
+        for (int j = 0; j < TOKENS; j++) tokens[j] = load(x + j * LANES);
+        for (int r = 0; r < PANEL_ROWS; r++) {
+            const Vec weights = load(panel + r * LANES);
+            for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, tokens[j], sums[r][j]);
+        }
+        ahead.step();
+    }
+}
+
+template <int TOKENS>
+INLINE void finish(const Product& p, const Vec sums[PANEL_ROWS][TOKENS], int64_t token, int64_t row, int rows) {
+    float result[4][8];
+    int r = 0;
+    if constexpr (TOKENS == 4 && PANEL_ROWS >= 4) {
+        Vec tile[4][4];
+        for (; r < 4; r++)
+            for (int j = 0; j < 4; j++) tile[j][r] = sums[r][j];
+        sum_tile_4x4(tile, result[0], 8);
+    }
+    for (; r < PANEL_ROWS; r++)
+        for (int j = 0; j < TOKENS; j++) result[j][r] = sum(sums[r][j]);
+    for (int j = 0; j < TOKENS; j++)
+        for (int i = 0; i < rows; i++) p.put(token + j, row + i, result[j][i]);
+}
+
+template <int TOKENS>
+void block(const Product& p, const float* panel, const float* x, int64_t depth, bool first, bool last, float* carried,
+           int64_t token, int64_t row, int rows, Prefetch& ahead) {
+    Vec sums[PANEL_ROWS][TOKENS] = {};
+    if (!first)
+        for (int r = 0; r < PANEL_ROWS; r++)
+            for (int j = 0; j < TOKENS; j++) sums[r][j] = load(carried + (r * TOKENS + j) * LANES);
+    multiply<TOKENS>(panel, x, depth / LANES, sums, ahead);
+    if (last) return finish<TOKENS>(p, sums, token, row, rows);
+    for (int r = 0; r < PANEL_ROWS; r++)
+        for (int j = 0; j < TOKENS; j++) store(carried + (r * TOKENS + j) * LANES, sums[r][j]);
+}
+
+// Tokens [begin, end), interleaved in blocks of TILE_TOKENS, times one panel of weight rows.
+template <class W>
+void panel_product(const Product& p, const float* x, const W* w, int64_t begin, int64_t end, int64_t row,
+                   float* panel, float* carried) {
+    const int64_t padded = round_up(p.k, LANES);
+    const int64_t depth = round_up(ceil_div(padded, ceil_div(padded, PANEL_DEPTH)), LANES);
+    const int rows = p.n - row < PANEL_ROWS ? p.n - row : PANEL_ROWS;
+    const W* next = w + (row + rows) * p.k;
+    const int64_t following = p.n - row - rows < PANEL_ROWS ? p.n - row - rows : PANEL_ROWS;
+    Prefetch ahead{(const char*)next, (const char*)(next + following * p.k)};
+    for (int64_t start = 0; start < padded; start += depth) {
+        const int64_t here = padded - start < depth ? padded - start : depth;
+        const bool first = start == 0, last = start + here == padded;
+        convert(w + row * p.k, p.k, start, here, rows, panel);
+        float* sums = carried;
+        for (int64_t t = begin; t < end; t += TILE_TOKENS, sums += PANEL_ROWS * TILE_TOKENS * LANES) {
+            const int tokens = end - t < TILE_TOKENS ? end - t : TILE_TOKENS;
+            const float* xt = x + (t - begin) * padded + start * tokens;
+            switch (tokens) {
+                case 1: block<1>(p, panel, xt, here, first, last, sums, t, row, rows, ahead); break;
+                case 2: block<2>(p, panel, xt, here, first, last, sums, t, row, rows, ahead); break;
+                case 3: block<3>(p, panel, xt, here, first, last, sums, t, row, rows, ahead); break;
+                case 4: block<4>(p, panel, xt, here, first, last, sums, t, row, rows, ahead); break;
+            }
+        }
+    }
+}
+
+template <class W> void many_tokens(const Product& p, const W* w, int threads) {
+    thread_local Scratch packed;
+    const int64_t padded = round_up(p.k, LANES);
+    // The tokens of a block stay in L2 while all panels pass.
+    int64_t block = l2_bytes() * 6 / 10 / (padded * 4) / TILE_TOKENS * TILE_TOKENS;
+    block = block < 32 ? 32 : block;
+    block = round_up(ceil_div(p.m, ceil_div(p.m, block)), TILE_TOKENS);
+    for (int64_t begin = 0; begin < p.m; begin += block) {
+        const int64_t end = begin + block < p.m ? begin + block : p.m;
+        const int64_t tiles = ceil_div(end - begin, TILE_TOKENS);
+        float* x = packed.floats(block * padded);
+        const int64_t tiles_at_once = 1 + SERIAL_PRODUCTS / (TILE_TOKENS * padded);
+        parallel_for(tiles, tiles_at_once, threads, [&](int64_t tile, int64_t last) {
+            for (; tile < last; tile++) {
+                const int64_t token = begin + tile * TILE_TOKENS;
+                const int tokens = end - token < TILE_TOKENS ? end - token : TILE_TOKENS;
+                interleave(p.x + token * p.k, p.k, tokens, x + tile * TILE_TOKENS * padded);
+            }
+        });
+        const int64_t panels = ceil_div(p.n, PANEL_ROWS);
+        const int64_t grain =
+            p.m * p.n * p.k <= SERIAL_PRODUCTS ? panels : ceil_div(panels, threads * PIECES_PER_THREAD);
+        parallel_for(panels, grain, threads, [&](int64_t panel, int64_t last) {
+            thread_local Scratch scratch;
+            float* weights = scratch.floats(PANEL_ROWS * (PANEL_DEPTH + tiles * TILE_TOKENS * LANES));
+            for (; panel < last; panel++)
+                panel_product(p, x, w, begin, end, panel * PANEL_ROWS, weights, weights + PANEL_ROWS * PANEL_DEPTH);
+        });
+    }
+}
+
+template <class W> void linear(const Product& p, const void* w, int threads) {
+    if (p.m <= DIRECT_TOKENS) return few_tokens(p, (const W*)w, threads);
+    many_tokens(p, (const W*)w, threads);
+}
+
+}  // namespace
+
+EXPORT void membound_linear_fp32(const float* x, const void* w, const float* scale, float* out, int64_t m, int64_t n,
+                                 int64_t k, int threads) {
+    linear<float>({x, scale, out, m, n, k}, w, threads);
+}
+
+EXPORT void membound_linear_bf16(const float* x, const void* w, const float* scale, float* out, int64_t m, int64_t n,
+                                 int64_t k, int threads) {
+    linear<bf16>({x, scale, out, m, n, k}, w, threads);
+}
+
+EXPORT void membound_linear_int8(const float* x, const void* w, const float* scale, float* out, int64_t m, int64_t n,
+                                 int64_t k, int threads) {
+    linear<int8_t>({x, scale, out, m, n, k}, w, threads);
+}

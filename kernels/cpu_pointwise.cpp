@@ -1,0 +1,117 @@
+// Norms, rotary embedding and activation: one pass over the activations each.
+
+#include <cmath>
+
+#include "cpu_vector.h"
+
+ParallelRegion parallel_region = nullptr;
+
+namespace {
+
+constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // some 5 us of work: below it a second thread brings nothing
+
+// Rows that one thread takes at a time; all of them when the whole is too little to share.
+int64_t rows_at_once(int64_t rows, int64_t width) {
+    return rows * width <= SERIAL_ELEMENTS ? rows : 1 + SERIAL_ELEMENTS / 4 / width;
+}
+
+// x (plus residual, which receives the sum) over its root mean square, times weight.
+template <bool ADD>
+void norm_row(const float* x, float* residual, const float* weight, float* out, int64_t width, float eps) {
+    const int64_t whole = width / LANES * LANES;
+    Vec squares{};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        Vec v = load(x + i);
+        if (ADD) {
+            v += load(residual + i);
+            store(residual + i, v);
+        }
+        squares = fma(v, v, squares);
+    }
+    float rest = 0;
+    for (int64_t i = whole; i < width; i++) {
+        if (ADD) residual[i] += x[i];
+        const float v = ADD ? residual[i] : x[i];
+        rest += v * v;
+    }
+    const float factor = 1.0f / std::sqrt((sum(squares) + rest) / width + eps);
+    const float* from = ADD ? residual : x;
+    for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * broadcast(factor) * load(weight + i));
+    for (int64_t i = whole; i < width; i++) out[i] = from[i] * factor * weight[i];
+}
+
+INLINE Vec silu_times(Vec gate, Vec up) { return gate / (broadcast(1.0f) + exp(-gate)) * up; }
+
+}  // namespace
+
+EXPORT void membound_set_parallel(void* region) { parallel_region = (ParallelRegion)region; }
+
+EXPORT int membound_lanes() { return LANES; }
+
+EXPORT void membound_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t width, float eps,
+                              int threads) {
+    parallel_for(rows, rows_at_once(rows, width), threads, [&](int64_t row, int64_t last) {
+        for (; row < last; row++) norm_row<false>(x + row * width, nullptr, weight, out + row * width, width, eps);
+    });
+}
+
+EXPORT void membound_add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t rows,
+                                  int64_t width, float eps, int threads) {
+    parallel_for(rows, rows_at_once(rows, width), threads, [&](int64_t row, int64_t last) {
+        for (; row < last; row++)
+            norm_row<true>(x + row * width, residual + row * width, weight, out + row * width, width, eps);
+    });
+}
+
+EXPORT void membound_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width, int threads) {
+    parallel_for(rows, rows_at_once(rows, 4 * width), threads, [&](int64_t row, int64_t last) {
+        for (; row < last; row++) {
+            const float *gate = gate_up + row * 2 * width, *up = gate + width;
+            float* to = out + row * width;
+            const int64_t whole = width / LANES * LANES;
+            for (int64_t i = 0; i < whole; i += LANES) store(to + i, silu_times(load(gate + i), load(up + i)));
+            if (whole < width) {
+                const int count = width - whole;
+                const Vec v = silu_times(load_partial(gate + whole, count), load_partial(up + whole, count));
+                memcpy(to + whole, &v, count * sizeof(float));
+            }
+        }
+    });
+}
+
+struct RopeArguments {
+    const float* qkv;  // [tokens, (heads + 2 kv_heads) head_dim]
+    const float *cos, *sin;  // [max_position, head_dim / 2]
+    const int64_t *positions, *slots;  // [tokens]
+    bf16 *k_blocks, *v_blocks;
+    float* q;  // [tokens, heads, head_dim]
+    int64_t tokens, heads, kv_heads, head_dim;
+    int64_t block_size, k_block_stride, v_block_stride;  // strides in elements
+};
+
+EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads) {
+    const RopeArguments& a = *arguments;
+    const int64_t half = a.head_dim / 2, q_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
+    const int64_t width = q_width + 2 * kv_width;
+    parallel_for(a.tokens, rows_at_once(a.tokens, width), threads, [&](int64_t token, int64_t last) {
+        for (; token < last; token++) {
+            const float* x = a.qkv + token * width;
+            const float *cos = a.cos + a.positions[token] * half, *sin = a.sin + a.positions[token] * half;
+            float* q = a.q + token * q_width;
+            for (int64_t h = 0; h < a.heads; h++, x += a.head_dim, q += a.head_dim)
+                for (int64_t i = 0; i < half; i++) {
+                    q[i] = x[i] * cos[i] - x[i + half] * sin[i];
+                    q[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+                }
+            const int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
+            bf16* k = a.k_blocks + block * a.k_block_stride + offset * kv_width;
+            bf16* v = a.v_blocks + block * a.v_block_stride + offset * kv_width;
+            for (int64_t h = 0; h < a.kv_heads; h++, x += a.head_dim, k += a.head_dim)
+                for (int64_t i = 0; i < half; i++) {
+                    k[i] = to_bf16(x[i] * cos[i] - x[i + half] * sin[i]);
+                    k[i + half] = to_bf16(x[i + half] * cos[i] + x[i] * sin[i]);
+                }
+            for (int64_t i = 0; i < kv_width; i++) v[i] = to_bf16(x[i]);
+        }
+    });
+}

@@ -1,0 +1,211 @@
+// Vectors of fp32, conversions from stored formats, and the thread pool: what every CPU kernel is written with.
+//
+// LANES fp32 values make one vector (16 with AVX-512, 8 with AVX2, 4 elsewhere). A sum over an inner dimension is
+// always kept in LANES partial sums, lane i taking the elements i, i + LANES, ..., and reduced in one fixed order, so
+// that an output element has the same bits whatever else is computed beside it.
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int REGISTERS = 32;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int LANES = 8;
+constexpr int REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int REGISTERS = 32;
+#else
+constexpr int LANES = 4;
+constexpr int REGISTERS = 16;
+#endif
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef float VecUnaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t UintVec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
+typedef int8_t ByteVec __attribute__((vector_size(LANES)));
+
+typedef uint16_t bf16;
+
+INLINE Vec broadcast(float x) { return Vec{} + x; }
+INLINE Vec load(const float* p) { return *(const VecUnaligned*)p; }
+INLINE void store(float* p, Vec v) { *(VecUnaligned*)p = v; }
+
+INLINE Vec load(const bf16* p) {
+    HalfVec h;
+    memcpy(&h, p, sizeof h);
+    return (Vec)(__builtin_convertvector(h, UintVec) << 16);
+}
+
+INLINE Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+    ByteVec b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(__builtin_convertvector(b, IntVec), Vec);
+#endif
+}
+
+// The first `count` < LANES elements, zeros behind them: reading a whole vector could leave the tensor.
+template <class T> INLINE Vec load_partial(const T* p, int count) {
+    T padded[LANES] = {};
+    memcpy(padded, p, count * sizeof(T));
+    return load(padded);
+}
+
+// Spelled out, and the build turns contraction off: a compiler that fuses here and not there changes the bits.
+INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Sum of all lanes: i with i + LANES / 2, then halves of the halves.
+INLINE float sum(Vec v) {
+#if defined(__AVX512F__)
+    __m512 z = (__m512)v;
+    __m256 y = _mm256_add_ps(_mm512_castps512_ps256(z),
+                             _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(z), 1)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    __m256 y = (__m256)v;
+#endif
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
+#else
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+// Sums of all lanes of a 4 x 4 tile of vectors, rows to out, out + stride, ...; the same bits as `sum` of each.
+INLINE void sum_tile_4x4(const Vec tile[4][4], float* out, ptrdiff_t stride) {
+#if defined(__AVX512F__)
+    __m512 fold[4];  // fold[i] has in its 128-bit lane j the four partial sums of tile[j][i]
+    for (int i = 0; i < 4; i++) {
+        __m512 a = (__m512)tile[0][i], b = (__m512)tile[1][i], c = (__m512)tile[2][i], d = (__m512)tile[3][i];
+        __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+        __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
+        fold[i] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    }
+    __m512 p = _mm512_add_ps(_mm512_shuffle_ps(fold[0], fold[1], 0x44), _mm512_shuffle_ps(fold[0], fold[1], 0xEE));
+    __m512 q = _mm512_add_ps(_mm512_shuffle_ps(fold[2], fold[3], 0x44), _mm512_shuffle_ps(fold[2], fold[3], 0xEE));
+    __m512 r = _mm512_add_ps(_mm512_shuffle_ps(p, q, 0x88), _mm512_shuffle_ps(p, q, 0xDD));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(r));
+    _mm_storeu_ps(out + stride, _mm512_extractf32x4_ps(r, 1));
+    _mm_storeu_ps(out + 2 * stride, _mm512_extractf32x4_ps(r, 2));
+    _mm_storeu_ps(out + 3 * stride, _mm512_extractf32x4_ps(r, 3));
+#else
+    for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 4; i++) out[j * stride + i] = sum(tile[j][i]);
+#endif
+}
+
+INLINE float max(Vec v) {
+    float m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x to about 1e-7 relative; exactly 0 below -87.3 (so masked scores vanish), saturated above 88.3.
+INLINE Vec exp(Vec x) {
+    const Vec low = broadcast(-87.3f), high = broadcast(88.3f);
+    Vec clamped = x > high ? high : x;
+    clamped = clamped < low ? low : clamped;
+    // Adding 1.5 * 2^23 rounds to an integer, which then sits in the low mantissa bits.
+    const Vec magic = broadcast(12582912.0f);
+    Vec shifted = fma(clamped, broadcast(1.44269504f), magic);
+    Vec n = shifted - magic;
+    Vec r = fma(n, broadcast(-0.693359375f), clamped);
+    r = fma(n, broadcast(2.12194440e-4f), r);
+    Vec p = broadcast(1.9875691500e-4f);
+    p = fma(p, r, broadcast(1.3981999507e-3f));
+    p = fma(p, r, broadcast(8.3334519073e-3f));
+    p = fma(p, r, broadcast(4.1665795894e-2f));
+    p = fma(p, r, broadcast(1.6666665459e-1f));
+    p = fma(p, r, broadcast(5.0000001201e-1f));
+    p = fma(p, r * r, r) + broadcast(1.0f);
+    Vec power = (Vec)(((UintVec)shifted << 23) + 0x3F800000u);
+    return x < low ? Vec{} : p * power;
+}
+
+// Round to nearest even; a NaN stays a NaN.
+INLINE bf16 to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) return (bits >> 16) | 0x40;
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Memory of one thread that lives as long as the thread, grown when asked for more.
+struct Scratch {
+    float* data = nullptr;
+    int64_t capacity = 0;
+    ~Scratch() { free(data); }
+    float* floats(int64_t count) {
+        if (count > capacity) {
+            free(data);
+            capacity = round_up(count, 1024);
+            data = (float*)aligned_alloc(64, capacity * sizeof(float));
+            if (!data) abort();
+        }
+        return data;
+    }
+};
+
+// GOMP_parallel of the OpenMP runtime that torch has loaded, so that both use one pool; null means one thread.
+typedef void (*ParallelRegion)(void (*body)(void*), void* argument, unsigned threads, unsigned flags);
+extern ParallelRegion parallel_region;
+
+// Calls body(first, last) for pieces of [0, count), each at most `grain` long; threads take the next piece when free.
+// The pool is asked for all its threads or for none: a team of another size would make libgomp restart threads.
+template <class Body> void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {
+    if (count <= 0) return;
+    if (threads <= 1 || count <= grain || !parallel_region) {
+        body(int64_t(0), count);
+        return;
+    }
+    struct Loop {
+        const Body* body;
+        int64_t count, grain;
+        std::atomic<int64_t> next;
+    } loop{&body, count, grain, {0}};
+    parallel_region(
+        [](void* argument) {
+            Loop& loop = *(Loop*)argument;
+            for (;;) {
+                int64_t first = loop.next.fetch_add(loop.grain, std::memory_order_relaxed);
+                if (first >= loop.count) return;
+                int64_t last = first + loop.grain < loop.count ? first + loop.grain : loop.count;
+                (*loop.body)(first, last);
+            }
+        },
+        &loop, (unsigned)threads, 0);
+}
