@@ -11,8 +11,10 @@ from typing import Any, Literal, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from membound.roofline.errors import MemboundError
 
-class ModelError(ValueError):
+
+class ModelError(MemboundError):
     """A model that is unknown, inconsistent or of a kind that membound does not support."""
 
 
