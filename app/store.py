@@ -180,10 +180,6 @@ class Store:
             job_id, "state = 'running', message = '', started = ?", (time.time(),), states=("queued",)
         )
 
-    def update_job(self, job_id: str, progress: float, message: str) -> None:
-        """Record how far an active job is, from 0 to 1, and what it does."""
-        self._update_active(job_id, "progress = ?, message = ?", (min(max(progress, 0.0), 1.0), message))
-
     def finish_job(
         self, job_id: str, state: JobState, *, result: Mapping[str, Any] | None = None, error: str | None = None
     ) -> bool:
@@ -203,13 +199,24 @@ class Store:
         """Return where the worker of a job writes its log."""
         return self.jobs_folder / job_id / "log.txt"
 
-    def append_events(self, job_id: str, events: Sequence[tuple[float, str, Mapping[str, Any]]]) -> None:
-        """Append (time, kind, payload) events in one transaction."""
+    def report(
+        self,
+        job_id: str,
+        events: Sequence[tuple[float, str, Mapping[str, Any]]] = (),
+        progress: tuple[float, str] | None = None,
+    ) -> None:
+        """Append (time, kind, payload) events of a job and set its (fraction, message), in one transaction."""
         with self._index.transaction() as index:
             index.executemany(
                 "INSERT INTO event (job_id, t, kind, payload) VALUES (?, ?, ?, ?)",
                 [(job_id, t, kind, _to_json(payload)) for t, kind, payload in events],
             )
+            if progress is not None:
+                fraction, message = progress
+                index.execute(
+                    "UPDATE job SET progress = ?, message = ? WHERE id = ? AND state IN ('queued', 'running')",
+                    (min(max(fraction, 0.0), 1.0), message, job_id),
+                )
 
     def events(self, job_id: str, after_seq: int = 0, limit: int | None = None) -> list[Event]:
         """Return the events of a job that came after `after_seq`, oldest first."""

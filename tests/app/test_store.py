@@ -149,7 +149,8 @@ def test_a_job_goes_through_its_states_and_ends_once(store):
     store.attach_worker(job_id, 123, "456")
     assert store.start_job(job_id)
     assert not store.start_job(job_id)
-    store.update_job(job_id, 0.5, "half way")
+    store.report(job_id, progress=(0.5, "half way"))
+    assert (store.job(job_id).progress, store.job(job_id).message) == (0.5, "half way")
     assert store.finish_job(job_id, "done", result={"run": "r1"})
     assert not store.finish_job(job_id, "lost", error="too late")
     store.request_cancel(job_id)
@@ -166,8 +167,8 @@ def test_an_unknown_job_is_refused(store):
 
 def test_events_are_read_after_the_last_one_seen(store):
     first, second = store.submit_job("a", {}), store.submit_job("b", {})
-    store.append_events(first, [(1.0, "point", {"tps": np.float32(2)}), (2.0, "point", {"tps": float("inf")})])
-    store.append_events(second, [(1.5, "note", {})])
+    store.report(first, [(1.0, "point", {"tps": np.float32(2)}), (2.0, "point", {"tps": float("inf")})])
+    store.report(second, [(1.5, "note", {})])
     events = store.events(first)
     assert [(e.t, e.kind, e.payload) for e in events] == [(1.0, "point", {"tps": 2.0}), (2.0, "point", {"tps": None})]
     assert store.events(first, after_seq=events[0].seq) == events[1:]
@@ -181,8 +182,7 @@ from membound.app.store import Store
 store = Store(Path(sys.argv[1]))
 job = store.submit_job("simulate", {})
 for i in range(40):
-    store.append_events(job, [(float(i), "point", {"i": i})] * 5)
-    store.update_job(job, i / 40, "writing")
+    store.report(job, [(float(i), "point", {"i": i})] * 5, progress=(i / 40, "writing"))
 store.save_run(kind="simulate", label=job, digest="d", scenario_yaml="", summary={})
 """
 
