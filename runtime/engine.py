@@ -1,0 +1,175 @@
+"""What does a scenario come to when it really runs?"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from membound.kernels.base import Kernels, WeightFormat
+from membound.kernels.dispatch import kernels_for, why_not_cpp
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.models import ModelSpec
+from membound.roofline.result import Provenance, RunResult
+from membound.roofline.scenario import Scenario
+from membound.roofline.times import times_for
+from membound.runtime.assets import fetch_smollm2
+from membound.runtime.clock import WallClock
+from membound.runtime.decoder import Decoder
+from membound.runtime.executor import TorchExecutor
+from membound.runtime.gguf import GgufFile
+from membound.runtime.plain import generate_plain
+from membound.runtime.sampling import sampler_for
+from membound.runtime.tokenizer import Tokenizer
+from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
+from membound.simulator.scheduling.build import build_scheduler, num_blocks, run_result
+from membound.simulator.scheduling.client import client_for
+from membound.simulator.scheduling.loop import Executor, serve
+from membound.simulator.scheduling.recorder import Observer, Recorder
+from membound.simulator.scheduling.workload import requests_for
+
+WARM_UP_STEPS = 3
+
+
+class RunClock(Protocol):
+    """A clock that can also be waited for."""
+
+    def now_s(self) -> float: ...
+
+    def wait_until(self, until_s: float) -> None: ...
+
+
+@dataclass
+class LoadedModel:
+    """A scenario's model in memory: its shape, its weights, and a tokenizer where it has text."""
+
+    spec: ModelSpec
+    weights: Weights
+    tokenizer: Tokenizer | None
+
+
+def load_model(scenario: Scenario) -> LoadedModel:
+    """Loads what `model` and `weights` of a scenario name; raises MemboundError with one sentence."""
+    source = scenario.weights
+    if source == "random":
+        spec = resolve_model(scenario.model)
+        return LoadedModel(spec, random_weights(spec, seed=scenario.workload.seed), None)
+    if source == "pretrained":
+        if scenario.model != "SmolLM2-135M":
+            raise MemboundError(
+                f"weights 'pretrained' are known for SmolLM2-135M only, not for '{scenario.model}'; "
+                "give 'random', or the path of a GGUF or a safetensors folder"
+            )
+        source = str(fetch_smollm2())
+    if Path(source).is_dir():
+        spec, weights = load_safetensors(source)
+        return LoadedModel(spec, weights, Tokenizer.from_folder(source))
+    spec, weights = load_gguf(source)
+    return LoadedModel(spec, weights, Tokenizer.from_gguf_metadata(GgufFile(source).metadata))
+
+
+class Runtime:
+    """Runs scenarios on one device; models and their packed decoders stay loaded between runs."""
+
+    def __init__(self, device: str = "cpu", threads: int | None = None, kernels: Kernels | None = None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.device = device
+        self.kernels = kernels or kernels_for(device)
+        self._models: dict[tuple[str, str], LoadedModel] = {}
+        self._decoders: dict[tuple[str, str, WeightFormat], Decoder] = {}
+
+    def model(self, scenario: Scenario) -> LoadedModel:
+        """The scenario's model, loaded once."""
+        key = (scenario.model, scenario.weights)
+        if key not in self._models:
+            self._models[key] = load_model(scenario)
+        return self._models[key]
+
+    def decoder(self, scenario: Scenario) -> Decoder:
+        """The scenario's decoder with its weights in the format that its techniques ask for, packed once."""
+        format = _weight_format(scenario)
+        key = (scenario.model, scenario.weights, format)
+        if key not in self._decoders:
+            loaded = self.model(scenario)
+            self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, format)
+        return self._decoders[key]
+
+    def run(
+        self,
+        scenario: Scenario,
+        hardware: HardwareSpec | None = None,
+        observer: Observer | None = None,
+        clock: RunClock | None = None,
+        wrap: Callable[[Executor], Executor] | None = None,
+        recorder: Recorder | None = None,
+    ) -> RunResult:
+        """Serves the scenario's workload in real time, after a warm-up that is not recorded.
+
+        `clock` and `wrap` replace the wall clock and the executor's outcome, for instance by scripted step times.
+        `hardware` says what the bounds are attributed with. Raises MemboundError where the scenario cannot run.
+        """
+        hardware = hardware or get_hardware(scenario.hardware)
+        decoder = self.decoder(scenario)
+        requests = requests_for(scenario, vocab=decoder.spec.vocab)
+        for request in requests:
+            total = request.prompt_tokens + request.output_tokens
+            if total > decoder.spec.max_context:
+                raise MemboundError(
+                    f"request {request.id} has {total} tokens, more than the {decoder.spec.max_context} of "
+                    f"'{scenario.model}'; make the prompts or output_tokens shorter"
+                )
+        blocks = num_blocks(scenario, decoder.spec, hardware.memory_bytes, requests)
+        scheduler = build_scheduler(scenario, blocks, content_known=True)
+        kv = decoder.kv_cache(blocks, scenario.engine.block_size)
+        sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
+        _warm_up(decoder, scenario)
+
+        clock = clock or WallClock()
+        executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock)
+        recorder = recorder or Recorder(observer)
+        client = client_for(scenario.workload.arrivals, requests)
+        for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
+            clock.wait_until(until_s)
+        scheduler.check_integrity()
+        return run_result(
+            scenario, decoder.spec, times_for(hardware), blocks, recorder, self._provenance(scenario, hardware)
+        )
+
+    def _provenance(self, scenario: Scenario, hardware: HardwareSpec) -> Provenance:
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+        notes = [
+            f"kernels {self.kernels.name}, {torch.get_num_threads()} threads, load average {load:.1f} at the end",
+            self.model(scenario).weights.origin,
+            "the bounds of steps are attributed by the roofline of their shapes",
+        ]
+        if reason := why_not_cpp():
+            notes.append(f"plain PyTorch kernels: {reason}")
+        return Provenance(
+            producer="runtime",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            hardware=hardware.name,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            notes=notes,
+        )
+
+
+def _weight_format(scenario: Scenario) -> WeightFormat:
+    name = scenario.setup.weights.name
+    if name not in ("fp32", "bf16", "int8"):
+        raise MemboundError(f"weights in {name} are not implemented in the runtime; it has fp32, bf16 and int8")
+    return name  # type: ignore[return-value]
+
+
+def _warm_up(decoder: Decoder, scenario: Scenario) -> None:
+    """Touches every weight and every kernel a few times, on blocks of its own."""
+    for _ in generate_plain(decoder, [1] * 16, WARM_UP_STEPS):
+        pass

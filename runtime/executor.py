@@ -1,0 +1,62 @@
+"""How is a planned step computed with tensors?"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.sampling import Sampler
+from membound.simulator.scheduling.loop import Clock
+from membound.simulator.scheduling.request import Outcome, Sequence, Step
+
+
+class TorchExecutor:
+    """Runs steps on a decoder over a pool of KV blocks, and takes their time from the clock."""
+
+    def __init__(self, decoder: Decoder, kv: KvCache, block_size: int, sampler: Sampler, clock: Clock) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.block_size = block_size
+        self.sampler = sampler
+        self.clock = clock
+
+    def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
+        start_s = self.clock.now_s()
+        token_ids, batch, logits_rows = self._inputs(step, sequences)
+        logits = self.decoder.forward(token_ids, batch, self.kv, logits_rows)  # [rows, vocab]
+        drafts = [work.drafts for work in step.work]
+        emitted = self.sampler.verify(logits, [1 + len(guess) for guess in drafts], drafts)
+        by_id = {work.sequence: tokens for work, tokens in zip(step.work, emitted, strict=True)}
+        return Outcome(self.clock.now_s() - start_s, by_id)
+
+    def _inputs(self, step: Step, sequences: dict[int, Sequence]) -> tuple[Tensor, RaggedBatch, Tensor]:
+        """Token ids [tokens], the ragged batch, and the rows [rows] whose logits are needed."""
+        size = self.block_size
+        held = [sequences[work.sequence].blocks for work in step.work]
+        table = np.zeros((len(held), max(map(len, held))), dtype=np.int32)
+        tokens: list[int] = []
+        positions, slots, rows = [], [], []
+        query_start = [0]
+        for i, (work, blocks) in enumerate(zip(step.work, held, strict=True)):
+            ids = sequences[work.sequence].token_ids
+            assert ids is not None, "the runtime needs the tokens"
+            table[i, : len(blocks)] = blocks
+            tokens += ids[work.start :]
+            tokens += work.drafts
+            position = np.arange(work.start, work.context)
+            positions.append(position)
+            slots.append(table[i, position // size].astype(np.int64) * size + position % size)
+            query_start.append(len(tokens))
+            rows.append(np.arange(len(tokens) - 1 - len(work.drafts), len(tokens)))
+        device = self.decoder.device
+        batch = RaggedBatch(
+            positions=torch.from_numpy(np.concatenate(positions)).to(device),
+            slots=torch.from_numpy(np.concatenate(slots)).to(device),
+            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
+            context_len=torch.tensor([work.context for work in step.work], dtype=torch.int32, device=device),
+            block_table=torch.from_numpy(table).to(device),
+        )
+        return torch.tensor(tokens, device=device), batch, torch.from_numpy(np.concatenate(rows)).to(device)
