@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -109,7 +108,7 @@ class Slo(Part):
 class Scenario(Part):
     """Model, hardware, techniques, workload and objective of one question.
 
-    `sweep` names axes (dotted paths into the scenario) over which `compare` asks it again.
+    `sweep` lists the points at which `compare` asks it again, each as dotted paths into the scenario with values.
     """
 
     name: str = Field(pattern=r"^[\w.-]+$")
@@ -123,16 +122,13 @@ class Scenario(Part):
     slo: Slo = Slo()
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
     repeats: int = Field(3, ge=1, le=50, description="measurements of each cell, interleaved with its baseline")
-    sweep: dict[str, list[Any]] = {}
+    sweep: tuple[dict[str, Any], ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
         names = [technique.name for technique in self.techniques]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
-        for path, values in self.sweep.items():
-            if not values:
-                raise ValueError(f"sweep.{path} is empty; give at least one value")
         return self
 
     @property
@@ -166,10 +162,9 @@ class Scenario(Part):
         return parse_scenario(document)
 
     def points(self) -> Iterator[tuple[dict[str, Any], Scenario]]:
-        """Each combination of the sweep's values with its scenario; one empty combination without a sweep."""
-        for values in itertools.product(*self.sweep.values()):
-            point = dict(zip(self.sweep, values, strict=True))
-            scenario = self.model_copy(update={"sweep": {}})
+        """Each point of the sweep with its scenario; the scenario itself without a sweep."""
+        for point in self.sweep or ({},):
+            scenario = self.model_copy(update={"sweep": ()})
             for path, value in point.items():
                 scenario = scenario.with_value(path, value)
             yield point, scenario

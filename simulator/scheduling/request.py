@@ -88,6 +88,7 @@ class Step:
     admitted: tuple[int, ...]
     preempted: tuple[int, ...]
     blocks_used: int
+    num_blocks: int
 
 
 @dataclass(frozen=True)

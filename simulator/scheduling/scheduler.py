@@ -69,7 +69,7 @@ class Scheduler:
         admitted = [] if preempted else self._admit(work, running_before)
         if not work:
             return None
-        return Step(tuple(work), tuple(admitted), tuple(preempted), self.pool.used)
+        return Step(tuple(work), tuple(admitted), tuple(preempted), self.pool.used, self.pool.num_blocks)
 
     def commit(self, step: Step, outcome: Outcome) -> list[Sequence]:
         """Applies the emitted tokens and returns the sequences that ended, their blocks released."""

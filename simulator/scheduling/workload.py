@@ -69,7 +69,10 @@ def requests_for(scenario: Scenario, vocab: int | None = None) -> list[Request]:
     outputs = sample_lengths(workload.output_tokens, count, rng)
     match workload.prompts:
         case TextPrompts(file=file):
-            return _text_requests(file, arrivals.tolist(), outputs.tolist())
+            prompts = load_prompts(file)
+            order = rng.permutation(len(prompts))
+            drawn = [prompts[order[i % len(prompts)]] for i in range(count)]
+            return _text_requests(file, drawn, arrivals.tolist(), outputs.tolist())
         case SyntheticPrompts(tokens=length):
             lengths = sample_lengths(length, count, rng).tolist()
     requests = [
@@ -84,11 +87,9 @@ def requests_for(scenario: Scenario, vocab: int | None = None) -> list[Request]:
     ]
 
 
-def _text_requests(file: str, arrivals: list[float], outputs: list[int]) -> list[Request]:
-    prompts = load_prompts(file)
+def _text_requests(file: str, prompts: list[Prompt], arrivals: list[float], outputs: list[int]) -> list[Request]:
     requests = []
-    for i, (arrival_s, wanted) in enumerate(zip(arrivals, outputs, strict=True)):
-        prompt = prompts[i % len(prompts)]
+    for i, (prompt, arrival_s, wanted) in enumerate(zip(prompts, arrivals, outputs, strict=True)):
         if wanted > len(prompt.output_ids):
             raise MemboundError(
                 f"workload.output_tokens asks for {wanted} tokens, but the recording of prompt '{prompt.id}' in "

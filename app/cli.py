@@ -1,0 +1,263 @@
+"""The `membound` command: the product without a browser.
+
+Every sub-command that gives a result takes `--json` and then prints exactly one JSON document to standard output;
+progress and words go to standard error. Bad input is one sentence and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from membound.roofline.errors import MemboundError
+
+if TYPE_CHECKING:
+    from membound.roofline.scenario import Scenario
+
+app = typer.Typer(
+    name="membound",
+    help="Which LLM serving technique helps at my operating point, by how much, and is that true on my machine?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="a YAML file, or a shipped scenario's name")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document to standard output")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
+]
+HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
+
+
+@app.command()
+def dashboard(
+    host: Annotated[str, typer.Option(help="address to serve on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port; the next free one is taken if it is in use")] = 8501,
+    browser: Annotated[bool, typer.Option(help="open a browser")] = True,
+) -> None:
+    """Serve the dashboard."""
+    from membound.app.server import serve
+
+    serve(host=host, port=port, open_browser=browser)
+
+
+@app.command()
+def predict(
+    scenario: ScenarioArgument,
+    batch: Annotated[int, typer.Option(min=1, help="sequences in the step")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="tokens of each sequence, the new ones included")] = 512,
+    phase: Annotated[str, typer.Option(help="decode or prefill")] = "decode",
+    hardware: HardwareOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Roofline of one operating point: each operator's FLOPs, bytes, time and bound; the memory breakdown."""
+    from membound.app import report
+    from membound.roofline.operating_point import operating_point
+
+    chosen = _scenario(scenario, set_, hardware)
+    document = operating_point(chosen, batch=batch, context=context, phase=phase)
+    _print(document, as_json, report.operating_point)
+
+
+@app.command()
+def simulate(
+    scenario: ScenarioArgument, hardware: HardwareOption = None, set_: SetOption = None, as_json: JsonOption = False
+) -> None:
+    """Discrete-event run of the scenario in virtual time."""
+    from membound.app import report
+    from membound.simulator.run import run
+
+    result = run(_scenario(scenario, set_, hardware))
+    _print(result.to_json(), as_json, report.run)
+
+
+@app.command()
+def measure(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Real run of the scenario on this machine."""
+    from membound.app import report
+    from membound.app.compare import LiveObserver
+    from membound.app.tasks import machine_for
+
+    chosen = _scenario(scenario, set_)
+    _ensure_calibrated()
+    with _progress() as listener:
+        hardware, runtime = machine_for(chosen)
+        observer = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
+        result = runtime.run(chosen, hardware, observer=observer)
+    _print(result.to_json(), as_json, report.run)
+
+
+@app.command()
+def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+    """Prediction and measurement side by side, with the error of each."""
+    from membound.app import report
+    from membound.app.compare import compare as run_compare
+    from membound.app.compare import comparison_tables
+    from membound.app.home import membound_home
+    from membound.app.store import Store
+    from membound.app.tasks import machine_for
+
+    chosen = _scenario(scenario, set_)
+    _ensure_calibrated()
+    with _progress() as listener:
+        hardware, runtime = machine_for(chosen)
+        result = run_compare(chosen, hardware, runtime, listener)
+    document = result.to_json()
+    Store(membound_home()).save_run(
+        kind="compare",
+        label=chosen.name,
+        digest=chosen.digest,
+        scenario_yaml=chosen.to_yaml(),
+        summary={"rows": len(result.rows)},
+        tables=comparison_tables(result),
+        comparison=document,
+    )
+    _print(document, as_json, report.comparison)
+
+
+@app.command()
+def calibrate(
+    threads: Annotated[int | None, typer.Option(min=1, help="threads to calibrate with; all cores if not given")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine's roofs: bandwidth by working set, matrix rate by format and shape, overheads."""
+    from membound.app import report
+
+    calibration = _calibrate(threads)
+    _print(calibration.model_dump(mode="json"), as_json, report.calibration)
+
+
+@app.command()
+def record(
+    prompts: Annotated[Path, typer.Argument(help="a YAML file with a list 'prompts' of id, task and text")],
+    scenario: Annotated[str, typer.Option(help="whose model writes the continuations")] = "live-cpu",
+    output: Annotated[Path | None, typer.Option(help="JSON lines; beside the prompts if not given")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens to record for each prompt")] = 128,
+) -> None:
+    """Record what a model writes after each prompt: the content that simulations replay."""
+    from membound.runtime.engine import Runtime
+    from membound.runtime.record import record as run_record
+
+    chosen = _scenario(scenario).with_techniques(())
+    with _progress() as listener:
+        count = run_record(prompts, output or prompts.with_suffix(".jsonl"), Runtime(), chosen, tokens, listener.progress)
+    typer.echo(f"recorded {count} prompts", err=True)
+
+
+@app.command()
+def scenarios(as_json: JsonOption = False) -> None:
+    """List the shipped scenarios."""
+    from membound.app import report
+    from membound.roofline.scenario import load_scenario, shipped_scenarios
+
+    listed = [{"name": name, "description": load_scenario(name).description} for name in shipped_scenarios()]
+    _print({"scenarios": listed}, as_json, report.scenarios)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Print what an issue report needs: versions, devices, kernels, store."""
+    from membound.app import doctor as checks
+
+    found = checks.report()
+    _print(found, as_json, checks.render)
+
+
+def _scenario(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
+    from membound.roofline.scenario import load_scenario
+
+    import yaml
+
+    scenario = load_scenario(name)
+    for assignment in assignments or []:
+        key, separator, value = assignment.partition("=")
+        if not separator:
+            raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
+        try:
+            scenario = scenario.with_value(key, yaml.safe_load(value))
+        except yaml.YAMLError:
+            raise MemboundError(f"option --set {key} is '{value}', which is not a YAML value") from None
+    return scenario.with_value("hardware", hardware) if hardware else scenario
+
+
+def _ensure_calibrated() -> None:
+    from membound.roofline.home import local_calibration_path
+
+    if not local_calibration_path().exists():
+        typer.echo("this machine is not calibrated yet: doing it now", err=True)
+        _calibrate(None)
+
+
+def _calibrate(threads: int | None) -> Any:
+    from membound.app.tasks import need_torch
+    from membound.roofline.home import local_calibration_path
+
+    need_torch()
+    from membound.runtime.calibrate import calibrate as run_calibrate
+
+    with _progress() as listener:
+        calibration = run_calibrate(threads=threads, progress=listener.progress)
+    calibration.save(local_calibration_path())
+    return calibration
+
+
+class _TerminalListener:
+    """Shows a bar on standard error; never asks to stop, because Ctrl-C does."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self.bar = bar
+        self.task = task
+
+    def progress(self, fraction: float, message: str = "") -> None:
+        self.bar.update(self.task, completed=fraction, description=message)
+
+    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
+        pass
+
+    def check_cancelled(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[_TerminalListener]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _TerminalListener(bar, bar.add_task("", total=1.0))
+
+
+def _print(document: Any, as_json: bool, render: Any) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+        return
+    from rich.console import Console
+
+    Console().print(render(document))
+
+
+def main() -> None:
+    """The console script: known errors are one sentence on standard error and exit code 2."""
+    try:
+        app()
+    except MemboundError as error:
+        typer.echo(f"membound: {error}", err=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        typer.echo("membound: torch is not installed, and this needs it; run `make setup TORCH=cpu`", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

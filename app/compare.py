@@ -1,0 +1,269 @@
+"""How is a scenario predicted and measured side by side?
+
+The orchestration only: the simulator predicts, the runtime measures, `roofline.comparison` joins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from membound.roofline.comparison import Comparison, Quality, baseline_row, technique_row
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.result import RunResult
+from membound.roofline.scenario import ClosedLoop, Scenario
+from membound.roofline.techniques import Technique
+from membound.roofline.times import times_for
+from membound.simulator.run import run as simulate
+
+if TYPE_CHECKING:
+    from membound.runtime.engine import Runtime
+    from membound.runtime.tokenizer import Tokenizer
+    from membound.simulator.scheduling.request import Outcome, Step
+
+LIVE_INTERVAL_S = 0.5
+
+
+class Listener(Protocol):
+    """Is told how far a long run is, and says whether to stop. A worker's JobContext is one."""
+
+    def progress(self, fraction: float, message: str = "") -> None: ...
+
+    def event(self, kind: str, payload: Mapping[str, Any]) -> None: ...
+
+    def check_cancelled(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the sweep: the plain engine there, and the techniques that mean something there."""
+
+    values: dict[str, Any]
+    plain: Scenario
+    techniques: tuple[Technique, ...]
+
+    def scenario(self, technique: Technique | None) -> Scenario:
+        return self.plain if technique is None else self.plain.with_techniques((technique,))
+
+
+@dataclass
+class ComparisonResult:
+    """All rows, and the runs behind them: predicted and measured by point and technique name."""
+
+    rows: list[Comparison]
+    predicted: dict[tuple[int, str], RunResult]
+    measured: dict[tuple[int, str], list[RunResult]]
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `membound compare --json` prints."""
+        return {"comparisons": [row.model_dump(mode="json") for row in self.rows], "notes": self.notes}
+
+
+def points_of(scenario: Scenario) -> list[Point]:
+    """The sweep's points; a technique that needs a batch is left out where there is a single client."""
+    points = []
+    for values, at_point in scenario.points():
+        arrivals = at_point.workload.arrivals
+        alone = isinstance(arrivals, ClosedLoop) and arrivals.concurrency == 1
+        techniques = tuple(t for t in at_point.techniques if not (alone and t.needs_batch()))
+        points.append(Point(values, at_point.with_techniques(()), techniques))
+    return points
+
+
+def predict_rows(scenario: Scenario, hardware: HardwareSpec) -> ComparisonResult:
+    """The rows of a comparison before anything was measured."""
+    relative_error = times_for(hardware).relative_error
+    conditions = _conditions(scenario, hardware)
+    result = ComparisonResult([], {}, {})
+    for index, point in enumerate(points_of(scenario)):
+        plain = simulate(point.plain, hardware)
+        result.predicted[index, "baseline"] = plain
+        result.rows.append(baseline_row(plain, [], relative_error, point.values, conditions))
+        for technique in point.techniques:
+            run = simulate(point.scenario(technique), hardware)
+            result.predicted[index, technique.name] = run
+            result.rows.append(technique_row(technique, (plain, run), [], relative_error, point.values, conditions))
+    return result
+
+
+def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listener: Listener) -> ComparisonResult:
+    """Predicts every cell, then measures each point's cells next to each other, `repeats` times.
+
+    Raises MemboundError where the scenario is for another machine than this one.
+    """
+    if scenario.hardware != "local":
+        raise MemboundError(
+            f"field 'hardware' is '{scenario.hardware}', but only 'local' can be measured here; "
+            "use `membound simulate` for other devices"
+        )
+    listener.progress(0.0, "predicting")
+    result = predict_rows(scenario, hardware)
+    for row in result.rows:
+        listener.event("row", row.model_dump(mode="json"))
+
+    listener.progress(0.0, f"loading {scenario.model}")
+    relative_error = times_for(hardware).relative_error
+    conditions = _conditions(scenario, hardware)
+    points = points_of(scenario)
+    cells = _Cells(points, scenario.repeats, runtime, hardware, listener)
+    qualities = {t.name: _quality(scenario, t, runtime) for t in scenario.techniques if not t.lossless}
+    rows: list[Comparison] = []
+    for index, point in enumerate(points):
+        runs: dict[str, list[RunResult]] = {"baseline": []} | {t.name: [] for t in point.techniques}
+        for repeat in range(scenario.repeats):
+            for technique in (None, *point.techniques):
+                name = technique.name if technique else "baseline"
+                runs[name].append(cells.measure(index, point, technique, repeat))
+        for name, measured in runs.items():
+            result.measured[index, name] = measured
+        plain = result.predicted[index, "baseline"]
+        rows.append(baseline_row(plain, runs["baseline"], relative_error, point.values, conditions))
+        for technique in point.techniques:
+            pairs = list(zip(runs["baseline"], runs[technique.name], strict=True))
+            predicted = (plain, result.predicted[index, technique.name])
+            quality = qualities.get(technique.name)
+            rows.append(
+                technique_row(technique, predicted, pairs, relative_error, point.values, conditions, quality)
+            )
+        for row in rows[-1 - len(point.techniques) :]:
+            listener.event("row", row.model_dump(mode="json"))
+    listener.progress(1.0, "done")
+    return ComparisonResult(rows, result.predicted, result.measured, cells.notes())
+
+
+class _Cells:
+    """Runs the measured cells one by one and reports how far they are."""
+
+    def __init__(
+        self, points: list[Point], repeats: int, runtime: Runtime, hardware: HardwareSpec, listener: Listener
+    ) -> None:
+        self.runtime = runtime
+        self.hardware = hardware
+        self.listener = listener
+        self.total = repeats * sum(1 + len(point.techniques) for point in points)
+        self.done = 0
+        self.last: RunResult | None = None
+
+    def measure(self, index: int, point: Point, technique: Technique | None, repeat: int) -> RunResult:
+        scenario = point.scenario(technique)
+        name = technique.title if technique else "baseline"
+        payload = {"technique": technique.name if technique else "baseline", "point": point.values, "repeat": repeat}
+        self.listener.event("cell", payload | {"index": self.done, "total": self.total})
+        message = f"{name}, {_point_text(point.values)}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
+        observer = LiveObserver(
+            scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total
+        )
+        self.last = self.runtime.run(scenario, self.hardware, observer=observer)
+        self.done += 1
+        return self.last
+
+    def notes(self) -> list[str]:
+        return self.last.provenance.notes if self.last else []
+
+
+class LiveObserver:
+    """Turns a run's steps into progress, a live point and the text of one request, twice a second."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        runtime: Runtime,
+        listener: Listener,
+        message: str,
+        done: float = 0.0,
+        share: float = 1.0,
+    ) -> None:
+        from membound.simulator.scheduling.workload import requests_for
+
+        loaded = runtime.model(scenario)
+        requests = requests_for(scenario, vocab=loaded.spec.vocab)
+        self.tokenizer: Tokenizer | None = loaded.tokenizer
+        self.prompts = {request.id: request.prompt_ids or () for request in requests}
+        self.expected = sum(request.output_tokens for request in requests)
+        self.listener = listener
+        self.message = message
+        self.done, self.share = done, share
+        self.texts: dict[int, list[int]] = {}
+        self.tokens = self.steps = 0
+        self._window = (0.0, 0)
+        self._next_s = 0.0
+
+    def __call__(self, step: Step, outcome: Outcome, end_s: float) -> None:
+        self.listener.check_cancelled()
+        self.steps += 1
+        for sequence, emitted in outcome.emitted.items():
+            self.texts.setdefault(sequence, []).extend(emitted)
+            self.tokens += len(emitted)
+        if time.perf_counter() < self._next_s:
+            return
+        self._next_s = time.perf_counter() + LIVE_INTERVAL_S
+        fraction = self.done + self.share * min(1.0, self.tokens / self.expected)
+        self.listener.progress(fraction, self.message)
+        since_s, since_tokens = self._window
+        rate = (self.tokens - since_tokens) / (end_s - since_s) if end_s > since_s else 0.0
+        self._window = (end_s, self.tokens)
+        live = {"t": end_s, "tokens_per_s": rate, "running": len(step.work), "steps": self.steps}
+        self.listener.event("live", live | {"kv_utilization": step.blocks_used / step.num_blocks})
+        self._tell_text(step.work[0].sequence)
+
+    def _tell_text(self, sequence: int) -> None:
+        if self.tokenizer is None:
+            return
+        prompt = self.tokenizer.decode(self.prompts[sequence])
+        text = self.tokenizer.decode(self.texts.get(sequence, []))
+        self.listener.event("text", {"request": sequence, "prompt": prompt, "text": text})
+
+
+def table_of(columns: Mapping[str, Any]) -> Any:
+    """A table of records as pyarrow has it, for the store."""
+    import pyarrow
+
+    return pyarrow.table(dict(columns))
+
+
+def result_tables(result: RunResult) -> dict[str, Any]:
+    """The tables of a run that the store keeps."""
+    return {"requests": table_of(result.requests), "steps": table_of(result.steps)}
+
+
+def comparison_tables(result: ComparisonResult) -> dict[str, Any]:
+    """All runs of a comparison in one table of requests and one of steps, with what each row belongs to."""
+    import pyarrow
+
+    tables: dict[str, list[Any]] = {"requests": [], "steps": []}
+    for producer, key, repeat, run in _all_runs(result):
+        for name, table in result_tables(run).items():
+            rows = table.num_rows
+            point, technique = key
+            for column, value in (("repeat", repeat), ("technique", technique), ("point", point), ("producer", producer)):
+                table = table.add_column(0, column, pyarrow.array([value] * rows))
+            tables[name].append(table)
+    return {name: pyarrow.concat_tables(parts) for name, parts in tables.items() if parts}
+
+
+def _all_runs(result: ComparisonResult) -> Iterator[tuple[str, tuple[int, str], int, RunResult]]:
+    for key, run in result.predicted.items():
+        yield "simulator", key, 0, run
+    for key, runs in result.measured.items():
+        for repeat, run in enumerate(runs):
+            yield "runtime", key, repeat, run
+
+
+def _quality(scenario: Scenario, technique: Technique, runtime: Runtime) -> Quality | None:
+    from membound.runtime.quality import divergence
+
+    return divergence(scenario.with_techniques(()), scenario.with_techniques((technique,)), runtime)
+
+
+def _conditions(scenario: Scenario, hardware: HardwareSpec) -> str:
+    calibration = hardware.calibration
+    machine = f"{calibration.machine}, {calibration.threads} threads" if calibration else hardware.name
+    return f"{scenario.model}, {scenario.weights} weights, {machine}, {scenario.repeats} repeats"
+
+
+def _point_text(point: dict[str, Any]) -> str:
+    return ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items()) or "as given"

@@ -1,0 +1,113 @@
+"""What do the jobs of each kind do? Each task runs in a worker process and returns what the page shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from membound.app.compare import LiveObserver, compare, comparison_tables, result_tables
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, get_hardware, local_hardware
+from membound.roofline.home import local_calibration_path
+from membound.roofline.result import RunResult
+from membound.roofline.scenario import Scenario, parse_scenario
+
+if TYPE_CHECKING:
+    from membound.app.worker import JobContext
+    from membound.runtime.engine import Runtime
+
+
+def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Measures this machine's roofs and keeps them; the old calibration stays where that fails."""
+    need_torch()
+    from membound.runtime.calibrate import calibrate
+
+    def progress(fraction: float, message: str) -> None:
+        context.check_cancelled()
+        context.progress(fraction, message)
+
+    calibration = calibrate(device=spec.get("device", "cpu"), threads=spec.get("threads"), progress=progress)
+    calibration.save(local_calibration_path())
+    return {"created": calibration.created, "machine": calibration.machine}
+
+
+def run_compare(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Predicts and measures the scenario's cells and keeps them as one run."""
+    scenario = scenario_of(spec)
+    hardware, runtime = machine_for(scenario)
+    result = compare(scenario, hardware, runtime, context)
+    document = result.to_json()
+    run_id = context.store.save_run(
+        kind="compare",
+        label=scenario.name,
+        digest=scenario.digest,
+        scenario_yaml=scenario.to_yaml(),
+        summary={"rows": len(result.rows)},
+        tables=comparison_tables(result),
+        comparison=document,
+        job_id=context.job_id,
+    )
+    return {"run_id": run_id, **document}
+
+
+def run_measure(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Runs the scenario for real and keeps the run."""
+    scenario = scenario_of(spec)
+    hardware, runtime = machine_for(scenario)
+    observer = LiveObserver(scenario, runtime, context, f"measuring {scenario.name}")
+    return _keep(context, scenario, "measure", runtime.run(scenario, hardware, observer=observer))
+
+
+def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Simulates the scenario and keeps the run."""
+    from membound.simulator.run import run
+
+    scenario = scenario_of(spec)
+    context.progress(0.0, f"simulating {scenario.name}")
+    result = run(scenario, observer=lambda step, outcome, end_s: context.check_cancelled())
+    return _keep(context, scenario, "simulate", result)
+
+
+def scenario_of(spec: dict[str, Any]) -> Scenario:
+    """The scenario of a job's spec, which holds it as YAML text."""
+    text = spec.get("scenario")
+    if not isinstance(text, str):
+        raise MemboundError("the job has no field 'scenario' with a scenario's YAML text")
+    try:
+        return parse_scenario(yaml.safe_load(text))
+    except yaml.YAMLError:
+        raise MemboundError("the scenario is not valid YAML") from None
+
+
+def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:
+    """The scenario's hardware and a runtime on it, with the threads that it was calibrated with."""
+    need_torch()
+    from membound.runtime.engine import Runtime
+
+    hardware = get_hardware(scenario.hardware) if scenario.hardware != "local" else local_hardware()
+    calibration = hardware.calibration
+    device = "cuda" if calibration and calibration.kind == "gpu" else "cpu"
+    return hardware, Runtime(device, threads=calibration.threads if calibration else None)
+
+
+def _keep(context: JobContext, scenario: Scenario, kind: str, result: RunResult) -> dict[str, Any]:
+    document = result.to_json()
+    run_id = context.store.save_run(
+        kind=kind,
+        label=scenario.name,
+        digest=scenario.digest,
+        scenario_yaml=scenario.to_yaml(),
+        summary=document["summary"],
+        tables=result_tables(result),
+        job_id=context.job_id,
+    )
+    return {"run_id": run_id, **document}
+
+
+def need_torch() -> None:
+    """Raises MemboundError with what to do where torch is not installed."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise MemboundError("torch is not installed, and measuring needs it; run `make setup TORCH=cpu`") from None
