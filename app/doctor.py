@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import os
@@ -179,8 +178,14 @@ def _triton() -> dict[str, Any]:
 def _kernels() -> dict[str, Any]:
     if _version_of("torch") is None:
         return {"in_use": None, "reason": "torch is not installed"}
-    dispatch = importlib.import_module("membound.kernels.dispatch")
-    return dict(dispatch.explain())
+    import torch
+
+    from membound.kernels.dispatch import kernels_for, why_not_cpp
+
+    if torch.cuda.is_available():
+        return {"in_use": kernels_for("cuda").name, "reason": "torch finds a CUDA device"}
+    name = kernels_for("cpu").name
+    return {"in_use": name, "reason": why_not_cpp() or "the C++ kernels build here"}
 
 
 def _compiler() -> dict[str, Any]:
