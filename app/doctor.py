@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from membound.app.home import membound_home
 from membound.roofline.errors import MemboundError
+from membound.roofline.home import local_calibration_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -204,13 +204,11 @@ def _store() -> dict[str, Any]:
 
 
 def _calibration() -> dict[str, Any]:
-    path = membound_home() / "calibration" / "local.json"
+    path = local_calibration_path()
     if not path.exists():
         return {"path": None, "note": "this machine is not calibrated (membound calibrate)"}
-    stored = json.loads(path.read_text())
-    written = datetime.fromtimestamp(path.stat().st_mtime).astimezone().isoformat(timespec="seconds")
-    date = stored.get("date") if isinstance(stored, dict) else None
-    return {"path": str(path), "date": date or written}
+    stored = json.loads(path.read_text("utf-8"))
+    return {"path": str(path)} | {key: stored.get(key) for key in ("created", "machine", "threads", "kernels")}
 
 
 def _foreign_kernels() -> dict[str, Any]:

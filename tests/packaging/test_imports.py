@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "roofline": ("data",),
     "data": (),
 }
-NEVER_TORCH = ("roofline", "simulator", "data")
+NEVER_TORCH = ("roofline", "simulator")
 
 
 def imported(path: Path, package: str) -> Iterator[str]:

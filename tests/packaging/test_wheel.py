@@ -25,6 +25,13 @@ def package_files(repository_files: list[Path], packages: tuple[str, ...]) -> li
 
 
 @pytest.fixture(scope="module")
+def scripts(package_files: list[Path]) -> set[Path]:
+    """Modules that are in no package, so they are not installed."""
+    modules = {path for path in package_files if path.suffix == ".py"}
+    return {path for path in modules if path.parent / "__init__.py" not in modules}
+
+
+@pytest.fixture(scope="module")
 def wheel_names(
     root: Path, repository_files: list[Path], run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> set[str]:
@@ -39,18 +46,17 @@ def wheel_names(
     return set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_the_package_list_equals_the_folders_that_hold_modules(
+def test_the_package_list_equals_the_folders_with_an_init(
     package_files: list[Path], setuptools_table: dict[str, Any]
 ) -> None:
-    folders = {path.parent for path in package_files if path.suffix == ".py"}
+    folders = {path.parent for path in package_files if path.name == "__init__.py"}
     named = {".".join(["membound", *folder.parts]): folder.as_posix() for folder in folders}
     assert set(setuptools_table["packages"]) == set(named)
     assert setuptools_table["package-dir"] == named
 
 
-def test_every_package_folder_has_an_init(package_files: list[Path]) -> None:
-    folders = {path.parent for path in package_files if path.suffix == ".py"}
-    assert {folder for folder in folders if folder / "__init__.py" not in package_files} == set()
+def test_only_recorders_of_data_are_outside_a_package(scripts: set[Path]) -> None:
+    assert {path for path in scripts if path.parts[0] != "data"} == set()
 
 
 def test_the_wheel_has_membound_alone_at_its_top(wheel_names: set[str]) -> None:
@@ -59,7 +65,7 @@ def test_the_wheel_has_membound_alone_at_its_top(wheel_names: set[str]) -> None:
 
 
 def test_the_wheel_has_every_file_of_the_packages_and_no_other(
-    wheel_names: set[str], package_files: list[Path]
+    wheel_names: set[str], package_files: list[Path], scripts: set[Path]
 ) -> None:
     inside = {name for name in wheel_names if name.startswith("membound/")}
-    assert inside == {f"membound/{path.as_posix()}" for path in package_files}
+    assert inside == {f"membound/{path.as_posix()}" for path in package_files if path not in scripts}
