@@ -4,15 +4,18 @@ A job is a row in the store and a worker process of its own. Nothing about it is
 page, the tab and the server that started it.
 """
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from membound.app.store import Job, Store
 TERMINATE_AFTER_S = 5.0
 KILL_AFTER_S = 10.0
 NEVER_STARTED_AFTER_S = 30.0
+SLOT_INTERVAL_S = 0.25
 LOG_LINES_IN_ERROR = 5
 JOB_ID_VARIABLE = "MEMBOUND_JOB_ID"
 
@@ -116,6 +120,27 @@ def log_tail(store: Store, job_id: str, lines: int = 20) -> str:
         return ""
 
 
+@contextmanager
+def measurement_slot(
+    holder: str, on_wait: Callable[[str], None], ahead: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
+    """Hold this machine's one slot for measurements while the block runs, because two at once would disturb each other.
+
+    Until it is free and `ahead` names nobody, `on_wait` is called with the name of who is in front; it may raise to
+    give up.
+    """
+    slot = _open_slot()
+    try:
+        while (in_front := ahead() or _take_slot(slot)) is not None:
+            on_wait(in_front)
+            time.sleep(SLOT_INTERVAL_S)
+        os.ftruncate(slot, 0)
+        os.pwrite(slot, holder.encode(), 0)
+        yield
+    finally:
+        os.close(slot)
+
+
 def process_born(pid: int) -> str:
     """Return when a process was started, as the system says it; empty if there is none, or if it is a zombie.
 
@@ -132,6 +157,28 @@ def process_born(pid: int) -> str:
     command = ["ps", "-o", "state=,lstart=", "-p", str(pid)]
     state, _, born = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition(" ")
     return "" if state.startswith("Z") else born.strip()
+
+
+def _open_slot() -> int:
+    path = Path(os.environ.get("MEMBOUND_SLOT") or Path(tempfile.gettempdir()) / "membound-measurement.lock")
+    try:
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        slot = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        os.fchmod(slot, 0o666)
+        return slot
+
+
+def _take_slot(slot: int) -> str | None:
+    """Take the slot and return None, or return the name of who holds it."""
+    # lockf, not flock: children that a killed worker leaves behind would inherit a flock and keep it.
+    try:
+        fcntl.lockf(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return os.pread(slot, 100, 0).decode(errors="replace") or "another"
+    return None
 
 
 def _worker_is_alive(job: Job) -> bool:

@@ -3,31 +3,29 @@
 `python -m membound.app.worker JOB_ID` waits for its turn, calls the job's task, and records how it ended.
 """
 
-import errno
-import fcntl
 import importlib
 import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from membound.app.home import membound_home
-from membound.app.jobs import poll, process_born
+from membound.app.jobs import measurement_slot, poll, process_born
 from membound.app.store import Job, Store
 from membound.roofline.errors import MemboundError
 
 Task = Callable[[dict[str, Any], "JobContext"], Mapping[str, Any] | None]
 
-TASKS: dict[str, str] = {
-    kind: f"membound.app.tasks:run_{kind}"
-    for kind in ("simulate", "measure", "compare", "calibrate", "stack", "sweep", "plan", "validate", "claims")
+TASKS = {
+    "calibrate": "membound.app.tasks:run_calibrate",
+    "compare": "membound.app.tasks:run_compare",
+    "measure": "membound.app.tasks:run_measure",
+    "simulate": "membound.app.tasks:run_simulate",
 }
 MEASUREMENTS = frozenset({"measure", "compare", "calibrate"})
 FLUSH_INTERVAL_S = 0.25
@@ -118,7 +116,7 @@ def run_job(store: Store, job_id: str) -> None:
     context = JobContext(store, job_id)
     store.attach_worker(job_id, os.getpid(), process_born(os.getpid()))
     try:
-        with measurement_slot(context, job), context.flushing():
+        with _turn(context, job), context.flushing():
             context.check_cancelled()
             if not store.start_job(job_id):
                 return
@@ -166,29 +164,21 @@ def _is_refusal_of_ours(error: Exception) -> bool:
 
 
 @contextmanager
-def measurement_slot(context: JobContext, job: Job) -> Iterator[None]:
-    """Hold the machine's one slot for measurements while the block runs; other kinds of job need none.
-
-    Jobs of one store take it in the order in which they were submitted. The wait shows in the job's message, and
-    JobCancelled ends it.
-    """
+def _turn(context: JobContext, job: Job) -> Iterator[None]:
     if job.kind not in MEASUREMENTS:
         yield
         return
-    slot = _open_slot()
     shown = None
-    try:
-        while (ahead := _queued_before(context.store, job) or _take_slot(slot)) is not None:
-            context.check_cancelled()
-            if ahead != shown:
-                context.store.report(job.id, progress=(0.0, f"waiting for run {ahead} to finish"))
-                shown = ahead
-            time.sleep(FLUSH_INTERVAL_S)
-        os.ftruncate(slot, 0)
-        os.pwrite(slot, job.id.encode(), 0)
+
+    def show(ahead: str) -> None:
+        nonlocal shown
+        context.check_cancelled()
+        if ahead != shown:
+            context.store.report(job.id, progress=(0.0, f"waiting for run {ahead} to finish"))
+            shown = ahead
+
+    with measurement_slot(job.id, show, lambda: _queued_before(context.store, job)):
         yield
-    finally:
-        os.close(slot)
 
 
 def _queued_before(store: Store, job: Job) -> str | None:
@@ -196,28 +186,6 @@ def _queued_before(store: Store, job: Job) -> str | None:
         earlier = (other.created, other.id) < (job.created, job.id)
         if earlier and other.kind in MEASUREMENTS and other.state == "queued" and poll(store, other.id).active:
             return other.id
-    return None
-
-
-def _open_slot() -> int:
-    path = Path(os.environ.get("MEMBOUND_SLOT") or Path(tempfile.gettempdir()) / "membound-measurement.lock")
-    try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        slot = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        os.fchmod(slot, 0o666)
-        return slot
-
-
-def _take_slot(slot: int) -> str | None:
-    """Take the slot and return None, or return the id of the job that holds it."""
-    # lockf, not flock: children that a killed worker leaves behind would inherit a flock and keep it.
-    try:
-        fcntl.lockf(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
-        return os.pread(slot, 100, 0).decode(errors="replace") or "another"
     return None
 
 

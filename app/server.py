@@ -1,0 +1,280 @@
+"""How is the dashboard served, to this machine alone and without asking anything of any other?"""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import AsyncIterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import streamlit as st
+import uvicorn
+from rich.console import Console
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from streamlit import config
+
+from membound.app import jobs
+from membound.app.home import StoreError, membound_home
+from membound.app.livechart import PLOTLY_URL_VARIABLE
+from membound.app.store import Store
+from membound.roofline.errors import MemboundError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+ASSETS = Path(__file__).parent / "assets"
+MAIN_SCRIPT = Path(__file__).parent / "main.py"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+LOG_NAME = "dashboard.log"
+PORTS_TRIED = 100
+SUPERVISION_INTERVAL_S = 2.0
+OPTIONS: dict[str, Any] = {
+    "browser.gatherUsageStats": False,
+    "client.toolbarMode": "minimal",
+    "global.developmentMode": False,
+    "runner.magicEnabled": False,
+    "server.baseUrlPath": "",
+    "server.enableCORS": True,
+    "server.enableXsrfProtection": True,
+    "server.fileWatcherType": "none",
+    "server.headless": True,
+    "server.maxUploadSize": 20,
+}
+_LOGGER = logging.getLogger(__name__)
+
+
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 8501,
+    open_browser: bool = True,
+    script: Path = MAIN_SCRIPT,
+    allowed_hosts: Sequence[str] = (),
+) -> None:
+    """Serve the dashboard until Ctrl-C; jobs go on after it.
+
+    The next free port is taken if `port` is in use. `allowed_hosts` are further names by which browsers may call this
+    server, such as that of a reverse proxy.
+
+    Raises:
+        MemboundError: the store cannot be written to, or the address cannot be served from.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    home = membound_home()
+    store = Store(home)
+    listener = bind(host, port)
+    address = url(host, listener.getsockname()[1])
+    os.environ[PLOTLY_URL_VARIABLE] = f"/assets/plotly.min.js?v={version('plotly')}"
+    logging.basicConfig(
+        filename=home / "dashboard.log", level=logging.WARNING, format="%(asctime)s %(name)s %(message)s"
+    )
+    app = build_app(store, script, host, allowed_hosts, opened_at=address if open_browser else None)
+    if not is_loopback(host):
+        console.print(
+            f"[bold red]Anyone who reaches {host} can use this dashboard: it has no login and can start processes on "
+            "this machine.[/]"
+        )
+    moved = "" if listener.getsockname()[1] == port or port == 0 else f" (port {port} is taken)"
+    print(f"membound dashboard: {address}{moved}  Ctrl-C ends it, running jobs go on.", flush=True)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            ws="websockets-sansio",
+            ws_max_size=config.get_option("server.maxMessageSize") * 2**20,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=2,
+        )
+    )
+    with contextlib.suppress(KeyboardInterrupt), listener:
+        server.run(sockets=[listener])
+    running = [job.id for job in jobs.poll_active(store)]
+    going_on = f"{len(running)} running jobs go on ({', '.join(running)})." if running else "No job is running."
+    print(f"\nmembound dashboard ended. {going_on}", flush=True)
+
+
+def build_app(
+    store: Store, script: Path, host: str, allowed_hosts: Sequence[str] = (), opened_at: str | None = None
+) -> "ASGIApp":
+    """Make the ASGI application: Streamlit's pages and ours, for browsers that call it by a name of this machine."""
+    if not script.is_file():
+        raise MemboundError(f"The page {script} does not exist: install membound again.")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: st.App) -> AsyncIterator[None]:
+        supervision = asyncio.create_task(_supervise(store))
+        if opened_at is not None and _has_display():
+            threading.Thread(target=webbrowser.open, args=(opened_at,), daemon=True).start()
+        yield
+        supervision.cancel()
+
+    app = st.App(
+        script,
+        lifespan=lifespan,
+        routes=_routes(store),
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=trusted_names(host, allowed_hosts), www_redirect=False),
+            Middleware(SameOriginMiddleware),
+        ],
+        on_script_error=show_error,
+    )
+    for name, value in {**OPTIONS, **json.loads((ASSETS / "theme.json").read_text(encoding="utf-8"))}.items():
+        config.set_option(name, value)
+    return app
+
+
+class SameOriginMiddleware:
+    """Refuse sockets and changes that a page of another origin asks for.
+
+    Streamlit lets pages of any port of localhost in, and asks an outside server for this machine's address before it
+    refuses the others.
+    """
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass a request on, or answer it with 403."""
+        if scope["type"] not in ("http", "websocket") or scope.get("method") in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is None or urlsplit(origin.decode("latin-1")).netloc == headers.get(b"host", b"").decode("latin-1"):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await PlainTextResponse("This page may not ask for that.", status_code=403)(scope, receive, send)
+
+
+def show_error(error: Exception) -> bool:
+    """Show an error of a page as one sentence, and keep what led to it in the log under an id."""
+    if isinstance(error, MemboundError):
+        st.error(str(error))
+        return True
+    error_id = secrets.token_hex(3)
+    _LOGGER.error("error %s on a page", error_id, exc_info=error)
+    st.error(f"This page failed ({type(error).__name__}: {error}). The log has the details under this id:")
+    st.code(f"{membound_home() / LOG_NAME}  {error_id}", language=None)
+    return True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on the first free port from `port` on, any free one for 0."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in range(port, min(port + PORTS_TRIED, 65536)):
+        listener = socket.socket(family)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, candidate))
+            listener.listen(128)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise MemboundError(
+                    f"Cannot serve on {host}:{candidate} ({error.strerror}): give another --host or --port."
+                ) from error
+    raise MemboundError(f"No port from {port} to {port + PORTS_TRIED - 1} is free on {host}: give another --port.")
+
+
+def url(host: str, port: int) -> str:
+    """Return the address to type into a browser on this machine."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def trusted_names(host: str, allowed_hosts: Sequence[str] = ()) -> list[str]:
+    """Return the names in a Host header that are this machine's own, so that no foreign name can be bound to it."""
+    names = {*LOOPBACK_NAMES, *allowed_hosts, f"[{host}]" if ":" in host else host}
+    if not is_loopback(host):
+        names |= {socket.gethostname(), socket.getfqdn(), *_own_addresses()}
+    return sorted(names - {"0.0.0.0", "[::]"})
+
+
+def _own_addresses() -> set[str]:
+    addresses = set()
+    for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        # Connecting a datagram socket sends nothing: it asks the system which address it would send from.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))
+            address = probe.getsockname()[0]
+            addresses.add(f"[{address}]" if ":" in address else address)
+    return addresses
+
+
+async def _supervise(store: Store) -> None:
+    """See to it that cancelled jobs end and lost ones are told so, also when no page is looking."""
+    while True:
+        try:
+            await asyncio.to_thread(jobs.poll_active, store)
+        except StoreError as error:
+            _LOGGER.warning("%s", error)
+        await asyncio.sleep(SUPERVISION_INTERVAL_S)
+
+
+def _has_display() -> bool:
+    on_linux = sys.platform.startswith("linux")
+    return not on_linux or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _routes(store: Store) -> list[Route]:
+    import plotly
+
+    plotly_path = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+    for_a_year = {"Cache-Control": "public, max-age=31536000, immutable"}
+
+    def plotly_js(request: Request) -> Response:
+        return FileResponse(plotly_path, media_type="text/javascript", headers=for_a_year)
+
+    def favicon(request: Request) -> Response:
+        return FileResponse(ASSETS / "favicon.png")
+
+    def run(request: Request) -> Response:
+        try:
+            found = store.run(request.path_params["run_id"])
+            return JSONResponse(
+                {
+                    "id": found.id,
+                    "kind": found.kind,
+                    "label": found.label,
+                    "digest": found.digest,
+                    "created": found.created,
+                    "job_id": found.job_id,
+                    "scenario_yaml": found.scenario_yaml(),
+                    "summary": found.summary,
+                    "comparison": found.comparison(),
+                    "tables": found.table_names(),
+                }
+            )
+        except StoreError as error:
+            return JSONResponse({"error": str(error)}, status_code=404)
+
+    return [
+        Route("/assets/plotly.min.js", plotly_js),
+        Route("/favicon.png", favicon),
+        Route("/api/runs/{run_id}", run),
+    ]
