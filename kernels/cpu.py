@@ -47,11 +47,20 @@ class CpuKernels:
         self._attention = library.membound_attention
         self._attention.argtypes, self._attention.restype = [POINTER(_AttentionArguments), c_int], None
         self._lanes = library.membound_lanes()
+        self._stalls = library.membound_stalls
+        self._stalls.restype = c_int64
         self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if has_bf16_units() and not batch_invariant else {}
 
     def batch_invariant_below(self, format: WeightFormat) -> int | None:
         """The number of tokens in a step from which `linear` rounds differently; None means never."""
         return self._matrix_unit_tokens.get(format)
+
+    def stalls(self) -> int:
+        """How often, in this process, a thread was missing for over 1 ms because other programs held its core.
+
+        After each, some calls run on one thread: a measurement in which this number grows is not clean.
+        """
+        return int(self._stalls())
 
     def describe(self) -> str:
         pool = "torch's threads" if cpu_build.openmp_runtime() else "one thread, no OpenMP runtime found"
@@ -148,9 +157,7 @@ class CpuKernels:
         self._rope_and_store(byref(arguments), torch.get_num_threads())
         return q
 
-    def attention(
-        self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
         q = _contiguous(q)
         tokens, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k_blocks.shape

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu_threads.h"
 #include "cpu_vector.h"
 
 namespace {

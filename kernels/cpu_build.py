@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 SOURCES = ("cpu_linear.cpp", "cpu_attention.cpp", "cpu_pointwise.cpp")
-HEADERS = ("cpu_vector.h",)
+HEADERS = ("cpu_threads.h", "cpu_vector.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")
 COMPILE_SECONDS = 300
 

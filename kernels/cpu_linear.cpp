@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include "cpu_threads.h"
 #include "cpu_vector.h"
 
 namespace {
@@ -17,7 +18,7 @@ constexpr int TILE_TOKENS = 4;
 constexpr int PANEL_ROWS = REGISTERS == 32 ? 6 : 3;  // 4 x 6 (4 x 3) sums, the rows or tokens of a step, one spare
 constexpr int64_t PANEL_DEPTH = 1024;                // elements of k in a panel: 24 kB of fp32, half of an L1
 constexpr int64_t SERIAL_PRODUCTS = 1 << 16;         // below this a second thread costs more than it brings
-constexpr int64_t PIECES_PER_THREAD = 8;
+constexpr int64_t PIECES_PER_THREAD = 4;
 
 struct Product {
     const float* x;      // [m, k]
@@ -53,11 +54,16 @@ void direct_rows(const Product& p, const float* x /* interleaved */, const W* w,
     Vec sums[ROWS][TOKENS] = {};
     w += row * p.k;
     const int64_t whole = p.k / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES, x += TOKENS * LANES)
+    // Rows are too short for the hardware to recognise as streams, so the rows after the next ones are asked for here.
+    const char* ahead = (const char*)(w + 2 * ROWS * p.k);
+    for (int64_t i = 0; i < whole; i += LANES, x += TOKENS * LANES) {
+        for (size_t line = 0; line < sizeof(W) * ROWS * LANES; line += 64, ahead += 64)
+            __builtin_prefetch(ahead, 0, 2);
         for (int r = 0; r < ROWS; r++) {
             const Vec weights = load(w + r * p.k + i);
             for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, load(x + j * LANES), sums[r][j]);
         }
+    }
     if (whole < p.k)
         for (int r = 0; r < ROWS; r++) {
             const Vec weights = load_partial(w + r * p.k + whole, p.k - whole);
@@ -70,7 +76,7 @@ void direct_rows(const Product& p, const float* x /* interleaved */, const W* w,
 template <class W, int TOKENS> void direct(const Product& p, const float* x, const W* w, int threads) {
     // Several rows at once are several memory streams, which one core needs to fill its share of the bandwidth.
     constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
-    constexpr int ROWS = SUMS / TOKENS < 8 ? SUMS / TOKENS : 8;
+    constexpr int ROWS = SUMS / TOKENS < 4 ? SUMS / TOKENS : 4;
     const int64_t grain = p.m * p.n * p.k <= SERIAL_PRODUCTS
                               ? p.n
                               : round_up(ceil_div(p.n, threads * PIECES_PER_THREAD), ROWS * 4);

@@ -2,9 +2,23 @@
 
 #include <cmath>
 
+#include "cpu_threads.h"
 #include "cpu_vector.h"
 
 ParallelRegion parallel_region = nullptr;
+thread_local Contention contention;
+
+static std::atomic<int64_t> stalls{0};
+
+void Contention::observe(double work_seconds, double wait_seconds) {
+    if (wait_seconds < STALL_SECONDS || wait_seconds < work_seconds) {
+        next_solo = FIRST_SOLO;
+        return;
+    }
+    stalls++;
+    solo_left = next_solo;
+    next_solo = next_solo * 2 < MOST_SOLO ? next_solo * 2 : MOST_SOLO;
+}
 
 namespace {
 
@@ -45,6 +59,8 @@ INLINE Vec silu_times(Vec gate, Vec up) { return gate / (broadcast(1.0f) + exp(-
 }  // namespace
 
 EXPORT void membound_set_parallel(void* region) { parallel_region = (ParallelRegion)region; }
+
+EXPORT int64_t membound_stalls() { return stalls; }
 
 EXPORT int membound_lanes() { return LANES; }
 

@@ -1,4 +1,4 @@
-// Vectors of fp32, conversions from stored formats, and the thread pool: what every CPU kernel is written with.
+// Vectors of fp32, conversions from stored formats and scratch memory: what every CPU kernel is written with.
 //
 // LANES fp32 values make one vector (16 with AVX-512, 8 with AVX2, 4 elsewhere). A sum over an inner dimension is
 // always kept in LANES partial sums, lane i taking the elements i, i + LANES, ..., and reduced in one fixed order, so
@@ -6,7 +6,6 @@
 
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -179,33 +178,3 @@ struct Scratch {
         return data;
     }
 };
-
-// GOMP_parallel of the OpenMP runtime that torch has loaded, so that both use one pool; null means one thread.
-typedef void (*ParallelRegion)(void (*body)(void*), void* argument, unsigned threads, unsigned flags);
-extern ParallelRegion parallel_region;
-
-// Calls body(first, last) for pieces of [0, count), each at most `grain` long; threads take the next piece when free.
-// The pool is asked for all its threads or for none: a team of another size would make libgomp restart threads.
-template <class Body> void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {
-    if (count <= 0) return;
-    if (threads <= 1 || count <= grain || !parallel_region) {
-        body(int64_t(0), count);
-        return;
-    }
-    struct Loop {
-        const Body* body;
-        int64_t count, grain;
-        std::atomic<int64_t> next;
-    } loop{&body, count, grain, {0}};
-    parallel_region(
-        [](void* argument) {
-            Loop& loop = *(Loop*)argument;
-            for (;;) {
-                int64_t first = loop.next.fetch_add(loop.grain, std::memory_order_relaxed);
-                if (first >= loop.count) return;
-                int64_t last = first + loop.grain < loop.count ? first + loop.grain : loop.count;
-                (*loop.body)(first, last);
-            }
-        },
-        &loop, (unsigned)threads, 0);
-}

@@ -58,9 +58,7 @@ class TorchKernels:
         v_blocks[block, offset] = v.to(v_blocks.dtype)
         return _rotate(q, c, s).to(self.activation_dtype)
 
-    def attention(
-        self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
         _, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k_blocks.shape
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
