@@ -45,8 +45,9 @@ PORTS_TRIED = 100
 SUPERVISION_INTERVAL_S = 2.0
 OPTIONS: dict[str, Any] = {
     "browser.gatherUsageStats": False,
-    "client.toolbarMode": "minimal",
+    "client.toolbarMode": "viewer",
     "global.developmentMode": False,
+    "logger.enableRich": False,
     "runner.magicEnabled": False,
     "server.baseUrlPath": "",
     "server.enableCORS": True,
@@ -82,6 +83,7 @@ def serve(
     logging.basicConfig(
         filename=home / "dashboard.log", level=logging.WARNING, format="%(asctime)s %(name)s %(message)s"
     )
+    logging.getLogger("streamlit.error_util").disabled = True  # show_error logs what went wrong
     app = build_app(store, script, host, allowed_hosts, opened_at=address if open_browser else None)
     if not is_loopback(host):
         console.print(
@@ -95,16 +97,17 @@ def serve(
             app,
             ws="websockets-sansio",
             ws_max_size=config.get_option("server.maxMessageSize") * 2**20,
-            log_level="warning",
+            log_config=None,
             access_log=False,
             timeout_graceful_shutdown=2,
         )
     )
     with contextlib.suppress(KeyboardInterrupt), listener:
         server.run(sockets=[listener])
-    running = [job.id for job in jobs.poll_active(store)]
-    going_on = f"{len(running)} running jobs go on ({', '.join(running)})." if running else "No job is running."
-    print(f"\nmembound dashboard ended. {going_on}", flush=True)
+    going_on = ", ".join(job.id for job in jobs.poll_active(store) if job.active)
+    print(
+        f"\nmembound dashboard ended. {f'Still running: {going_on}.' if going_on else 'No job is running.'}", flush=True
+    )
 
 
 def build_app(

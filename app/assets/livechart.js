@@ -11,6 +11,7 @@ const pageTemplate = (node) => {
     font: { color: value("text-color"), family: value("font") }, colorway: value("chart-categorical-colors").split(","),
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", xaxis: axis, yaxis: axis, margin: { l: 48, r: 16, t: 40, b: 40 },
     hoverlabel: { bgcolor: value("secondary-background-color"), font: { color: value("text-color") } }, legend: { bgcolor: "rgba(0,0,0,0)" },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: value("border-color"), activecolor: value("text-color") },
   } };
 };
 
