@@ -1,0 +1,131 @@
+"""Does measurement agree with prediction? Pairs of both for each technique and operating point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from membound.app import text
+from membound.app.figures.template import GREY, MEASURED, PREDICTED, TEMPLATE
+from membound.app.i18n import Translate
+from membound.roofline.comparison import Comparison
+from membound.roofline.techniques import TECHNIQUES
+
+
+def technique_title(name: str, t: Translate) -> str:
+    """The technique as people call it; in Chinese with its translation in brackets where there is one."""
+    if name not in TECHNIQUES:
+        return t("comparison.baseline")
+    return t.name(f"technique.{name}", TECHNIQUES[name].title)
+
+
+def point_label(point: Mapping[str, object], t: Translate) -> str:
+    """A point of the sweep: its users where it is a closed loop, else its fields without their paths."""
+    if "workload.arrivals.concurrency" in point:
+        return t("point.users", users=point["workload.arrivals.concurrency"])
+    return ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items()) or t("point.only")
+
+
+def by_point(rows: Sequence[Comparison], t: Translate) -> dict[str, list[Comparison]]:
+    """Rows by the label of their point, in the order in which the points came."""
+    groups: dict[str, list[Comparison]] = {}
+    for row in rows:
+        groups.setdefault(point_label(row.point, t), []).append(row)
+    return groups
+
+
+def gains_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
+    """One panel a point, a pair a technique: hollow with a dotted bar is predicted, solid with a bar is measured."""
+    groups = by_point([row for row in rows if row.technique != "baseline"], t)
+    fig = make_subplots(
+        rows=1, cols=max(1, len(groups)), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=list(groups)
+    )
+    fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84}, legend={"y": 1.12})
+    for column, group in enumerate(groups.values(), start=1):
+        names = [technique_title(row.technique, t).replace(" (", "<br>(") for row in group]
+        _pair(fig, column, list(range(len(group))), group, 1.0, t)
+        fig.update_xaxes(tickvals=list(range(len(group))), ticktext=names, range=[-0.6, len(group) - 0.4], col=column)
+        fig.add_hline(y=1, line={"color": GREY, "dash": "dash"}, row=1, col=column)
+    fig.update_yaxes(title=t("comparison.gain_y"), col=1)
+    fig.update_yaxes(range=[0, _highest(rows) * 1.15], ticksuffix="×")
+    return fig
+
+
+def baseline_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
+    """The baseline's time per output token at each point."""
+    baselines = [row for row in rows if row.technique == "baseline"]
+    fig = make_subplots(rows=1, cols=1)
+    fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84}, legend={"y": 1.12})
+    _pair(fig, 1, list(range(len(baselines))), baselines, 1e3, t)
+    fig.update_xaxes(
+        tickvals=list(range(len(baselines))),
+        ticktext=[point_label(row.point, t) for row in baselines],
+        range=[-0.6, len(baselines) - 0.4],
+    )
+    fig.update_yaxes(title=t("comparison.tpot_y"), rangemode="tozero")
+    return fig
+
+
+def alt_text(rows: Sequence[Comparison], t: Translate) -> str:
+    """The chart in one sentence."""
+    gains = [row for row in rows if row.technique != "baseline"]
+    measured = [row for row in gains if row.measured is not None]
+    within = sum(row.low <= row.measured <= row.high for row in measured if row.measured is not None)
+    return t("comparison.alt", gains=len(gains), measured=len(measured), within=within)
+
+
+def _pair(fig: go.Figure, column: int, x: list[int], rows: list[Comparison], scale: float, t: Translate) -> None:
+    predicted = [row.predicted * scale for row in rows]
+    fig.add_scatter(
+        x=[i - 0.12 for i in x],
+        y=predicted,
+        mode="markers",
+        name=t("predicted"),
+        showlegend=column == 1,
+        legendgroup="predicted",
+        marker={"symbol": "circle-open", "size": 13, "color": PREDICTED, "line": {"width": 2.5, "color": PREDICTED}},
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "thickness": 6,
+            "width": 0,
+            "color": "rgba(86,180,233,0.35)",
+            "array": [row.high * scale - value for row, value in zip(rows, predicted, strict=True)],
+            "arrayminus": [value - row.low * scale for row, value in zip(rows, predicted, strict=True)],
+        },
+        hovertext=[f"{t('predicted')}: {_value(row, row.predicted)}" for row in rows],
+        hoverinfo="text",
+        row=1,
+        col=column,
+    )
+    done = [(i, row, row.measured) for i, row in zip(x, rows, strict=True) if row.measured is not None]
+    fig.add_scatter(
+        x=[i + 0.12 for i, _, _ in done],
+        y=[value * scale for _, _, value in done],
+        mode="markers",
+        name=t("measured"),
+        showlegend=column == 1,
+        legendgroup="measured",
+        marker={"symbol": "square", "size": 11, "color": MEASURED},
+        error_y={
+            "type": "data",
+            "thickness": 2,
+            "width": 7,
+            "array": [(row.spread or 0) * scale for _, row, _ in done],
+        },
+        hovertext=[f"{t('measured')}: {_value(row, value)}" for _, row, value in done],
+        hoverinfo="text",
+        row=1,
+        col=column,
+    )
+
+
+def _value(row: Comparison, value: float) -> str:
+    return text.milliseconds(value) if row.technique == "baseline" else text.gain(value)
+
+
+def _highest(rows: Sequence[Comparison]) -> float:
+    gains = [max(row.high, (row.measured or 0) + (row.spread or 0)) for row in rows if row.technique != "baseline"]
+    return max(gains, default=2.0)

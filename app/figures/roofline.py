@@ -1,0 +1,255 @@
+"""Where is each operator of a step under the roofs of its device, and how much of the time is it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+
+from membound.app import text
+from membound.app.figures.template import (
+    BLUE,
+    BOUND_COLORS,
+    BOUND_SYMBOLS,
+    GREY,
+    figure,
+    log_ticks,
+)
+from membound.app.i18n import Translate
+from membound.roofline.cost import OperatorCost, StepCost
+from membound.roofline.hardware import HardwareSpec
+
+INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
+LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """The roofs of a device: bandwidths in bytes/s by memory level, matrix rates in FLOP/s by format."""
+
+    bandwidths: dict[str, float]
+    rates: dict[str, float]
+    calibrated: bool
+
+    @property
+    def intensity_range(self) -> tuple[float, float]:
+        return INTENSITIES
+
+    @property
+    def rate_range(self) -> tuple[float, float]:
+        """From a hundredth of what memory feeds at 1 FLOP/byte to twice the fastest matrix rate: fixed per device."""
+        return min(self.bandwidths.values()) / 100, max(self.rates.values()) * 2
+
+
+def roofs_of(hardware: HardwareSpec) -> Roofs:
+    """What a calibrated device was measured to have, by memory level; else its data sheet's."""
+    calibration = hardware.calibration
+    if calibration is None:
+        rates = {name: rate for name, rate in hardware.matrix_flops.items() if name in ("bf16", "fp16", "fp8", "int8")}
+        return Roofs({"memory": hardware.bandwidth_bytes_per_s}, rates or dict(hardware.matrix_flops), False)
+    cache = max(point.bytes_per_s for point in calibration.bandwidth)
+    return Roofs({"cache": cache, "memory": calibration.memory_bandwidth}, dict(hardware.matrix_flops), True)
+
+
+def roofline_figure(
+    roofs: Roofs, steps: Sequence[tuple[str, StepCost]], t: Translate, *, operators: bool = True, height: int = 460
+) -> go.Figure:
+    """Roofs with the total of each named step and, of the last one, its operators sized by their share of time."""
+    fig = figure(height)
+    _draw_roofs(fig, roofs, t)
+    if operators and steps:
+        _draw_operators(fig, steps[-1][1], t)
+    for label, cost in steps:
+        _draw_total(fig, label, cost, t)
+    x_ticks, y_ticks = log_ticks(*roofs.intensity_range), log_ticks(*roofs.rate_range)
+    fig.update_xaxes(
+        type="log",
+        range=np.log10(roofs.intensity_range).tolist(),
+        title=t("roofline.x"),
+        tickvals=x_ticks,
+        ticktext=[f"{tick:,g}" for tick in x_ticks],
+    )
+    fig.update_yaxes(
+        type="log",
+        range=np.log10(roofs.rate_range).tolist(),
+        title=t("roofline.y"),
+        tickvals=y_ticks,
+        ticktext=[text.flop_rate(tick, 1) for tick in y_ticks],
+    )
+    return fig
+
+
+def _draw_roofs(fig: go.Figure, roofs: Roofs, t: Translate) -> None:
+    dash = "solid" if roofs.calibrated else "dot"
+    kind = t("roofline.calibrated") if roofs.calibrated else t("roofline.datasheet")
+    fastest_rate = max(roofs.rates.values())
+    fastest_bandwidth = max(roofs.bandwidths.values())
+    for index, (level, bandwidth) in enumerate(sorted(roofs.bandwidths.items(), key=lambda item: -item[1])):
+        ridge = fastest_rate / bandwidth
+        x = np.geomspace(roofs.intensity_range[0], ridge, 60)
+        label = f"{t(f'level.{level}')} {text.bandwidth(bandwidth)}"
+        fig.add_scatter(
+            x=x,
+            y=x * bandwidth,
+            mode="lines",
+            name=label,
+            line={"color": (GREY, BLUE)[index % 2], "dash": dash},
+            hovertemplate=f"{label} ({kind})<br>%{{x:.3g}} FLOP/byte<extra></extra>",
+            showlegend=False,
+        )
+        at = roofs.intensity_range[0] * 2.2
+        fig.add_annotation(
+            x=np.log10(at),
+            y=np.log10(at * bandwidth),
+            text=label,
+            textangle=0,
+            showarrow=False,
+            xanchor="left",
+            yanchor="top" if index else "bottom",
+            yshift=-6 if index else 6,
+            font={"size": 12},
+        )
+    for name, rate in roofs.rates.items():
+        label = f"{name} {text.flop_rate(rate)}"
+        x = np.geomspace(rate / fastest_bandwidth, roofs.intensity_range[1], 60)
+        fig.add_scatter(
+            x=x,
+            y=np.full_like(x, rate),
+            mode="lines",
+            name=label,
+            line={"color": GREY, "dash": dash},
+            hovertemplate=f"{label} ({kind})<extra></extra>",
+            showlegend=False,
+        )
+    _label_rates(fig, roofs)
+
+
+def _label_rates(fig: go.Figure, roofs: Roofs) -> None:
+    """One label for each rate, and one for rates too close to read apart."""
+    groups: list[list[tuple[str, float]]] = []
+    for name, rate in sorted(roofs.rates.items(), key=lambda item: item[1]):
+        if groups and rate < groups[-1][0][1] * 1.35:
+            groups[-1].append((name, rate))
+        else:
+            groups.append([(name, rate)])
+    for group in groups:
+        label = ", ".join(f"{names} {rate}" for rate, names in _same_rates(group).items())
+        fig.add_annotation(
+            x=np.log10(roofs.intensity_range[1]),
+            y=np.log10(group[-1][1]),
+            text=label,
+            showarrow=False,
+            xanchor="right",
+            yanchor="bottom",
+            font={"size": 12},
+        )
+
+
+def _same_rates(group: Sequence[tuple[str, float]]) -> dict[str, str]:
+    """Rates as they read, each with the formats that have it."""
+    names: dict[str, list[str]] = {}
+    for name, rate in group:
+        names.setdefault(text.flop_rate(rate), []).append(name)
+    return {rate: "/".join(formats) for rate, formats in names.items()}
+
+
+def _draw_operators(fig: go.Figure, cost: StepCost, t: Translate) -> None:
+    """Hollow markers, because they are predicted; an operator without FLOPs has no place on a log axis."""
+    shown = [op for op in cost.operators if float(op.operator.flops) > 0]
+    for bound in dict.fromkeys(op.bound for op in shown):
+        held = [op for op in shown if op.bound == bound]
+        shares = [float(op.total_s / cost.time_s) for op in held]
+        fig.add_scatter(
+            x=[_intensity(op) for op in held],
+            y=[rate_of(op) for op in held],
+            mode="markers",
+            name=t(f"bound.{bound}"),
+            customdata=[op.operator.name for op in held],
+            marker={
+                "symbol": f"{BOUND_SYMBOLS[bound]}-open",
+                "color": BOUND_COLORS[bound],
+                "size": [SMALLEST_MARKER + LARGEST_MARKER * share**0.5 for share in shares],
+                "line": {"width": 2, "color": BOUND_COLORS[bound]},
+            },
+            hovertext=[
+                t(
+                    "roofline.operator_hover",
+                    operator=op.operator.name,
+                    share=text.percent(share),
+                    time=text.seconds(float(op.total_s)),
+                    bound=t(f"bound.{bound}"),
+                )
+                for op, share in zip(held, shares, strict=True)
+            ],
+            hoverinfo="text",
+        )
+    for cluster in _clusters(shown):
+        lowest = min(cluster, key=rate_of)
+        fig.add_annotation(
+            x=np.log10(_intensity(lowest)),
+            y=np.log10(rate_of(lowest)),
+            text=", ".join(op.operator.name for op in cluster),
+            showarrow=False,
+            xanchor="left",
+            xshift=20,
+            yshift=-14,
+            font={"size": 11},
+        )
+
+
+def _clusters(operators: Sequence[OperatorCost]) -> list[list[OperatorCost]]:
+    """Operators that share a label, because they lie within half a decade of the first of them."""
+    clusters: list[list[OperatorCost]] = []
+    for op in operators:
+        for cluster in clusters:
+            apart = np.log10([_intensity(op) / _intensity(cluster[0]), rate_of(op) / rate_of(cluster[0])])
+            if np.all(np.abs(apart) < 0.5):
+                cluster.append(op)
+                break
+        else:
+            clusters.append([op])
+    return clusters
+
+
+def _intensity(op: OperatorCost) -> float:
+    return float(op.operator.flops / op.operator.bytes)
+
+
+def _draw_total(fig: go.Figure, label: str, cost: StepCost, t: Translate) -> None:
+    x = float(cost.arithmetic_intensity)
+    y, low, high = (float(cost.flops / seconds) for seconds in (cost.time_s, cost.high_s, cost.low_s))
+    fig.add_scatter(
+        x=[x],
+        y=[y],
+        mode="markers+text",
+        text=[label],
+        textposition="bottom right",
+        textfont={"size": 12},
+        name=t("roofline.step"),
+        error_y={"type": "data", "symmetric": False, "array": [high - y], "arrayminus": [y - low], "thickness": 1.5},
+        marker={"symbol": "star-open", "size": 16, "color": BLUE, "line": {"width": 2.5, "color": BLUE}},
+        hovertext=[t("roofline.step_hover", step=label, time=text.seconds(float(cost.time_s)), rate=text.flop_rate(y))],
+        hoverinfo="text",
+        showlegend=False,
+    )
+
+
+def rate_of(op: OperatorCost) -> float:
+    """FLOP/s that an operator reaches."""
+    return float(op.operator.flops * op.operator.calls / op.total_s)
+
+
+def alt_text(steps: Sequence[tuple[str, StepCost]], t: Translate) -> str:
+    """The chart in one sentence, from its data."""
+    cost = steps[-1][1]
+    bounds = [op.bound for op in cost.operators]
+    return t(
+        "roofline.alt",
+        operators=len(bounds),
+        memory=sum(bound.startswith("memory") for bound in bounds),
+        compute=bounds.count("compute"),
+        overhead=bounds.count("overhead"),
+        bound=t(f"bound.{cost.bottleneck}"),
+    )

@@ -1,0 +1,49 @@
+"""The dashboard's entry: pages, language, and what they have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+
+from membound.app.i18n import LANGUAGES, language_of
+from membound.app.views import explore, linked, live, start
+from membound.app.views.session import language, translate
+
+FAVICON = Path(__file__).parent / "assets" / "favicon.png"
+SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = data; }"
+
+# Streamlit leaves a third of the first screen empty
+DENSER = "<style>.stMainBlockContainer {padding-top: 4.6rem} h1 {font-size: 2rem !important}</style>"
+
+st.set_page_config(page_title="membound", page_icon=str(FAVICON), layout="wide")
+st.html(DENSER)
+
+
+def choose_language() -> None:
+    """The switch at the top; the browser's own language holds until somebody uses it."""
+    default = language_of(st.context.locale)
+    linked.seed("lang", list(LANGUAGES), default)
+    with st.container(horizontal=True, horizontal_alignment="right"):
+        st.segmented_control(
+            "Language / 语言",
+            list(LANGUAGES),
+            key="lang",
+            required=True,
+            format_func=LANGUAGES.__getitem__,
+            label_visibility="collapsed",
+        )
+        st.components.v2.component("membound.language", js=SET_LANGUAGE)(key="document_language", data=language())
+    linked.keep("lang", default)
+
+
+t = translate()
+pages = {
+    "start": st.Page(start.page, title=t("nav.start"), url_path="start", default=True),
+    "explore": st.Page(explore.page, title=t("nav.explore"), url_path="explore"),
+    "live": st.Page(live.page, title=t("nav.live"), url_path="live"),
+}
+st.session_state["pages"] = pages
+page = st.navigation(list(pages.values()), position="top")
+choose_language()
+page.run()

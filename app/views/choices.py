@@ -1,0 +1,117 @@
+"""Which operating point does a person choose on Explore? Every choice is in the URL: a link is the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import streamlit as st
+
+from membound.app import text
+from membound.app.figures.comparison import technique_title
+from membound.app.i18n import Translate
+from membound.app.operating_point import BATCHES, CONTEXTS, PHASES, OperatingPoint
+from membound.app.views import linked
+from membound.app.views.session import translate
+from membound.roofline import hardware, models
+from membound.roofline.techniques import TECHNIQUES, engine_setup
+
+MODEL, DEVICE, BATCH, CONTEXT, GAMMA = "Llama-3.1-8B", "H100-SXM5", 8, 2048, 4
+GAMMAS = range(1, 17)
+# what a step reads is changed by these; the other layers change which steps there are
+STEP_LAYERS = ("weights", "kv")
+
+
+def operating_point() -> OperatingPoint:
+    """The point that the widgets hold; raises MemboundError where its device cannot be had."""
+    t = translate()
+    with st.container(border=True):
+        left, middle, right = st.columns([2, 2, 3])
+        with left:
+            model = _model(t)
+        with middle:
+            device = _device(t)
+        with right:
+            techniques = _techniques(t)
+        contexts = [context for context in CONTEXTS if context <= model.max_context]
+        with st.container(horizontal=True, gap="large"):
+            phase = _one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
+            context = _one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, _short)
+            batch = _one_of("batch", BATCHES, BATCH, t, str)
+        gamma = _gamma(t) if phase == "verify" else GAMMA
+    setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques])
+    return OperatingPoint(model, hardware.get_hardware(device), setup, phase, batch, context, gamma)
+
+
+def _model(t: Translate) -> models.ModelSpec:
+    known = models.catalog()
+    linked.seed("model", list(known), MODEL)
+    name = st.selectbox(
+        t("choice.model"),
+        list(known),
+        key="model",
+        persist_state="session",
+        format_func=lambda name: f"{name} · {text.digits(known[name].params / 1e9)} B",
+    )
+    linked.keep("model", MODEL)
+    return known[name or MODEL]
+
+
+def _device(t: Translate) -> str:
+    names = ["local", *hardware.catalog()]
+    linked.seed("hw", names, DEVICE)
+    name = st.selectbox(
+        t("choice.device"),
+        names,
+        key="hw",
+        persist_state="session",
+        format_func=lambda name: t("choice.this_machine") if name == "local" else name,
+    )
+    linked.keep("hw", DEVICE)
+    return name or DEVICE
+
+
+def _techniques(t: Translate) -> list[str]:
+    names = [name for name, technique in TECHNIQUES.items() if technique.layer in STEP_LAYERS]
+    others = [technique_title(name, t) for name in TECHNIQUES if name not in names]
+    linked.seed_several("with", names)
+    chosen = st.pills(
+        t("choice.techniques"),
+        names,
+        selection_mode="multi",
+        key="with",
+        persist_state="session",
+        format_func=lambda name: technique_title(name, t),
+        help=t("help.techniques", others=", ".join(others)),
+    )
+    linked.keep("with", [])
+    return chosen
+
+
+def _one_of(key: str, options: Sequence[Any], default: object, t: Translate, shown: Callable[[Any], str]) -> Any:
+    linked.seed(key, options, default)
+    value = st.segmented_control(
+        t(f"choice.{key}"),
+        options,
+        key=key,
+        required=True,
+        wrap=True,
+        persist_state="session",
+        format_func=shown,
+        help=t(f"help.{key}"),
+    )
+    linked.keep(key, default)
+    return value
+
+
+def _gamma(t: Translate) -> int:
+    linked.seed("gamma", GAMMAS, GAMMA)
+    gamma = st.slider(
+        t("choice.gamma"), GAMMAS[0], GAMMAS[-1], key="gamma", persist_state="session", help=t("help.gamma")
+    )
+    linked.keep("gamma", GAMMA)
+    return int(gamma)
+
+
+def _short(context: int) -> str:
+    return f"{context // 1024}k" if context >= 1024 else str(context)

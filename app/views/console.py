@@ -1,0 +1,68 @@
+"""What does a person see of a job while it runs: progress, the text being written, a way to stop it?"""
+
+from __future__ import annotations
+
+import time
+
+import streamlit as st
+
+from membound.app import jobs, text
+from membound.app.figures.live import live_figure
+from membound.app.livechart import live_chart
+from membound.app.store import Job
+from membound.app.views import results
+from membound.app.views.session import store, translate
+
+# One open page costs a core about a tenth of its time when polled each second; a CPU run is being timed meanwhile.
+POLL_S = 2.0
+CHART_HEIGHT, TEXT_HEIGHT = 390, 320
+
+
+def console(job_id: str, *, watch_text: bool = True) -> Job:
+    """Draw a job and, while it is active, draw it again every few seconds; the page runs anew once it has ended."""
+    job = jobs.poll(store(), job_id)
+    if job.active:
+        st.fragment(_running, run_every=POLL_S, key=f"console_{job_id}")(job_id, watch_text)
+    return job
+
+
+def _running(job_id: str, watch_text: bool) -> None:
+    t = translate()
+    job = jobs.poll(store(), job_id)
+    if not job.active:
+        st.rerun()
+    left, right = st.columns([6, 1], vertical_alignment="bottom")
+    with left:
+        waited = text.seconds(max(0.0, time.time() - (job.started or job.created)))
+        st.progress(job.progress, t(f"job.{job.state}", message=job.message, waited=waited))
+    with right:
+        stopping = job.cancel_requested is not None
+        label = t("job.cancelling") if stopping else t("job.cancel")
+        if st.button(label, key=f"cancel_{job_id}", disabled=stopping, width="stretch"):
+            jobs.cancel(store(), job_id)
+            st.rerun(scope="fragment")
+    if watch_text:
+        _live(job)
+
+
+def _live(job: Job) -> None:
+    t = translate()
+    events = store().events(job.id)
+    written = next((event.payload for event in reversed(events) if event.kind == "text"), None)
+    left, right = st.columns([3, 2], gap="medium")
+    with left:
+        started = job.started or job.created
+        points = [(event.t - started, event.payload) for event in events if event.kind == "live"]
+        live_chart(live_figure(points, t), key=f"live_{job.id}", height=CHART_HEIGHT)
+    with right:
+        st.markdown(t("live.text"))
+        with st.container(height=TEXT_HEIGHT, border=True):
+            if written is None:
+                st.caption(t("live.no_text"))
+            else:
+                st.caption(t("live.request", request=written["request"]))
+                st.text(f"{written['prompt']}{written['text']}▌")
+    rows = results.rows_of([event.payload for event in events if event.kind == "row"])
+    if rows:
+        st.markdown(t("live.rows"))
+        st.dataframe(results.gains_table([row for row in rows if row.technique != "baseline"], t), hide_index=True)

@@ -1,0 +1,152 @@
+"""Page Explore: what binds a step of any model on any device, and what would bind next?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pandas as pd
+import streamlit as st
+
+from membound.app import text
+from membound.app.figures import memory, roofline, sweep
+from membound.app.figures.template import BOUND_MARKS
+from membound.app.i18n import Translate
+from membound.app.operating_point import OperatingPoint
+from membound.app.views import choices
+from membound.app.views.charts import chart
+from membound.app.views.session import device_name, translate
+from membound.roofline.errors import MemboundError
+from membound.roofline.techniques import EngineSetup
+
+
+def page() -> None:
+    """Draw the page for the operating point that the widgets, and so the URL, hold."""
+    t = translate()
+    st.title(t("explore.title"))
+    st.caption(t("explore.intro"))
+    try:
+        point = choices.operating_point()
+        _answer(point, t)
+        _fit(point, t)
+        left, right = st.columns([3, 2], gap="large")
+        with left:
+            _roofline(point, t)
+        with right:
+            _shares(point, t)
+            _memory(point, t)
+        _sweep(point, t)
+    except MemboundError as error:
+        st.error(str(error), icon=":material/error:")
+        st.caption(t("explore.error_help"))
+
+
+def _answer(point: OperatingPoint, t: Translate) -> None:
+    cost = point.cost
+    (bound, share), *others = point.bounds()
+    st.subheader(
+        t(
+            "explore.answer",
+            phase=t(f"phase.{point.phase}"),
+            time=text.seconds(float(cost.time_s)),
+            low=text.seconds(float(cost.low_s)),
+            high=text.seconds(float(cost.high_s)),
+            bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
+            share=text.percent(share),
+        )
+    )
+    sentences = [
+        t("explore.calibrated" if point.calibrated else "explore.datasheet", device=device_name(point.hardware, t))
+    ]
+    if others:
+        sentences.append(t("explore.second", bound=t(f"bound.{others[0][0]}"), share=text.percent(others[0][1])))
+    if change := point.next_bound():
+        sentences.append(t("explore.next", batch=change[0], bound=t(f"bound.{change[1]}")))
+    if point.phase == "verify":
+        tokens = f"{point.breakeven_tokens():.2f}"
+        sentences.append(t("explore.breakeven", tokens=tokens, most=point.gamma + 1))
+    st.write(" ".join(sentences))
+    numbers = st.columns(4)
+    numbers[0].metric(t("metric.step"), text.seconds(float(cost.time_s)), help=t("help.step"))
+    numbers[1].metric(t("metric.rate"), text.rate(point.tokens_per_s), help=t("help.rate"))
+    numbers[2].metric(
+        t("metric.intensity"), f"{text.digits(float(cost.arithmetic_intensity))} FLOP/byte", help=t("help.intensity")
+    )
+    numbers[3].metric(t("metric.moved"), text.moved(float(cost.bytes)), help=t("help.moved"))
+
+
+def _fit(point: OperatingPoint, t: Translate) -> None:
+    if not point.fits:
+        need, have = text.gib(point.memory.total_bytes), text.gib(point.hardware.memory_bytes)
+        st.error(
+            t("explore.no_fit", model=point.model.name, device=device_name(point.hardware, t), need=need, have=have),
+            icon=":material/error:",
+        )
+
+
+def _roofline(point: OperatingPoint, t: Translate) -> None:
+    steps = [(t("explore.this_step"), point.cost)]
+    if point.setup != EngineSetup():
+        steps.insert(0, (t("explore.plain_step"), replace(point, setup=EngineSetup()).cost))
+    st.subheader(t("explore.roofline"))
+    chart(
+        roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, t),
+        key="roofline",
+        alt=roofline.alt_text(steps, t),
+        caption=t("roofline.caption", source=point.hardware.source),
+        table=_operators(point, t),
+    )
+
+
+def _operators(point: OperatingPoint, t: Translate) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            t("column.operator"): op.operator.name,
+            t("column.calls"): op.operator.calls,
+            t("column.time"): text.seconds(float(op.total_s)),
+            t("column.share"): text.percent(float(op.total_s / point.cost.time_s)),
+            t("column.flops"): text.flops(float(op.operator.flops * op.operator.calls)),
+            t("column.bytes"): text.moved(float(op.operator.bytes * op.operator.calls)),
+            t("column.bound"): f"{BOUND_MARKS[op.bound]} {t(f'bound.{op.bound}')}",
+        }
+        for op in sorted(point.cost.operators, key=lambda op: -float(op.total_s))
+    )
+
+
+def _shares(point: OperatingPoint, t: Translate) -> None:
+    st.subheader(t("explore.binds"))
+    for bound, share in point.bounds():
+        st.progress(min(1.0, share), f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}: **{text.percent(share)}**")
+
+
+def _memory(point: OperatingPoint, t: Translate) -> None:
+    st.subheader(t("explore.memory"))
+    capacity = float(point.hardware.memory_bytes)
+    chart(
+        memory.memory_figure(point.memory, capacity, device_name(point.hardware, t), t),
+        key="memory",
+        alt=memory.alt_text(point.memory, capacity, t),
+        caption=t("memory.caption", total=text.gib(point.memory.total_bytes), capacity=text.gib(capacity)),
+    )
+
+
+def _sweep(point: OperatingPoint, t: Translate) -> None:
+    st.subheader(t("explore.sweep"))
+    points = point.sweep()
+    table = pd.DataFrame(
+        {
+            t("column.batch"): p.batch,
+            t("column.time"): text.milliseconds(p.time_s),
+            t("column.interval"): f"{text.milliseconds(p.low_s)} – {text.milliseconds(p.high_s)}",
+            t("column.rate"): text.rate(p.tokens_per_s),
+            t("column.bound"): f"{BOUND_MARKS[p.bottleneck]} {t(f'bound.{p.bottleneck}')}",
+        }
+        for p in points
+    )
+    caption = t("sweep.caption", phase=t(f"phase.{point.phase}"), context=point.context)
+    chart(
+        sweep.sweep_figure(points, point.batch, t),
+        key="sweep",
+        alt=sweep.alt_text(points, t),
+        caption=caption,
+        table=table,
+    )

@@ -1,0 +1,131 @@
+"""Page Live: run a scenario on this machine, watch it, and find it again later."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from membound.app import jobs
+from membound.app.home import StoreError
+from membound.app.i18n import Translate
+from membound.app.store import Job
+from membound.app.tasks import scenario_of
+from membound.app.views import history, results, states
+from membound.app.views.console import console
+from membound.app.views.session import has_torch, show_job, shown_job, store, this_machine, translate
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario, shipped_scenarios
+
+OWN = "own"
+KINDS = ("compare", "measure", "simulate")
+UPLOAD_MB = 1
+
+
+def page() -> None:
+    """Draw the choice of a scenario, the job that the URL names, and the history."""
+    t = translate()
+    st.title(t("live.title"))
+    st.caption(t("live.intro"))
+    if not has_torch():
+        states.no_torch()
+    _choose(t)
+    _shown(t)
+    history.history()
+
+
+def _choose(t: Translate) -> None:
+    with st.container(border=True):
+        left, right = st.columns([2, 3])
+        with left:
+            names = [*shipped_scenarios(), OWN]
+            name = st.selectbox(
+                t("live.scenario"), names, key="scenario", bind="query-params",
+                format_func=lambda name: t("live.own") if name == OWN else name,
+            )  # fmt: skip
+        with right:
+            kind = st.segmented_control(
+                t("live.kind"), KINDS, key="kind", default=KINDS[0], required=True, bind="query-params",
+                format_func=lambda kind: t(f"kind.{kind}"), help=t("help.kind"),
+            )  # fmt: skip
+        yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
+        scenario = _checked(yaml_text, t)
+        measures = kind != "simulate"
+        if scenario is not None and measures and this_machine() is None:
+            st.warning(t("live.not_calibrated"), icon=":material/straighten:")
+        ready = scenario is not None and (not measures or (has_torch() and this_machine() is not None))
+        if st.button(t("live.run"), key="run", type="primary", disabled=not ready):
+            show_job(jobs.submit(store(), kind, {"scenario": yaml_text}))
+            st.rerun()
+
+
+def _own_yaml(t: Translate) -> str:
+    uploaded = st.file_uploader(t("live.upload"), type=["yaml", "yml"], max_upload_size=UPLOAD_MB)
+    if uploaded is not None:
+        return uploaded.getvalue().decode("utf-8", errors="replace")
+    return st.text_area(
+        t("live.paste"),
+        height=260,
+        key="draft",
+        persist_state="session",
+        placeholder=next(iter(shipped_scenarios().values())),
+    )
+
+
+def _checked(yaml_text: str, t: Translate) -> Scenario | None:
+    """The scenario with its summary, or the sentence that says what is wrong with it."""
+    if not yaml_text.strip():
+        st.caption(t("live.empty_draft"))
+        return None
+    try:
+        scenario = scenario_of({"scenario": yaml_text})
+    except MemboundError as error:
+        states.problem(str(error), t("live.fix_yaml"))
+        return None
+    st.markdown(_summary(scenario, t))
+    with st.expander(t("live.show_yaml")):
+        st.code(yaml_text, language="yaml")
+    return scenario
+
+
+def _summary(scenario: Scenario, t: Translate) -> str:
+    techniques = ", ".join(technique.title for technique in scenario.techniques) or t("live.no_techniques")
+    arrivals = scenario.workload.arrivals.model_dump()
+    kind = arrivals.pop("kind")
+    return t(
+        "live.summary",
+        model=scenario.model,
+        weights=scenario.weights,
+        hardware=scenario.hardware,
+        techniques=techniques,
+        arrivals=t(f"arrivals.{kind}", **arrivals),
+        requests=scenario.workload.requests,
+        points=len(list(scenario.points())),
+        repeats=scenario.repeats,
+    )
+
+
+def _shown(t: Translate) -> None:
+    job_id = shown_job()
+    if job_id is None:
+        return
+    try:
+        with st.container(border=True):
+            st.subheader(t("live.job", job=job_id))
+            job = console(job_id)
+            if job.state == "done":
+                _outcome(job, t)
+            elif not job.active:
+                states.ended_badly(job)
+    except StoreError as error:
+        states.problem(str(error), t("live.no_job"))
+
+
+def _outcome(job: Job, t: Translate) -> None:
+    result = job.result or {}
+    rows = results.rows_of(result.get("comparisons", []))
+    if rows:
+        results.comparison_result(rows, job.id)
+    elif "summary" in result:
+        results.run_summary(result["summary"], job.id)
+    for note in [*result.get("notes", []), *result.get("provenance", {}).get("notes", [])]:
+        st.caption(note)
+    results.downloads(rows, result, job.spec.get("scenario", ""), job.id)

@@ -1,0 +1,104 @@
+"""What are the roofs of this machine, and where under them does a real model run?"""
+
+from __future__ import annotations
+
+import threading
+
+import streamlit as st
+
+from membound.app import jobs, text
+from membound.app.figures import roofline
+from membound.app.i18n import Translate
+from membound.app.operating_point import OperatingPoint
+from membound.app.store import Job
+from membound.app.views import states
+from membound.app.views.charts import chart
+from membound.app.views.console import console
+from membound.app.views.session import has_torch, store, this_machine, translate
+from membound.roofline import hardware, models
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.techniques import TECHNIQUES, EngineSetup
+
+MODEL, BATCHES, CONTEXT = "SmolLM2-135M", (1, 4, 16), 256
+STAND_IN = "H100-SXM5"
+CARD_HEIGHT = 560
+_ONE_CALIBRATION = threading.Lock()
+
+
+def machine_card() -> None:
+    """This machine's roofline; measured first, without being asked, where it was not yet."""
+    t = translate()
+    machine = this_machine()
+    if machine is not None:
+        _card(machine, t)
+    elif not has_torch():
+        states.no_torch()
+        _card(hardware.get_hardware(STAND_IN), t)
+    else:
+        _calibrating(t)
+
+
+def _calibrating(t: Translate) -> None:
+    job = _calibration_job()
+    if job.state in ("failed", "lost", "cancelled"):
+        states.ended_badly(job)
+        if st.button(t("calibrate.again"), key="calibrate_again"):
+            jobs.submit(store(), "calibrate", {})
+            st.rerun()
+        _card(hardware.get_hardware(STAND_IN), t)
+        return
+    st.info(t("calibrate.running"), icon=":material/straighten:")
+    console(job.id, watch_text=False)
+    st.skeleton(CARD_HEIGHT)
+
+
+def _calibration_job() -> Job:
+    """The newest calibration; one is started where there is none, and only one however many sessions look."""
+    with _ONE_CALIBRATION:
+        newest = store().jobs("calibrate", limit=1)
+        if newest and (newest[0].active or newest[0].state != "done"):
+            return jobs.poll(store(), newest[0].id)
+        return store().job(jobs.submit(store(), "calibrate", {}))
+
+
+def _card(machine: HardwareSpec, t: Translate) -> None:
+    model = models.get_model(MODEL)
+    points = {
+        f"{setup.weights.name}, {t('axis.batch', batch=batch)}": OperatingPoint(
+            model, machine, setup, "decode", batch, CONTEXT
+        )
+        for setup in _setups()
+        for batch in BATCHES
+    }
+    first = next(iter(points.values()))
+    bound, share = first.bounds()[0]
+    title = t("machine.title") if first.calibrated else t("machine.stand_in", device=machine.name)
+    st.subheader(title)
+    answer = "machine.answer" if first.calibrated else "machine.stand_in_answer"
+    held = {"bound": t(f"bound.{bound}"), "share": text.percent(share)}
+    st.markdown(t(answer, device=machine.name, model=MODEL, context=CONTEXT, **held))
+    steps = [(label, point.cost) for label, point in points.items()]
+    left, right = st.columns([3, 1], gap="medium")
+    with left:
+        chart(
+            roofline.roofline_figure(roofline.roofs_of(machine), steps, t, operators=False, height=430),
+            key="machine",
+            alt=roofline.alt_text(steps, t),
+            caption=t("machine.caption", source=machine.source, model=MODEL, context=CONTEXT),
+        )
+    with right:
+        for level, rate in roofline.roofs_of(machine).bandwidths.items():
+            st.metric(t(f"level.{level}"), text.bandwidth(rate), help=t(f"help.{level}"))
+        for name, rate in roofline.roofs_of(machine).rates.items():
+            st.metric(t("machine.matrix", format=name), text.flop_rate(rate), help=t("help.matrix"))
+        st.metric(t("machine.step", batch=first.batch), text.seconds(float(first.cost.time_s)), help=t("help.step"))
+
+
+def _setups() -> list[EngineSetup]:
+    """The plain engine, and each technique of the registry that changes the weights."""
+    changed = [
+        technique(name=name).apply(EngineSetup())
+        for name, technique in TECHNIQUES.items()
+        if technique.layer == "weights"
+    ]
+    return [EngineSetup(), *changed]
