@@ -98,16 +98,15 @@ def serve(
             ws="websockets-sansio",
             ws_max_size=config.get_option("server.maxMessageSize") * 2**20,
             log_config=None,
+            log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=2,
         )
     )
     with contextlib.suppress(KeyboardInterrupt), listener:
         server.run(sockets=[listener])
-    going_on = ", ".join(job.id for job in jobs.poll_active(store) if job.active)
-    print(
-        f"\nmembound dashboard ended. {f'Still running: {going_on}.' if going_on else 'No job is running.'}", flush=True
-    )
+    running = ", ".join(job.id for job in jobs.poll_active(store) if job.active)
+    print("\nmembound dashboard ended.", f"Still running: {running}." if running else "No job is running.", flush=True)
 
 
 def build_app(

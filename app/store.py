@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-__all__ = ["ACTIVE_STATES", "Event", "Job", "JobState", "Run", "Store", "StoreError"]
-
 JobState = Literal["queued", "running", "done", "cancelled", "failed", "lost"]
 ACTIVE_STATES: tuple[JobState, ...] = ("queued", "running")
 
 JOBS_WITH_EVENTS = 200
 ABANDONED_AFTER_S = 3600.0
+
+Report = tuple[float, str, Mapping[str, Any]]
+"""An event before it is in the store: its time, kind and payload."""
 
 _LOGGER = logging.getLogger(__name__)
 _RUN_COLUMNS = "id, kind, label, digest, created, job_id, summary"
@@ -199,12 +200,7 @@ class Store:
         """Return where the worker of a job writes its log."""
         return self.jobs_folder / job_id / "log.txt"
 
-    def report(
-        self,
-        job_id: str,
-        events: Sequence[tuple[float, str, Mapping[str, Any]]] = (),
-        progress: tuple[float, str] | None = None,
-    ) -> None:
+    def report(self, job_id: str, events: Sequence[Report] = (), progress: tuple[float, str] | None = None) -> None:
         """Append (time, kind, payload) events of a job and set its (fraction, message), in one transaction."""
         with self._index.transaction() as index:
             index.executemany(
@@ -241,8 +237,7 @@ class Store:
     ) -> str:
         """Write a run and return its id: all of it or nothing, whatever ends the process or fills the disk."""
         run_id = _new_id()
-        created = time.time()
-        run = {"id": run_id, "kind": kind, "label": label, "digest": digest, "created": created, "job_id": job_id}
+        run = {"kind": kind, "label": label, "digest": digest, "created": time.time(), "job_id": job_id}
         folder = self.runs_folder / run_id
         draft = self.runs_folder / f".draft-{run_id}"
         try:
@@ -256,10 +251,10 @@ class Store:
                 _write_table(draft / f"{name}.parquet", table)
             if job_id is not None and self.job_log_path(job_id).exists():
                 shutil.copyfile(self.job_log_path(job_id), draft / "log.txt")
-            _write_text(draft / "run.json", _to_json({"schema_version": SCHEMA_VERSION, **run}, indent=2))
+            _write_text(draft / "run.json", _to_json({"schema_version": SCHEMA_VERSION, "id": run_id, **run}, indent=2))
             draft.rename(folder)
             with self._index.transaction() as index:
-                _insert_run(index, {**run, "summary": _to_json(summary)})
+                _insert_run(index, {"id": run_id, **run, "summary": _to_json(summary)})
         except BaseException as error:
             shutil.rmtree(draft, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -270,23 +265,17 @@ class Store:
 
     def run(self, run_id: str) -> Run:
         """Return one run; StoreError if there is none of this id."""
-        self._adopt_unlisted_runs()
-        with self._index.read() as index:
-            row = index.execute(f"SELECT {_RUN_COLUMNS} FROM run WHERE id = ?", (run_id,)).fetchone()
-        if row is None or not (self.runs_folder / row["id"]).is_dir():
+        found = self._select_runs("id = ?", (run_id,))
+        if not found:
             raise StoreError(f"There is no run {run_id!r} in {self.runs_folder}: it may have been deleted.")
-        return self._run(row)
+        return found[0]
 
     def runs(self, kind: str | None = None, digest: str | None = None, limit: int | None = None) -> list[Run]:
         """Return the newest runs first, of one kind or of one scenario (by its digest) if asked."""
-        self._adopt_unlisted_runs()
-        with self._index.read() as index:
-            rows = index.execute(
-                f"SELECT {_RUN_COLUMNS} FROM run WHERE (? IS NULL OR kind = ?) AND (? IS NULL OR digest = ?) "
-                "ORDER BY created DESC, id DESC LIMIT ?",
-                (kind, kind, digest, digest, -1 if limit is None else limit),
-            ).fetchall()
-        return [self._run(row) for row in rows if (self.runs_folder / row["id"]).is_dir()]
+        return self._select_runs(
+            "(? IS NULL OR kind = ?) AND (? IS NULL OR digest = ?) ORDER BY created DESC, id DESC LIMIT ?",
+            (kind, kind, digest, digest, -1 if limit is None else limit),
+        )
 
     def delete_run(self, run_id: str) -> None:
         """Delete a run and its records."""
@@ -314,10 +303,16 @@ class Store:
             raise storage_error(error, self.index_path) from error
         return len(self.runs())
 
-    def _run(self, row: sqlite3.Row) -> Run:
-        values = dict(row)
-        summary = json.loads(values.pop("summary"))
-        return Run(**values, summary=summary, folder=self.runs_folder / row["id"])
+    def _select_runs(self, condition: str, values: tuple[Any, ...]) -> list[Run]:
+        self._adopt_unlisted_runs()
+        with self._index.read() as index:
+            rows = index.execute(f"SELECT {_RUN_COLUMNS} FROM run WHERE {condition}", values).fetchall()
+        folders = [self.runs_folder / row["id"] for row in rows]
+        return [
+            Run(**{**dict(row), "summary": json.loads(row["summary"])}, folder=folder)
+            for row, folder in zip(rows, folders, strict=True)
+            if folder.is_dir()
+        ]
 
     def _update_active(
         self, job_id: str, assignments: str, values: tuple[Any, ...], states: Sequence[JobState] = ACTIVE_STATES
