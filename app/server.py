@@ -80,9 +80,7 @@ def serve(
     listener = bind(host, port)
     address = url(host, listener.getsockname()[1])
     os.environ[PLOTLY_URL_VARIABLE] = f"/assets/plotly.min.js?v={version('plotly')}"
-    logging.basicConfig(
-        filename=home / "dashboard.log", level=logging.WARNING, format="%(asctime)s %(name)s %(message)s"
-    )
+    logging.basicConfig(filename=home / LOG_NAME, level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("streamlit.error_util").disabled = True  # show_error logs what went wrong
     app = build_app(store, script, host, allowed_hosts, opened_at=address if open_browser else None)
     if not is_loopback(host):
