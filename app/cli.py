@@ -125,7 +125,9 @@ def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
 
 @app.command()
 def calibrate(
-    threads: Annotated[int | None, typer.Option(min=1, help="threads to calibrate with; all cores if not given")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="threads to calibrate with; all cores if not given")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine's roofs: bandwidth by working set, matrix rate by format and shape, overheads."""
@@ -148,7 +150,9 @@ def record(
 
     chosen = _scenario(scenario).with_techniques(())
     with _progress() as listener:
-        count = run_record(prompts, output or prompts.with_suffix(".jsonl"), Runtime(), chosen, tokens, listener.progress)
+        count = run_record(
+            prompts, output or prompts.with_suffix(".jsonl"), Runtime(), chosen, tokens, listener.progress
+        )
     typer.echo(f"recorded {count} prompts", err=True)
 
 
@@ -172,9 +176,9 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def _scenario(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
-    from membound.roofline.scenario import load_scenario
-
     import yaml
+
+    from membound.roofline.scenario import load_scenario
 
     scenario = load_scenario(name)
     for assignment in assignments or []:

@@ -126,9 +126,7 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
             pairs = list(zip(runs["baseline"], runs[technique.name], strict=True))
             predicted = (plain, result.predicted[index, technique.name])
             quality = qualities.get(technique.name)
-            rows.append(
-                technique_row(technique, predicted, pairs, relative_error, point.values, conditions, quality)
-            )
+            rows.append(technique_row(technique, predicted, pairs, relative_error, point.values, conditions, quality))
         for row in rows[-1 - len(point.techniques) :]:
             listener.event("row", row.model_dump(mode="json"))
     listener.progress(1.0, "done")
@@ -154,9 +152,7 @@ class _Cells:
         payload = {"technique": technique.name if technique else "baseline", "point": point.values, "repeat": repeat}
         self.listener.event("cell", payload | {"index": self.done, "total": self.total})
         message = f"{name}, {_point_text(point.values)}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
-        observer = LiveObserver(
-            scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total
-        )
+        observer = LiveObserver(scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total)
         self.last = self.runtime.run(scenario, self.hardware, observer=observer)
         self.done += 1
         return self.last
@@ -239,7 +235,12 @@ def comparison_tables(result: ComparisonResult) -> dict[str, Any]:
         for name, table in result_tables(run).items():
             rows = table.num_rows
             point, technique = key
-            for column, value in (("repeat", repeat), ("technique", technique), ("point", point), ("producer", producer)):
+            for column, value in (
+                ("repeat", repeat),
+                ("technique", technique),
+                ("point", point),
+                ("producer", producer),
+            ):
                 table = table.add_column(0, column, pyarrow.array([value] * rows))
             tables[name].append(table)
     return {name: pyarrow.concat_tables(parts) for name, parts in tables.items() if parts}

@@ -75,7 +75,9 @@ def attention(model: ModelSpec, shape: StepShape, kv: Precision, activation_byte
     )
 
 
-def _elementwise(name: str, kind: Kind, calls: int, elements: Count, moved_bytes: Count, kv_bytes: Count = 0.0) -> Operator:
+def _elementwise(
+    name: str, kind: Kind, calls: int, elements: Count, moved_bytes: Count, kv_bytes: Count = 0.0
+) -> Operator:
     return Operator(name, kind, calls, kv_bytes=kv_bytes, activation_bytes=moved_bytes, elements=elements)
 
 
@@ -121,7 +123,7 @@ class MemoryBreakdown:
 
 
 def weights_bytes(model: ModelSpec, setup: EngineSetup) -> float:
-    """Bytes of all matrices at their precision, of an embedding that is not the lm_head in bf16, and of norms in fp32."""
+    """Bytes of all matrices at their precision, of an embedding apart from the lm_head in bf16, of norms in fp32."""
     matrices = sum(setup.weights.matrix_bytes(n, k) for _, n, k in model.layer_linears()) * model.layers
     head = setup.weights.matrix_bytes(model.lm_head.n, model.lm_head.k)
     shares_table = model.tie_embeddings and setup.weights.name == "bf16"
@@ -132,10 +134,7 @@ def weights_bytes(model: ModelSpec, setup: EngineSetup) -> float:
 
 def step_weight_bytes(model: ModelSpec, setup: EngineSetup) -> float:
     """Bytes of weights that one step reads: every linear once and the lm_head; of the embedding only single rows."""
-    return sum(
-        float(op.weight_bytes) * op.calls
-        for op in step_operators(model, setup, StepShape.decode(1, 1))
-    )
+    return sum(float(op.weight_bytes) * op.calls for op in step_operators(model, setup, StepShape.decode(1, 1)))
 
 
 def memory_breakdown(
@@ -147,5 +146,9 @@ def memory_breakdown(
     intermediates, plus fp32 logits of one row a sequence (bounded here by one a token).
     """
     widest = max(3 * model.ffn.intermediate, 2 * model.attention.qkv_rows)
-    activations = step_tokens * (2 * model.hidden + widest) * activation_bytes + 4.0 * model.vocab * min(step_tokens, 64)
-    return MemoryBreakdown(weights_bytes(model, setup), model.kv_bytes_per_token(setup.kv.bits) * kv_tokens, activations)
+    activations = step_tokens * (2 * model.hidden + widest) * activation_bytes + 4.0 * model.vocab * min(
+        step_tokens, 64
+    )
+    return MemoryBreakdown(
+        weights_bytes(model, setup), model.kv_bytes_per_token(setup.kv.bits) * kv_tokens, activations
+    )

@@ -199,7 +199,9 @@ def shipped_scenarios() -> dict[str, str]:
     """Name and YAML text of every scenario in `data/scenarios/`."""
     folder = resources.files("membound.data") / "scenarios"
     files = sorted(folder.iterdir(), key=lambda entry: entry.name) if folder.is_dir() else []
-    return {entry.name.removesuffix(".yaml"): entry.read_text("utf-8") for entry in files if entry.name.endswith(".yaml")}
+    return {
+        entry.name.removesuffix(".yaml"): entry.read_text("utf-8") for entry in files if entry.name.endswith(".yaml")
+    }
 
 
 def load_scenario(name_or_path: str) -> Scenario:

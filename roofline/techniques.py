@@ -82,7 +82,7 @@ class Int8Weights(Technique):
 
 
 class ContinuousBatching(Technique):
-    """A request joins the batch at any step and leaves it when it ends (Orca, OSDI 2022, iteration-level scheduling)."""
+    """A request joins the batch at any step and leaves it when it ends (Orca, OSDI 2022: iteration-level)."""
 
     layer = "schedule"
     family = "use a read more than once"

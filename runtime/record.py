@@ -45,7 +45,9 @@ def record(
     """
     loaded, decoder = runtime.model(scenario), runtime.decoder(scenario)
     if loaded.tokenizer is None:
-        raise MemboundError(f"model '{scenario.model}' with weights '{scenario.weights}' has no tokenizer to record with")
+        raise MemboundError(
+            f"model '{scenario.model}' with weights '{scenario.weights}' has no tokenizer to record with"
+        )
     prompts = read_texts(texts)
     lines = []
     for done, prompt in enumerate(prompts):

@@ -90,6 +90,9 @@ def run(
         producer="simulator",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=times.hardware.name,
-        notes=[times.hardware.source, f"interval ±{times.relative_error:.0%} ({'calibrated' if calibrated else 'data sheet'})"],
+        notes=[
+            times.hardware.source,
+            f"interval ±{times.relative_error:.0%} ({'calibrated' if calibrated else 'data sheet'})",
+        ],
     )
     return run_result(scenario, model, times, blocks, recorder, provenance)

@@ -99,7 +99,9 @@ def sample_lengths(length: Length, count: int, rng: np.random.Generator) -> NDAr
             return np.clip(np.rint(drawn), length.low, length.high).astype(np.int64)
 
 
-def sample_arrivals_s(arrivals: PoissonArrivals | ClosedLoop, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+def sample_arrivals_s(
+    arrivals: PoissonArrivals | ClosedLoop, count: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
     """Arrival times in seconds; zeros for a closed loop, whose clients decide as they go."""
     if isinstance(arrivals, ClosedLoop):
         return np.zeros(count)

@@ -31,9 +31,7 @@ class Recorder:
         """The engine had nothing to do for that long."""
         self.idle_s += seconds
 
-    def step(
-        self, step: Step, outcome: Outcome, sequences: dict[int, Sequence], start_s: float, end_s: float
-    ) -> None:
+    def step(self, step: Step, outcome: Outcome, sequences: dict[int, Sequence], start_s: float, end_s: float) -> None:
         """A step ran from `start_s` to `end_s`; its outcome has been committed to `sequences`."""
         self.plans.append(step)
         self.end_s = end_s
@@ -83,7 +81,9 @@ class Recorder:
         table = {name: np.array(values) for name, values in self._requests.items()}
         order = np.argsort(table["id"], kind="stable")
         counts = ("id", "prompt_tokens", "output_tokens", "preemptions")
-        table = {name: column[order].astype(np.int64 if name in counts else np.float64) for name, column in table.items()}
+        table = {
+            name: column[order].astype(np.int64 if name in counts else np.float64) for name, column in table.items()
+        }
         return table | {"completed": table["completed"].astype(bool)}
 
     def steps(self) -> dict[str, Column]:

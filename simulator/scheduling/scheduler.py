@@ -98,32 +98,32 @@ class Scheduler:
         assert len(ids) == len(set(ids)), "a sequence is in two places"
 
     def _continue_running(self, preempted: list[int]) -> list[Work]:
-        work: list[Work] = []
-        # A draft may use only what is left after every running sequence has its own token.
-        spare = self.max_batched_tokens - len(self.running)
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            drafts = self._drafts(sequence, spare)
-            if not self.pool.can_grow(sequence, sequence.tokens + len(drafts)):
-                drafts = ()
-            while not self.pool.can_grow(sequence, sequence.tokens):
+            if self.pool.can_grow(sequence, sequence.tokens):
+                self.pool.grow(sequence, sequence.tokens)
+                index += 1
+            else:
                 victim = self.running.pop()
                 self._preempt(victim)
                 preempted.append(victim.id)
-                if victim is sequence:
-                    return work
+        # Drafts come second: they use what every sequence's own token has left of tokens and blocks.
+        spare = self.max_batched_tokens - len(self.running)
+        work = []
+        for sequence in self.running:
+            drafts = self._drafts(sequence, spare)
             self.pool.grow(sequence, sequence.tokens + len(drafts))
             work.append(Work(sequence.id, sequence.computed, sequence.tokens - sequence.computed + len(drafts), drafts))
             spare -= len(drafts)
-            index += 1
         return work
 
     def _drafts(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
         if self.drafter is None:
             return ()
         # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
-        return self.drafter.draft(sequence, min(spare, sequence.remaining - 1))
+        drafts = self.drafter.draft(sequence, min(spare, sequence.remaining - 1))
+        return drafts if self.pool.can_grow(sequence, sequence.tokens + len(drafts)) else ()
 
     def _admit(self, work: list[Work], running_before: int) -> list[int]:
         admitted: list[int] = []

@@ -1,0 +1,143 @@
+"""A simulated run obeys the laws of queues and of the roofline."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.techniques import ContinuousBatching, Int8Weights, NgramSpeculation
+from membound.simulator.run import run
+
+
+def scenario(**changes) -> Scenario:
+    document = {
+        "name": "laws",
+        "model": "Llama-3.1-8B",
+        "hardware": "H100-SXM5",
+        "engine": {"max_num_seqs": 8},
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": 8},
+            "requests": 40,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "lognormal", "median": 100, "sigma": 0.5, "high": 500}},
+            "output_tokens": {"kind": "uniform", "low": 8, "high": 64},
+            "seed": 3,
+        },
+    }
+    return parse_scenario(document | changes)
+
+
+def poisson(rate_rps: float) -> Scenario:
+    base = scenario().model_dump(mode="json")
+    base["workload"]["arrivals"] = {"kind": "poisson", "rate_rps": rate_rps}
+    return parse_scenario(base).with_techniques((ContinuousBatching(),))
+
+
+@pytest.mark.parametrize("techniques", [(), (ContinuousBatching(),), (ContinuousBatching(), NgramSpeculation())])
+def test_requests_and_tokens_are_conserved(techniques):
+    result = run(scenario().with_techniques(techniques))
+    summary = result.summary
+    assert summary.completed == summary.requests == 40
+    assert result.requests["output_tokens"].sum() == result.steps["emitted"].sum()
+    assert sum(summary.bottleneck_share.values()) == pytest.approx(1)
+    order = ("arrival_s", "admitted_s", "first_token_s", "finished_s")
+    for before, after in zip(order, order[1:], strict=False):
+        assert np.all(result.requests[before] <= result.requests[after])
+    assert np.all(np.diff(result.steps["start_s"]) > 0)
+
+
+def test_the_same_scenario_gives_the_same_records():
+    first, second = run(poisson(20.0)), run(poisson(20.0))
+    assert first.summary == second.summary
+    for name, column in first.requests.items():
+        np.testing.assert_array_equal(column, second.requests[name])
+
+
+def test_continuous_batching_is_never_slower_than_static_batching():
+    static, continuous = run(scenario()), run(scenario().with_techniques((ContinuousBatching(),)))
+    assert continuous.summary.output_tokens_per_s > static.summary.output_tokens_per_s
+
+
+def test_at_a_concurrency_of_one_batching_policies_agree():
+    alone = scenario().with_value("workload.arrivals.concurrency", 1)
+    assert run(alone).summary == run(alone.with_techniques((ContinuousBatching(),))).summary
+
+
+def test_int8_gains_at_most_the_ratio_of_the_bytes():
+    alone = scenario().with_value("workload.arrivals.concurrency", 1)
+    before, after = run(alone), run(alone.with_techniques((Int8Weights(),)))
+    gain = before.summary.tpot_s.mean / after.summary.tpot_s.mean
+    assert 1.0 < gain < 2.0
+
+
+def test_speculation_without_acceptance_is_a_loss_and_with_full_acceptance_a_gain():
+    alone = scenario().with_value("workload.arrivals.concurrency", 1)
+    plain = run(alone).summary.tpot_s.mean
+    none = run(alone.with_techniques((NgramSpeculation(hit_rate=1, alpha=0),)))
+    full = run(alone.with_techniques((NgramSpeculation(hit_rate=1, alpha=1, gamma=4),)))
+    assert none.summary.tpot_s.mean > plain > full.summary.tpot_s.mean
+    assert none.summary.acceptance_rate == 0 and full.summary.acceptance_rate == 1
+
+
+def test_modelled_acceptance_emits_the_expected_tokens_for_each_draft():
+    """E = (1 - alpha^(gamma + 1)) / (1 - alpha), Leviathan et al., ICML 2023, equation 1."""
+    alpha, gamma = 0.7, 3
+    workload = scenario().with_value("workload.output_tokens", {"kind": "fixed", "tokens": 400})
+    result = run(workload.with_techniques((NgramSpeculation(hit_rate=1, alpha=alpha, gamma=gamma),)))
+    drafted = result.steps["drafted"] == gamma * result.steps["sequences"]
+    per_sequence = result.steps["emitted"][drafted].sum() / result.steps["sequences"][drafted].sum()
+    assert per_sequence == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha), rel=0.03)
+
+
+def test_waiting_grows_with_load_and_idleness_falls():
+    slow, fast = run(poisson(1.0)), run(poisson(200.0))
+    assert slow.summary.ttft_s.mean < fast.summary.ttft_s.mean
+    assert slow.summary.bottleneck_share["idle"] > 0.5 > fast.summary.bottleneck_share["idle"]
+
+
+def test_at_low_load_a_request_meets_an_empty_engine():
+    result = run(poisson(1e-5))
+    prompts = result.steps["prefill_tokens"] > 0
+    assert np.all(result.steps["sequences"][prompts] == 1)
+    np.testing.assert_allclose(
+        result.requests["first_token_s"] - result.requests["arrival_s"], result.steps["time_s"][prompts], rtol=1e-9
+    )
+
+
+def test_littles_law_holds():
+    """Mean number in the system = throughput x mean time in it (Little, 1961)."""
+    result = run(poisson(50.0))
+    in_system = result.requests["finished_s"] - result.requests["arrival_s"]
+    first = result.requests["arrival_s"].min()
+    window = result.summary.duration_s - first
+    times = np.linspace(first, result.summary.duration_s, 20_001)
+    counted = [
+        np.sum((result.requests["arrival_s"] <= t) & (t < result.requests["finished_s"])) for t in times
+    ]
+    assert np.mean(counted) == pytest.approx(len(in_system) / window * in_system.mean(), rel=0.01)
+
+
+def test_few_blocks_preempt_and_still_answer_everybody():
+    tight = scenario(engine={"max_num_seqs": 8, "num_blocks": 60}).with_techniques((ContinuousBatching(),))
+    result = run(tight)
+    assert result.summary.preemptions > 0
+    assert result.summary.completed == 40
+
+
+def test_a_model_that_does_not_fit_is_refused_in_one_sentence():
+    with pytest.raises(MemboundError, match="does not fit: its weights take .* GiB usable on 'L4'"):
+        run(scenario(model="Llama-3.1-70B", hardware="L4"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("hardware", "H1000", "hardware 'H1000' is unknown"),
+        ("model", "Lama-3.1-8B", "did you mean Llama-3.1-8B"),
+        ("workload.prompts", {"kind": "text", "file": "nowhere"}, "'nowhere' cannot be read"),
+    ],
+)
+def test_unknown_names_are_refused_in_one_sentence(field, value, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        run(scenario().with_value(field, value))

@@ -1,0 +1,133 @@
+"""The scheduler conserves requests and blocks and decides as its policy says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from membound.simulator.scheduling.blocks import BlockPool, OutOfBlocks
+from membound.simulator.scheduling.drafter import prompt_lookup
+from membound.simulator.scheduling.policy import ContinuousBatching, StaticBatching
+from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
+from membound.simulator.scheduling.scheduler import Scheduler
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=25)
+
+
+class FixedDrafter:
+    """Always proposes as much as it may, up to `gamma`."""
+
+    def __init__(self, gamma: int) -> None:
+        self.gamma = gamma
+
+    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+        return (7,) * max(0, min(self.gamma, limit))
+
+
+def serve_all(scheduler: Scheduler, requests: list[Request], accept: int = 0) -> tuple[list[Step], list[Sequence]]:
+    """Runs to the end, every step accepting up to `accept` drafts; checks integrity after each step."""
+    for request in requests:
+        scheduler.add(request)
+    steps, ended = [], []
+    while (step := scheduler.plan()) is not None:
+        scheduler.check_integrity()
+        emitted = {work.sequence: (7,) * (1 + min(accept, len(work.drafts))) for work in step.work}
+        ended += scheduler.commit(step, Outcome(1.0, emitted))
+        scheduler.check_integrity()
+        steps.append(step)
+        assert len(steps) < 10_000
+    return steps, ended
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=REQUESTS,
+    policy=st.sampled_from([StaticBatching, ContinuousBatching]),
+    blocks=st.integers(16, 60),
+    seats=st.integers(1, 8),
+    gamma=st.integers(0, 4),
+    accept=st.integers(0, 4),
+)
+def test_every_request_ends_and_every_block_comes_back(lengths, policy, blocks, seats, gamma, accept):
+    pool = BlockPool(blocks, block_size=4)
+    scheduler = Scheduler(policy(), pool, seats, 64, FixedDrafter(gamma) if gamma else None)
+    requests = [Request(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(lengths)]
+    steps, ended = serve_all(scheduler, requests, accept)
+    assert sorted(sequence.id for sequence in ended) == [request.id for request in requests]
+    assert all(sequence.emitted == sequence.request.output_tokens for sequence in ended)
+    assert pool.used == 0 and not scheduler.has_work
+    for step in steps:
+        assert len(step.work) <= seats
+        assert sum(work.tokens for work in step.work) <= 64
+        assert step.blocks_used <= blocks
+
+
+def test_static_batching_admits_nobody_until_the_batch_has_drained():
+    scheduler = Scheduler(StaticBatching(), BlockPool(100, 4), 2, 64)
+    requests = [Request(0, 0.0, 4, 2), Request(1, 0.0, 4, 5), Request(2, 0.0, 4, 2)]
+    steps, _ = serve_all(scheduler, requests)
+    assert [step.admitted for step in steps if step.admitted] == [(0, 1), (2,)]
+    assert steps[5].admitted == (2,), "request 2 waits for the five steps of request 1"
+
+
+def test_continuous_batching_fills_a_seat_in_the_step_after_it_was_left():
+    scheduler = Scheduler(ContinuousBatching(), BlockPool(100, 4), 2, 64)
+    requests = [Request(0, 0.0, 4, 2), Request(1, 0.0, 4, 5), Request(2, 0.0, 4, 2)]
+    steps, _ = serve_all(scheduler, requests)
+    assert steps[2].admitted == (2,)
+    assert len(steps) == 5
+
+
+def test_preemption_takes_the_latest_and_recomputes_all_its_tokens():
+    scheduler = Scheduler(ContinuousBatching(), BlockPool(4, block_size=4), 4, 64)
+    requests = [Request(0, 0.0, 8, 8), Request(1, 0.0, 8, 8)]
+    steps, ended = serve_all(scheduler, requests)
+    preempted = [step for step in steps if step.preempted]
+    assert preempted[0].preempted == (1,)
+    again = next(step for step in steps[1:] if step.admitted == (1,))
+    assert again.work[-1].start == 0 and again.work[-1].tokens > 8
+    assert {sequence.id: sequence.preemptions for sequence in ended} == {0: 0, 1: 1}
+
+
+def test_a_request_that_can_never_fit_is_rejected_and_not_queued():
+    scheduler = Scheduler(ContinuousBatching(), BlockPool(4, block_size=4), 4, 64)
+    assert scheduler.add(Request(0, 0.0, 10, 7)).status == "rejected"
+    assert "4 KV blocks of 4" in scheduler.refusal(Request(0, 0.0, 10, 7))
+    assert not scheduler.has_work
+
+
+def test_drafts_never_cost_another_sequence_its_seat():
+    scheduler = Scheduler(ContinuousBatching(), BlockPool(5, block_size=4), 2, 64, FixedDrafter(8))
+    _, ended = serve_all(scheduler, [Request(0, 0.0, 4, 6), Request(1, 0.0, 4, 6)])
+    assert all(sequence.preemptions == 0 for sequence in ended)
+
+
+def test_growing_beyond_the_pool_raises_and_changes_nothing():
+    pool = BlockPool(2, 4)
+    sequence = Sequence.of(Request(0, 0.0, 12, 1))
+    with pytest.raises(OutOfBlocks):
+        pool.grow(sequence, 12)
+    assert sequence.blocks == [] and pool.used == 0
+
+
+def test_prompt_lookup_continues_the_latest_match_of_the_longest_suffix():
+    assert prompt_lookup([1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 3, 2, 3) == (4, 8, 1)
+    assert prompt_lookup([1, 2, 3, 1, 2, 3, 1, 2, 3], 3, 2, 2) == (1, 2)
+    assert prompt_lookup([1, 2, 3, 4], 3, 2, 4) == ()
+    assert prompt_lookup([5], 3, 2, 4) == ()
+
+
+@given(tokens=st.lists(st.integers(0, 3), max_size=40), limit=st.integers(-1, 6))
+def test_a_draft_is_what_stood_behind_an_equal_suffix(tokens, limit):
+    draft = prompt_lookup(tokens, 3, 2, limit)
+    assert len(draft) <= max(limit, 0)
+    if draft:
+        found = [
+            (size, start)
+            for size in (3, 2)
+            for start in range(len(tokens) - size)
+            if tokens[start : start + size] == tokens[-size:]
+            and tuple(tokens[start + size : start + size + limit]) == draft
+        ]
+        assert found
