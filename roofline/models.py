@@ -148,17 +148,18 @@ class ModelSpec(_Frozen):
         architecture = _hf_architecture(config, name)
         qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
         _refuse_hf_options(config, name, qwen=qwen2 or qwen3)
-        heads = _get(config, "num_attention_heads", name)
+        hidden = _get_count(config, "hidden_size", name)
+        heads = _get_count(config, "num_attention_heads", name)
         rope = config.get("rope_parameters") or {}
         return _build(
             name=name,
             layers=_get(config, "num_hidden_layers", name),
-            hidden=_get(config, "hidden_size", name),
+            hidden=hidden,
             vocab=_get(config, "vocab_size", name),
             attention={
                 "heads": heads,
                 "kv_heads": config.get("num_key_value_heads") or heads,
-                "head_dim": config.get("head_dim") or (128 if qwen3 else _get(config, "hidden_size", name) // heads),
+                "head_dim": config.get("head_dim") or (128 if qwen3 else hidden // heads),
                 "qkv_bias": qwen2,
                 "qk_norm": qwen3,
             },
@@ -185,8 +186,8 @@ class ModelSpec(_Frozen):
                 f"a GGUF must be one of {', '.join(_GGUF_ARCHITECTURES)}."
             )
         _refuse_gguf_options(fields, arch, name)
-        heads = _get(fields, f"{arch}.attention.head_count", name)
-        hidden = _get(fields, f"{arch}.embedding_length", name)
+        heads = _get_count(fields, f"{arch}.attention.head_count", name)
+        hidden = _get_count(fields, f"{arch}.embedding_length", name)
         vocab = fields.get(f"{arch}.vocab_size")
         return _build(
             name=name,
@@ -255,6 +256,13 @@ def _get(fields: Mapping[str, Any], key: str, name: str) -> Any:
     value = fields.get(key)
     if value is None:
         raise ModelError(f"{key} of {name} is missing, and there is no default for it.")
+    return value
+
+
+def _get_count(fields: Mapping[str, Any], key: str, name: str) -> int:
+    value = _get(fields, key, name)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{key} of {name} is {value!r}: it must be a positive integer.")
     return value
 
 
