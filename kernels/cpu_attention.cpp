@@ -65,16 +65,35 @@ void merge(State into, State span, int64_t rows, int64_t dim) {
     }
 }
 
-// `count` tokens of one kv head to fp32 [count, dim], zeros behind head_dim.
-void convert(const bf16* blocks, int64_t block_stride, const Arguments& a, const int32_t* table, int64_t kv_head,
-             int64_t start, int count, int64_t dim, float* tile) {
-    const int64_t token_stride = a.kv_heads * a.head_dim, whole = a.head_dim / LANES * LANES;
+// Where the tokens of a tile lie for one kv head, as element offsets in the K and the V blocks.
+struct Places {
+    int64_t k[TILE_TOKENS], v[TILE_TOKENS];
+    int count;
+
+    void find(const Arguments& a, const int32_t* table, int64_t kv_head, int64_t start, int64_t end) {
+        count = end - start < TILE_TOKENS ? end - start : TILE_TOKENS;
+        const int64_t token_stride = a.kv_heads * a.head_dim;
+        int64_t block = start / a.block_size, offset = start % a.block_size;
+        for (int t = 0; t < count; t++) {
+            const int64_t inside = offset * token_stride + kv_head * a.head_dim;
+            k[t] = table[block] * a.k_block_stride + inside;
+            v[t] = table[block] * a.v_block_stride + inside;
+            if (++offset == a.block_size) block++, offset = 0;
+        }
+    }
+};
+
+// `count` tokens of one kv head to fp32 [count, dim], zeros behind head_dim. Meanwhile the rows that are read next,
+// scattered over the blocks as they are, are asked for.
+void convert(const bf16* blocks, const int64_t* places, int count, int64_t head_dim, int64_t dim, float* tile,
+             const bf16* next_blocks, const int64_t* next, int next_count) {
+    const int64_t whole = head_dim / LANES * LANES;
     for (int t = 0; t < count; t++, tile += dim) {
-        const int64_t position = start + t;
-        const bf16* from = blocks + table[position / a.block_size] * block_stride +
-                           position % a.block_size * token_stride + kv_head * a.head_dim;
+        if (t < next_count)
+            for (int64_t i = 0; i < head_dim; i += 32) __builtin_prefetch(next_blocks + next[t] + i, 0, 2);
+        const bf16* from = blocks + places[t];
         for (int64_t i = 0; i < whole; i += LANES) store(tile + i, load(from + i));
-        if (whole < dim) store(tile + whole, load_partial(from + whole, a.head_dim - whole));
+        if (whole < dim) store(tile + whole, load_partial(from + whole, head_dim - whole));
     }
 }
 
@@ -89,9 +108,9 @@ template <int ROWS> INLINE void scores_of(const float* q, const float* k, int64_
             for (int r = 0; r < ROWS; r++) sums[r][t] = fma(rows[r], token, sums[r][t]);
         }
     }
-    if (ROWS == 4) return sum_tile_4x4(sums, scores, TILE_TOKENS);
+    if (ROWS == 4) return sum_tile<4>(sums, scores, TILE_TOKENS);
     float tile[16];
-    sum_tile_4x4(sums, tile, 4);
+    sum_tile<4>(sums, tile, 4);
     for (int r = 0; r < ROWS; r++) memcpy(scores + r * TILE_TOKENS, tile + r * 4, 4 * sizeof(float));
 }
 
@@ -157,19 +176,23 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
     const int64_t queries = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
     const int64_t first_position = a.context_len[task.sequence] - queries + task.first;
     const int32_t* table = a.block_table + task.sequence * a.table_stride;
-    int64_t end = first_position + task.count;  // one behind the last token that any row sees
-    if (end > (span + 1) * SPAN_TOKENS) end = (span + 1) * SPAN_TOKENS;
+    const int64_t end_of_task = first_position + task.count;  // one behind the last token that any row sees
+    const int64_t end = end_of_task < (span + 1) * SPAN_TOKENS ? end_of_task : (span + 1) * SPAN_TOKENS;
     state.clear(rows, dim);
     for (int64_t r = 0; r < rows; r++) totals[r] = Vec{};
     float *k = tiles, *v = tiles + TILE_TOKENS * dim;
+    Places next;
+    next.find(a, table, task.kv_head, span * SPAN_TOKENS, end);
     for (int64_t start = span * SPAN_TOKENS; start < end; start += TILE_TOKENS) {
-        const int count = end - start < TILE_TOKENS ? end - start : TILE_TOKENS;
-        convert(a.k_blocks, a.k_block_stride, a, table, task.kv_head, start, count, dim, k);
-        convert(a.v_blocks, a.v_block_stride, a, table, task.kv_head, start, count, dim, v);
+        const Places here = next;
+        const int count = here.count;
+        next.find(a, table, task.kv_head, start + TILE_TOKENS, end_of_task);
+        convert(a.k_blocks, here.k, count, a.head_dim, dim, k, a.v_blocks, here.v, count);
+        convert(a.v_blocks, here.v, count, a.head_dim, dim, v, a.k_blocks, next.k, next.count);
         for (int64_t r = 0; r < rows; r += ROW_TILE) {
-            const int here = rows - r < ROW_TILE ? rows - r : ROW_TILE;
+            const int together = rows - r < ROW_TILE ? rows - r : ROW_TILE;
             int visible[ROW_TILE], most = 0;
-            for (int i = 0; i < here; i++) {
+            for (int i = 0; i < together; i++) {
                 const int64_t tokens = first_position + (r + i) / group + 1 - start;
                 visible[i] = tokens < count ? tokens : count;
                 most = visible[i] > most ? visible[i] : most;
@@ -177,7 +200,7 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
             if (most == 0) continue;
             const float* rows_q = q + r * dim;
             float *maximum = state.maximum + r, *sums = state.sums + r * dim;
-            switch (here) {
+            switch (together) {
                 case 1: attend_rows<1>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;
                 case 2: attend_rows<2>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;
                 case 3: attend_rows<3>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;

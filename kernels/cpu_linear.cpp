@@ -17,6 +17,7 @@ constexpr int DIRECT_TOKENS = 8;
 constexpr int TILE_TOKENS = 4;
 constexpr int PANEL_ROWS = REGISTERS == 32 ? 6 : 3;  // 4 x 6 (4 x 3) sums, the rows or tokens of a step, one spare
 constexpr int64_t PANEL_DEPTH = 1024;                // elements of k in a panel: 24 kB of fp32, half of an L1
+constexpr int STEPS_AHEAD = 6;                       // tokens come from L2, this many vectors early
 constexpr int64_t SERIAL_PRODUCTS = 1 << 16;         // below this a second thread costs more than it brings
 constexpr int64_t PIECES_PER_THREAD = 4;
 
@@ -135,6 +136,7 @@ struct Prefetch {
 template <int TOKENS>
 INLINE void multiply(const float* panel, const float* x, int64_t steps, Vec sums[PANEL_ROWS][TOKENS], Prefetch& ahead) {
     for (int64_t s = 0; s < steps; s++, panel += PANEL_ROWS * LANES, x += TOKENS * LANES) {
+        for (int j = 0; j < TOKENS; j++) __builtin_prefetch(x + (STEPS_AHEAD * TOKENS + j) * LANES, 0, 3);
         Vec tokens[TOKENS];
         for (int j = 0; j < TOKENS; j++) tokens[j] = load(x + j * LANES);
         for (int r = 0; r < PANEL_ROWS; r++) {
@@ -148,17 +150,28 @@ INLINE void multiply(const float* panel, const float* x, int64_t steps, Vec sums
 template <int TOKENS>
 INLINE void finish(const Product& p, const Vec sums[PANEL_ROWS][TOKENS], int64_t token, int64_t row, int rows) {
     float result[4][8];
-    int r = 0;
-    if constexpr (TOKENS == 4 && PANEL_ROWS >= 4) {
-        Vec tile[4][4];
-        for (; r < 4; r++)
-            for (int j = 0; j < 4; j++) tile[j][r] = sums[r][j];
-        sum_tile_4x4(tile, result[0], 8);
+    if constexpr (TOKENS == 4 && PANEL_ROWS == 6) {
+        Vec left[4][4], right[4][2];
+        for (int j = 0; j < 4; j++) {
+            for (int r = 0; r < 4; r++) left[j][r] = sums[r][j];
+            for (int r = 4; r < 6; r++) right[j][r - 4] = sums[r][j];
+        }
+        sum_tile<4>(left, result[0], 8);
+        sum_tile<2>(right, result[0] + 4, 8);
+    } else {
+        for (int j = 0; j < TOKENS; j++)
+            for (int r = 0; r < PANEL_ROWS; r++) result[j][r] = sum(sums[r][j]);
     }
-    for (; r < PANEL_ROWS; r++)
-        for (int j = 0; j < TOKENS; j++) result[j][r] = sum(sums[r][j]);
-    for (int j = 0; j < TOKENS; j++)
-        for (int i = 0; i < rows; i++) p.put(token + j, row + i, result[j][i]);
+    if (p.scale)
+        for (int j = 0; j < TOKENS; j++)
+            for (int r = 0; r < rows; r++) result[j][r] *= p.scale[row + r];
+    for (int j = 0; j < TOKENS; j++) {
+        float* out = p.out + (token + j) * p.n + row;
+        if (rows == PANEL_ROWS)
+            memcpy(out, result[j], PANEL_ROWS * sizeof(float));
+        else
+            memcpy(out, result[j], rows * sizeof(float));
+    }
 }
 
 template <int TOKENS>

@@ -101,30 +101,40 @@ INLINE float sum(Vec v) {
 #endif
 }
 
-// Sums of all lanes of a 4 x 4 tile of vectors, rows to out, out + stride, ...; the same bits as `sum` of each.
-INLINE void sum_tile_4x4(const Vec tile[4][4], float* out, ptrdiff_t stride) {
+// Sums of all lanes of a 4 x COLUMNS tile of vectors, rows to out, out + stride, ...; the same bits as `sum` of each.
+template <int COLUMNS> INLINE void sum_tile(const Vec tile[4][COLUMNS], float* out, ptrdiff_t stride) {
+    static_assert(COLUMNS == 2 || COLUMNS == 4);
 #if defined(__AVX512F__)
-    __m512 fold[4];  // fold[i] has in its 128-bit lane j the four partial sums of tile[j][i]
-    for (int i = 0; i < 4; i++) {
+    __m512 fold[COLUMNS];  // fold[i] has in its 128-bit lane j the four partial sums of tile[j][i]
+    for (int i = 0; i < COLUMNS; i++) {
         __m512 a = (__m512)tile[0][i], b = (__m512)tile[1][i], c = (__m512)tile[2][i], d = (__m512)tile[3][i];
         __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
         __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xEE));
         fold[i] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
     }
     __m512 p = _mm512_add_ps(_mm512_shuffle_ps(fold[0], fold[1], 0x44), _mm512_shuffle_ps(fold[0], fold[1], 0xEE));
-    __m512 q = _mm512_add_ps(_mm512_shuffle_ps(fold[2], fold[3], 0x44), _mm512_shuffle_ps(fold[2], fold[3], 0xEE));
+    __m512 q = p;
+    if constexpr (COLUMNS == 4)
+        q = _mm512_add_ps(_mm512_shuffle_ps(fold[2], fold[3], 0x44), _mm512_shuffle_ps(fold[2], fold[3], 0xEE));
     __m512 r = _mm512_add_ps(_mm512_shuffle_ps(p, q, 0x88), _mm512_shuffle_ps(p, q, 0xDD));
-    _mm_storeu_ps(out, _mm512_castps512_ps128(r));
-    _mm_storeu_ps(out + stride, _mm512_extractf32x4_ps(r, 1));
-    _mm_storeu_ps(out + 2 * stride, _mm512_extractf32x4_ps(r, 2));
-    _mm_storeu_ps(out + 3 * stride, _mm512_extractf32x4_ps(r, 3));
+    const __m128 rows[4] = {_mm512_castps512_ps128(r), _mm512_extractf32x4_ps(r, 1), _mm512_extractf32x4_ps(r, 2),
+                            _mm512_extractf32x4_ps(r, 3)};
+    for (int j = 0; j < 4; j++) {
+        if constexpr (COLUMNS == 4)
+            _mm_storeu_ps(out + j * stride, rows[j]);
+        else
+            _mm_storel_pi((__m64*)(out + j * stride), rows[j]);
+    }
 #else
     for (int j = 0; j < 4; j++)
-        for (int i = 0; i < 4; i++) out[j * stride + i] = sum(tile[j][i]);
+        for (int i = 0; i < COLUMNS; i++) out[j * stride + i] = sum(tile[j][i]);
 #endif
 }
 
 INLINE float max(Vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float m = v[0];
     for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
     return m;
