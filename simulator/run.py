@@ -53,7 +53,6 @@ class VirtualClock:
 
 def _engine(env: simpy.Environment, waits: Iterator[float]) -> Iterator[simpy.Event]:
     for until_s in waits:
-        # Not a delay: adding one to the present time would round differently than the real clock's sum.
         yield env.timeout(max(0.0, until_s - env.now))
 
 

@@ -40,10 +40,14 @@ class BlockPool:
         for _ in range(missing):
             sequence.blocks.append(self._free.pop())
 
+    def shrink(self, sequence: Sequence, tokens: int) -> None:
+        """Takes back the blocks beyond the first `tokens` tokens, which rejected drafts had used."""
+        while len(sequence.blocks) > self.blocks_for(tokens):
+            self._free.append(sequence.blocks.pop())
+
     def release(self, sequence: Sequence) -> None:
         """Takes all blocks back."""
-        while sequence.blocks:
-            self._free.append(sequence.blocks.pop())
+        self.shrink(sequence, 0)
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Asserts that every block is either free or held by exactly one of `sequences`."""

@@ -81,6 +81,7 @@ class Scheduler:
             # Every emitted token but the newest was an accepted draft, so its K and V are already in place.
             sequence.tokens += len(emitted)
             sequence.computed = sequence.tokens - 1
+            self.pool.shrink(sequence, sequence.tokens)
             if sequence.token_ids is not None:
                 sequence.token_ids.extend(emitted)
             if sequence.finished:

@@ -97,9 +97,13 @@ def test_a_request_that_can_never_fit_is_rejected_and_not_queued():
     assert not scheduler.has_work
 
 
-def test_drafts_never_cost_another_sequence_its_seat():
-    scheduler = Scheduler(ContinuousBatching(), BlockPool(5, block_size=4), 2, 64, FixedDrafter(8))
-    _, ended = serve_all(scheduler, [Request(0, 0.0, 4, 6), Request(1, 0.0, 4, 6)])
+@given(lengths=REQUESTS, gamma=st.integers(1, 8), accept=st.integers(0, 8))
+def test_drafts_never_cost_another_sequence_its_blocks(lengths, gamma, accept):
+    """With blocks for all requests at their longest nobody is preempted, however many drafts are rejected."""
+    requests = [Request(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(lengths)]
+    blocks = sum(-(-(request.prompt_tokens + request.output_tokens) // 4) for request in requests)
+    scheduler = Scheduler(ContinuousBatching(), BlockPool(blocks, 4), len(requests), 2000, FixedDrafter(gamma))
+    _, ended = serve_all(scheduler, requests, accept)
     assert all(sequence.preemptions == 0 for sequence in ended)
 
 

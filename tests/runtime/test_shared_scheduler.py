@@ -1,0 +1,146 @@
+"""Given the same step times, simulator and runtime make the same decision at every step.
+
+The runtime computes every step with tensors, so the tokens are real; both clocks are moved by the same script of
+step times. What is compared is the plan of every step: batch composition, admissions, preemptions, drafts, blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+
+from membound.roofline.hardware import get_hardware
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.runtime.engine import Runtime
+from membound.simulator.run import run as simulate
+from membound.simulator.scheduling.recorder import Recorder
+from membound.simulator.scheduling.request import Outcome
+
+VOCAB = 61
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def step_times():
+    rng = random.Random(5)
+    return (rng.uniform(0.01, 0.2) for _ in itertools.count())
+
+
+class ScriptedClock:
+    """Moves only when it is told to wait."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def wait_until(self, until_s: float) -> None:
+        self.time_s = max(self.time_s, until_s)
+
+
+class ScriptedTimes:
+    """Runs the real executor and says that the step took the next time of the script."""
+
+    def __init__(self, executor) -> None:
+        self.executor = executor
+        self.times = step_times()
+        self.outcomes: list[Outcome] = []
+
+    def run(self, step, sequences) -> Outcome:
+        emitted = self.executor.run(step, sequences).emitted
+        self.outcomes.append(Outcome(next(self.times), emitted))
+        return self.outcomes[-1]
+
+
+class Replayed:
+    """The simulator's stand-in for content: the tokens that the runtime emitted, under the same script of times."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        self.outcomes = iter(outcomes)
+        self.times = step_times()
+
+    def run(self, step, sequences) -> Outcome:
+        return Outcome(next(self.times), next(self.outcomes).emitted)
+
+
+def scenario(folder, techniques, arrivals, num_blocks) -> Scenario:
+    rng = random.Random(1)
+    (folder / "config.json").write_text(json.dumps(TINY))
+    prompts = folder / "prompts.jsonl"
+    with prompts.open("w") as file:
+        for i in range(12):
+            ids = [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 40))]
+            item = {"id": f"p{i}", "task": "random", "text": "", "prompt_ids": ids, "output_ids": [0] * 40}
+            file.write(json.dumps(item) + "\n")
+    return parse_scenario(
+        {
+            "name": "proof",
+            "model": str(folder / "config.json"),
+            "hardware": "H100-SXM5",
+            "engine": {"max_num_seqs": 5, "max_batched_tokens": 160, "block_size": 4, "num_blocks": num_blocks},
+            "techniques": [{"name": name} for name in techniques],
+            "workload": {
+                "arrivals": arrivals,
+                "requests": 24,
+                "prompts": {"kind": "text", "file": str(prompts)},
+                "output_tokens": {"kind": "uniform", "low": 2, "high": 40},
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [200, 34], ids=["plenty", "tight"])
+@pytest.mark.parametrize(
+    "arrivals", [{"kind": "closed_loop", "concurrency": 7}, {"kind": "poisson", "rate_rps": 3.0}], ids=["closed", "open"]
+)
+@pytest.mark.parametrize(
+    "techniques",
+    [[], ["continuous_batching"], ["continuous_batching", "ngram_speculation"], ["ngram_speculation", "int8_weights"]],
+    ids=["static", "continuous", "continuous+ngram", "static+ngram+int8"],
+)
+def test_equal_decisions_at_every_step(tmp_path, techniques, arrivals, num_blocks):
+    chosen = scenario(tmp_path, techniques, arrivals, num_blocks)
+    scripted: list[ScriptedTimes] = []
+
+    def wrap(executor):
+        scripted.append(ScriptedTimes(executor))
+        return scripted[0]
+
+    real, virtual = Recorder(), Recorder()
+    hardware = get_hardware("H100-SXM5")
+    measured = Runtime().run(chosen, hardware, clock=ScriptedClock(), wrap=wrap, recorder=real)
+    predicted = simulate(chosen, hardware, executor=Replayed(scripted[0].outcomes), recorder=virtual)
+
+    assert len(real.plans) > 30
+    assert real.plans == virtual.plans
+    assert measured.outputs == predicted.outputs
+    for name in ("arrival_s", "admitted_s", "first_token_s", "finished_s"):
+        assert measured.requests[name].tolist() == pytest.approx(predicted.requests[name].tolist(), abs=1e-9)
+    if num_blocks == 34 and "continuous_batching" in techniques:
+        assert measured.summary.preemptions > 0
+    if "ngram_speculation" in techniques:
+        assert measured.steps["drafted"].sum() > 0
+
+
+def test_the_techniques_named_lossless_do_not_change_the_tokens(tmp_path):
+    arrivals = {"kind": "closed_loop", "concurrency": 7}
+    outputs = [
+        Runtime().run(scenario(tmp_path, techniques, arrivals, blocks), get_hardware("H100-SXM5")).outputs
+        for techniques in ([], ["continuous_batching"], ["continuous_batching", "ngram_speculation"])
+        for blocks in (200, 34)
+    ]
+    assert all(other == outputs[0] for other in outputs[1:])
