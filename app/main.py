@@ -33,7 +33,6 @@ def choose_language() -> None:
             format_func=LANGUAGES.__getitem__,
             label_visibility="collapsed",
         )
-        st.components.v2.component("membound.language", js=SET_LANGUAGE)(key="document_language", data=language())
     linked.keep("lang", default)
 
 
@@ -47,3 +46,4 @@ st.session_state["pages"] = pages
 page = st.navigation(list(pages.values()), position="top")
 choose_language()
 page.run()
+st.components.v2.component("membound.language", js=SET_LANGUAGE)(key="document_language", data=language())

@@ -17,7 +17,7 @@ from membound.roofline.times import Times, times_for
 Phase = Literal["decode", "prefill", "verify"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "verify")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from membound.app.i18n import Translate
 
 MOST_POINTS = 500
 # the keys of a live event, with the colour of each
-SERIES = {"tokens_per_s": MEASURED, "running": BLUE, "blocks_used": GREEN}
+SERIES = {"tokens_per_s": MEASURED, "running": BLUE, "kv_utilization": GREEN}
 
 
 def live_figure(points: Sequence[tuple[float, Mapping[str, Any]]], t: Translate) -> go.Figure:
@@ -33,7 +33,8 @@ def live_figure(points: Sequence[tuple[float, Mapping[str, Any]]], t: Translate)
             row=row,
             col=1,
         )
-        fig.update_yaxes(title=t(f"live.{key}"), rangemode="tozero", row=row, col=1)
+        shown = ".0%" if key == "kv_utilization" else None
+        fig.update_yaxes(title=t(f"live.{key}"), rangemode="tozero", tickformat=shown, row=row, col=1)
     fig.update_xaxes(title=t("live.x"), row=len(known), col=1)
     return fig
 

@@ -13,7 +13,9 @@ from membound.app.figures.template import (
     BLUE,
     BOUND_COLORS,
     BOUND_SYMBOLS,
+    GREEN,
     GREY,
+    VERMILLION,
     figure,
     log_ticks,
 )
@@ -22,6 +24,7 @@ from membound.roofline.cost import OperatorCost, StepCost
 from membound.roofline.hardware import HardwareSpec
 
 INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
+STEP_COLORS, STEP_SYMBOLS = (BLUE, VERMILLION, GREEN), ("star", "star-diamond", "hourglass")
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
 
 
@@ -43,6 +46,15 @@ class Roofs:
         return min(self.bandwidths.values()) / 100, max(self.rates.values()) * 2
 
 
+@dataclass(frozen=True)
+class PlacedStep:
+    """A whole step on the chart: the series it belongs to, what tells it apart there, and its cost."""
+
+    series: str
+    label: str
+    cost: StepCost
+
+
 def roofs_of(hardware: HardwareSpec) -> Roofs:
     """What a calibrated device was measured to have, by memory level; else its data sheet's."""
     calibration = hardware.calibration
@@ -54,15 +66,14 @@ def roofs_of(hardware: HardwareSpec) -> Roofs:
 
 
 def roofline_figure(
-    roofs: Roofs, steps: Sequence[tuple[str, StepCost]], t: Translate, *, operators: bool = True, height: int = 460
+    roofs: Roofs, steps: Sequence[PlacedStep], t: Translate, *, operators: bool = True, height: int = 460
 ) -> go.Figure:
     """Roofs with the total of each named step and, of the last one, its operators sized by their share of time."""
     fig = figure(height)
     _draw_roofs(fig, roofs, t)
     if operators and steps:
-        _draw_operators(fig, steps[-1][1], t)
-    for label, cost in steps:
-        _draw_total(fig, label, cost, t)
+        _draw_operators(fig, steps[-1].cost, t)
+    _draw_steps(fig, steps, t)
     x_ticks, y_ticks = log_ticks(*roofs.intensity_range), log_ticks(*roofs.rate_range)
     fig.update_xaxes(
         type="log",
@@ -217,23 +228,42 @@ def _intensity(op: OperatorCost) -> float:
     return float(op.operator.flops / op.operator.bytes)
 
 
-def _draw_total(fig: go.Figure, label: str, cost: StepCost, t: Translate) -> None:
-    x = float(cost.arithmetic_intensity)
-    y, low, high = (float(cost.flops / seconds) for seconds in (cost.time_s, cost.high_s, cost.low_s))
-    fig.add_scatter(
-        x=[x],
-        y=[y],
-        mode="markers+text",
-        text=[label],
-        textposition="bottom right",
-        textfont={"size": 12},
-        name=t("roofline.step"),
-        error_y={"type": "data", "symmetric": False, "array": [high - y], "arrayminus": [y - low], "thickness": 1.5},
-        marker={"symbol": "star-open", "size": 16, "color": BLUE, "line": {"width": 2.5, "color": BLUE}},
-        hovertext=[t("roofline.step_hover", step=label, time=text.seconds(float(cost.time_s)), rate=text.flop_rate(y))],
-        hoverinfo="text",
-        showlegend=False,
-    )
+def _draw_steps(fig: go.Figure, steps: Sequence[PlacedStep], t: Translate) -> None:
+    for index, series in enumerate(dict.fromkeys(step.series for step in steps)):
+        placed = [step for step in steps if step.series == series]
+        costs = [step.cost for step in placed]
+        rates, lows, highs = (
+            [float(cost.flops / seconds(cost)) for cost in costs]
+            for seconds in (lambda c: c.time_s, lambda c: c.high_s, lambda c: c.low_s)
+        )
+        color, symbol = STEP_COLORS[index % len(STEP_COLORS)], STEP_SYMBOLS[index % len(STEP_SYMBOLS)]
+        fig.add_scatter(
+            x=[float(cost.arithmetic_intensity) for cost in costs],
+            y=rates,
+            mode="markers+text",
+            text=[step.label for step in placed],
+            textposition="bottom right",
+            textfont={"size": 12},
+            name=series,
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": [high - rate for high, rate in zip(highs, rates, strict=True)],
+                "arrayminus": [rate - low for low, rate in zip(lows, rates, strict=True)],
+                "thickness": 1.5,
+            },
+            marker={"symbol": f"{symbol}-open", "size": 15, "color": color, "line": {"width": 2.5, "color": color}},
+            hovertext=[
+                t(
+                    "roofline.step_hover",
+                    step=f"{series} {step.label}",
+                    time=text.seconds(float(step.cost.time_s)),
+                    rate=text.flop_rate(rate),
+                )
+                for step, rate in zip(placed, rates, strict=True)
+            ],
+            hoverinfo="text",
+        )
 
 
 def rate_of(op: OperatorCost) -> float:
@@ -241,9 +271,9 @@ def rate_of(op: OperatorCost) -> float:
     return float(op.operator.flops * op.operator.calls / op.total_s)
 
 
-def alt_text(steps: Sequence[tuple[str, StepCost]], t: Translate) -> str:
+def alt_text(steps: Sequence[PlacedStep], t: Translate) -> str:
     """The chart in one sentence, from its data."""
-    cost = steps[-1][1]
+    cost = steps[-1].cost
     bounds = [op.bound for op in cost.operators]
     return t(
         "roofline.alt",

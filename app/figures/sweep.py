@@ -28,7 +28,7 @@ def sweep_figure(points: Sequence[SweepPoint], batch: int, t: Translate) -> go.F
     for column in (1, 2):
         fig.add_vline(x=batch, line={"color": GREY, "dash": "dashdot"}, row=1, col=column)
     fig.update_xaxes(type="log", title=t("sweep.x"), tickvals=batches, ticktext=[str(b) for b in batches])
-    ticks = log_ticks(min(p.low_s for p in points) * 1e3, max(p.high_s for p in points) * 1e3, (1, 2, 5))
+    ticks = log_ticks(min(p.low_s for p in points) * 1e3, max(p.high_s for p in points) * 1e3, (1, 2, 3, 5, 7))
     fig.update_yaxes(
         title=t("sweep.time_y"), type="log", row=1, col=1, tickvals=ticks, ticktext=[f"{v:,g}" for v in ticks]
     )

@@ -34,7 +34,7 @@ def operating_point() -> OperatingPoint:
         with right:
             techniques = _techniques(t)
         contexts = [context for context in CONTEXTS if context <= model.max_context]
-        with st.container(horizontal=True, gap="large"):
+        with st.container(horizontal=True):
             phase = _one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
             context = _one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, _short)
             batch = _one_of("batch", BATCHES, BATCH, t, str)

@@ -84,9 +84,10 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
 
 
 def _roofline(point: OperatingPoint, t: Translate) -> None:
-    steps = [(t("explore.this_step"), point.cost)]
+    steps = [roofline.PlacedStep(t("explore.this_step"), "", point.cost)]
     if point.setup != EngineSetup():
-        steps.insert(0, (t("explore.plain_step"), replace(point, setup=EngineSetup()).cost))
+        plain = replace(point, setup=EngineSetup())
+        steps.insert(0, roofline.PlacedStep(t("explore.plain_step"), "", plain.cost))
     st.subheader(t("explore.roofline"))
     chart(
         roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, t),

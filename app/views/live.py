@@ -126,6 +126,5 @@ def _outcome(job: Job, t: Translate) -> None:
         results.comparison_result(rows, job.id)
     elif "summary" in result:
         results.run_summary(result["summary"], job.id)
-    for note in [*result.get("notes", []), *result.get("provenance", {}).get("notes", [])]:
-        st.caption(note)
+    st.caption(" · ".join([*result.get("notes", []), *result.get("provenance", {}).get("notes", [])]))
     results.downloads(rows, result, job.spec.get("scenario", ""), job.id)

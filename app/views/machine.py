@@ -63,21 +63,20 @@ def _calibration_job() -> Job:
 
 def _card(machine: HardwareSpec, t: Translate) -> None:
     model = models.get_model(MODEL)
-    points = {
-        f"{setup.weights.name}, {t('axis.batch', batch=batch)}": OperatingPoint(
-            model, machine, setup, "decode", batch, CONTEXT
-        )
-        for setup in _setups()
-        for batch in BATCHES
-    }
-    first = next(iter(points.values()))
+    points = [
+        OperatingPoint(model, machine, setup, "decode", batch, CONTEXT) for setup in _setups() for batch in BATCHES
+    ]
+    first = points[0]
     bound, share = first.bounds()[0]
     title = t("machine.title") if first.calibrated else t("machine.stand_in", device=machine.name)
     st.subheader(title)
     answer = "machine.answer" if first.calibrated else "machine.stand_in_answer"
     held = {"bound": t(f"bound.{bound}"), "share": text.percent(share)}
     st.markdown(t(answer, device=machine.name, model=MODEL, context=CONTEXT, **held))
-    steps = [(label, point.cost) for label, point in points.items()]
+    steps = [
+        roofline.PlacedStep(t("machine.series", format=point.setup.weights.name), str(point.batch), point.cost)
+        for point in points
+    ]
     left, right = st.columns([3, 1], gap="medium")
     with left:
         chart(

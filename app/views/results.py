@@ -78,10 +78,8 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
         {
             t("column.point"): comparison.point_label(row.point, t),
             t("column.technique"): comparison.technique_title(row.technique, t),
-            t("column.baseline"): row.baseline,
-            t("column.metric"): t(f"metric.{row.metric}"),
-            t("column.predicted"): text.gain(row.predicted),
-            t("column.interval"): f"{text.gain(row.low)} – {text.gain(row.high)}",
+            t("column.baseline"): f"{row.baseline}, {t(f'short.{row.metric}')}",
+            t("column.predicted"): f"{text.gain(row.predicted)} ({row.low:.2f}–{row.high:.2f})",
             t("column.measured"): _measured(row, text.gain),
             t("column.error"): _error(row),
             t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
