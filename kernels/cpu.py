@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 # From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds. int8 weights are widened
 # first, which takes a pass over 3 bytes a weight, so they need more tokens to pay.
 MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32, "int8": 256}
+MOST_LAYOUTS = 1024
 
 
 class CpuKernels:
@@ -46,6 +48,8 @@ class CpuKernels:
         self._rope_and_store.argtypes, self._rope_and_store.restype = [POINTER(_RopeArguments), c_int], None
         self._attention = library.membound_attention
         self._attention.argtypes, self._attention.restype = [POINTER(_AttentionArguments), c_int], None
+        self._layouts: dict[int, _KVLayout] = {}
+        self._last_fields: _BatchFields | None = None
         self._lanes = library.membound_lanes()
         self._stalls = library.membound_stalls
         self._stalls.restype = c_int64
@@ -76,13 +80,13 @@ class CpuKernels:
         m, k = x.shape
         data = weight.data
         n, weight_k = data.shape
-        if k != weight_k:
-            raise ValueError(f"x has {k} columns and the weight {weight_k}")
+        if k != weight_k or not data.is_contiguous():
+            raise ValueError(f"x has {k} columns, and the weight is {n} x {weight_k} with strides {data.stride()}")
         tokens = self._matrix_unit_tokens.get(weight.format)
         if tokens is not None and m >= tokens:
             return _linear_by_matrix_units(x, weight)
         x = _contiguous(x)
-        out = torch.empty((m, n))
+        out = torch.empty(m, n)
         scale = weight.scale
         self._linear[weight.format](
             x.data_ptr(),
@@ -133,16 +137,18 @@ class CpuKernels:
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
     ) -> Tensor:
         qkv, cos, sin = _contiguous(qkv), _contiguous(cos), _contiguous(sin)
-        _, block_size, kv_heads, head_dim = k_blocks.shape
-        tokens = qkv.shape[0]
-        heads = qkv.shape[1] // head_dim - 2 * kv_heads
-        q = torch.empty((tokens, heads, head_dim))
+        layout = self._layout(k_blocks, v_blocks)
+        fields = self._fields(batch)
+        kv_heads, head_dim = layout.kv_heads, layout.head_dim
+        tokens, width = qkv.shape
+        heads = width // head_dim - 2 * kv_heads
+        q = torch.empty(tokens, heads, head_dim)
         arguments = _RopeArguments(
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            _pointer(batch.positions, torch.int64),
-            _pointer(batch.slots, torch.int64),
+            fields.positions,
+            fields.slots,
             k_blocks.data_ptr(),
             v_blocks.data_ptr(),
             q.data_ptr(),
@@ -150,9 +156,9 @@ class CpuKernels:
             heads,
             kv_heads,
             head_dim,
-            block_size,
-            _block_stride(k_blocks),
-            _block_stride(v_blocks),
+            layout.block_size,
+            layout.k_block_stride,
+            layout.v_block_stride,
         )
         self._rope_and_store(byref(arguments), torch.get_num_threads())
         return q
@@ -160,24 +166,25 @@ class CpuKernels:
     def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
         q = _contiguous(q)
         tokens, heads, head_dim = q.shape
-        _, block_size, kv_heads, _ = k_blocks.shape
-        out = torch.empty((tokens, heads * head_dim))
+        layout = self._layout(k_blocks, v_blocks)
+        fields = self._fields(batch)
+        out = torch.empty(tokens, heads * head_dim)
         arguments = _AttentionArguments(
             q.data_ptr(),
             k_blocks.data_ptr(),
             v_blocks.data_ptr(),
-            _pointer(batch.query_start, torch.int32),
-            _pointer(batch.context_len, torch.int32),
-            batch.block_table.data_ptr(),
+            fields.query_start,
+            fields.context_len,
+            fields.block_table,
             out.data_ptr(),
-            batch.context_len.shape[0],
+            fields.sequences,
             heads,
-            kv_heads,
+            layout.kv_heads,
             head_dim,
-            block_size,
-            _row_stride(batch.block_table),
-            _block_stride(k_blocks),
-            _block_stride(v_blocks),
+            layout.block_size,
+            fields.table_stride,
+            layout.k_block_stride,
+            layout.v_block_stride,
             scale,
         )
         self._attention(byref(arguments), torch.get_num_threads())
@@ -186,9 +193,48 @@ class CpuKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _contiguous(gate_up)
         tokens, twice = gate_up.shape
-        out = torch.empty((tokens, twice // 2))
+        out = torch.empty(tokens, twice // 2)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, twice // 2, torch.get_num_threads())
         return out
+
+    def _layout(self, k_blocks: Tensor, v_blocks: Tensor) -> _KVLayout:
+        known = self._layouts.get(id(k_blocks))
+        if known is None or known.k_blocks() is not k_blocks or known.v_blocks() is not v_blocks:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            known = self._layouts[id(k_blocks)] = _kv_layout(k_blocks, v_blocks)
+        return known
+
+    def _fields(self, batch: RaggedBatch) -> _BatchFields:
+        known = self._last_fields
+        if known is None or known.batch is not batch:
+            known = self._last_fields = _batch_fields(batch)
+        return known
+
+
+class _KVLayout(NamedTuple):
+    """What a pair of K and V tensors looks like: reading it off them takes longer than a small kernel."""
+
+    k_blocks: ref[Tensor]
+    v_blocks: ref[Tensor]
+    block_size: int
+    kv_heads: int
+    head_dim: int
+    k_block_stride: int
+    v_block_stride: int
+
+
+class _BatchFields(NamedTuple):
+    """The addresses in a ragged batch, read once for all layers of a step; keeping the batch keeps them valid."""
+
+    batch: RaggedBatch
+    positions: int
+    slots: int
+    query_start: int
+    context_len: int
+    block_table: int
+    sequences: int
+    table_stride: int
 
 
 class _RopeArguments(Structure):
@@ -230,21 +276,34 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
+def _batch_fields(batch: RaggedBatch) -> _BatchFields:
+    table = batch.block_table
+    if table.dtype is not torch.int32 or table.stride(1) != 1:
+        raise TypeError("a block table holds int32, a sequence a row")
+    return _BatchFields(
+        batch,
+        _pointer(batch.positions, torch.int64),
+        _pointer(batch.slots, torch.int64),
+        _pointer(batch.query_start, torch.int32),
+        _pointer(batch.context_len, torch.int32),
+        table.data_ptr(),
+        batch.num_sequences,
+        table.stride(0),
+    )
+
+
 def _pointer(x: Tensor, dtype: torch.dtype) -> int:
     if x.dtype is not dtype or not x.is_contiguous():
         raise TypeError(f"a ragged batch holds contiguous {dtype}, not {x.dtype}")
     return x.data_ptr()
 
 
-def _row_stride(table: Tensor) -> int:
-    if table.dtype is not torch.int32 or table.stride(1) != 1:
-        raise TypeError("a block table holds int32, a sequence a row")
-    return table.stride(0)
-
-
-def _block_stride(blocks: Tensor) -> int:
-    """Elements from a block to the next; blocks may lie apart (K beside V), but each must be dense."""
-    _, _, kv_heads, head_dim = blocks.shape
-    if blocks.dtype is not torch.bfloat16 or blocks.stride()[1:] != (kv_heads * head_dim, head_dim, 1):
-        raise TypeError("K and V blocks are bf16 [blocks, block_size, kv_heads, head_dim], dense within a block")
-    return blocks.stride(0)
+def _kv_layout(k_blocks: Tensor, v_blocks: Tensor) -> _KVLayout:
+    """Blocks may lie apart (K beside V), but each must be dense."""
+    _, block_size, kv_heads, head_dim = k_blocks.shape
+    for blocks in (k_blocks, v_blocks):
+        dense = blocks.stride()[1:] == (kv_heads * head_dim, head_dim, 1)
+        if blocks.dtype is not torch.bfloat16 or blocks.shape[1:] != k_blocks.shape[1:] or not dense:
+            raise TypeError("K and V blocks are bf16 [blocks, block_size, kv_heads, head_dim], dense within a block")
+    strides = k_blocks.stride(0), v_blocks.stride(0)
+    return _KVLayout(ref(k_blocks), ref(v_blocks), block_size, kv_heads, head_dim, *strides)

@@ -145,10 +145,10 @@ def _run_all(commands: list[list[str]]) -> None:
         for process in running:
             process.kill()
             process.wait()
-    for process, output in zip(running, outputs, strict=True):
+    for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode:
             lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
-            raise KernelBuildError(f"{process.args[0]} failed: {lines[0]}")  # type: ignore[index]
+            raise KernelBuildError(f"{command[0]} failed: {lines[0]}")
 
 
 def _output(command: list[str]) -> str:
