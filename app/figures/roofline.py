@@ -211,12 +211,12 @@ def _draw_operators(fig: go.Figure, cost: StepCost, t: Translate) -> None:
 
 
 def _clusters(operators: Sequence[OperatorCost]) -> list[list[OperatorCost]]:
-    """Operators that share a label, because they lie within half a decade of the first of them."""
+    """Operators that share a label, because they lie within a quarter of a decade of the first of them."""
     clusters: list[list[OperatorCost]] = []
     for op in operators:
         for cluster in clusters:
             apart = np.log10([_intensity(op) / _intensity(cluster[0]), rate_of(op) / rate_of(cluster[0])])
-            if np.all(np.abs(apart) < 0.5):
+            if np.all(np.abs(apart) < 0.25):
                 cluster.append(op)
                 break
         else:

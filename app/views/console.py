@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 import streamlit as st
 
 from membound.app import jobs, text
 from membound.app.figures.live import live_figure
 from membound.app.livechart import live_chart
-from membound.app.store import Job
-from membound.app.views import results
+from membound.app.store import Event, Job
+from membound.app.views import results, tables
 from membound.app.views.session import store, translate
 
 # One open page costs a core about a tenth of its time when polled each second; a CPU run is being timed meanwhile.
@@ -45,24 +48,47 @@ def _running(job_id: str, watch_text: bool) -> None:
         _live(job)
 
 
+@dataclass
+class Watched:
+    """What a session has seen of a job so far, so that a poll reads only what is new."""
+
+    seq: int = 0
+    points: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    written: dict[str, Any] | None = None
+
+    def update(self, events: Iterable[Event], started: float) -> None:
+        for event in events:
+            self.seq = event.seq
+            if event.kind == "live":
+                self.points.append((event.t - started, event.payload))
+            elif event.kind == "row":
+                self.rows.append(event.payload)
+            elif event.kind == "text":
+                self.written = event.payload
+
+
+def _watched(job: Job) -> Watched:
+    watched: Watched = st.session_state.setdefault(f"watched_{job.id}", Watched())
+    watched.update(store().events(job.id, watched.seq), job.started or job.created)
+    return watched
+
+
 def _live(job: Job) -> None:
     t = translate()
-    events = store().events(job.id)
-    written = next((event.payload for event in reversed(events) if event.kind == "text"), None)
+    watched = _watched(job)
     left, right = st.columns([3, 2], gap="medium")
     with left:
-        started = job.started or job.created
-        points = [(event.t - started, event.payload) for event in events if event.kind == "live"]
-        live_chart(live_figure(points, t), key=f"live_{job.id}", height=CHART_HEIGHT)
+        live_chart(live_figure(watched.points, t), key=f"live_{job.id}", height=CHART_HEIGHT)
     with right:
         st.markdown(t("live.text"))
         with st.container(height=TEXT_HEIGHT, border=True):
-            if written is None:
+            if watched.written is None:
                 st.caption(t("live.no_text"))
             else:
-                st.caption(t("live.request", request=written["request"]))
-                st.text(f"{written['prompt']}{written['text']}▌")
-    rows = results.rows_of([event.payload for event in events if event.kind == "row"])
-    if rows:
+                st.caption(t("live.request", request=watched.written["request"]))
+                st.text(f"{watched.written['prompt']}{watched.written['text']}▌")
+    gains = [row for row in results.rows_of(watched.rows) if row.technique != "baseline"]
+    if gains:
         st.markdown(t("live.rows"))
-        st.dataframe(results.gains_table([row for row in rows if row.technique != "baseline"], t), hide_index=True)
+        st.dataframe(tables.gains_table(gains, t), hide_index=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pandas as pd
 import streamlit as st
 
 from membound.app import text
@@ -12,7 +11,7 @@ from membound.app.figures import memory, roofline, sweep
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.app.operating_point import OperatingPoint
-from membound.app.views import choices
+from membound.app.views import choices, tables
 from membound.app.views.charts import chart
 from membound.app.views.session import device_name, translate
 from membound.roofline.errors import MemboundError
@@ -94,22 +93,7 @@ def _roofline(point: OperatingPoint, t: Translate) -> None:
         key="roofline",
         alt=roofline.alt_text(steps, t),
         caption=t("roofline.caption", source=point.hardware.source),
-        table=_operators(point, t),
-    )
-
-
-def _operators(point: OperatingPoint, t: Translate) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            t("column.operator"): op.operator.name,
-            t("column.calls"): op.operator.calls,
-            t("column.time"): text.seconds(float(op.total_s)),
-            t("column.share"): text.percent(float(op.total_s / point.cost.time_s)),
-            t("column.flops"): text.flops(float(op.operator.flops * op.operator.calls)),
-            t("column.bytes"): text.moved(float(op.operator.bytes * op.operator.calls)),
-            t("column.bound"): f"{BOUND_MARKS[op.bound]} {t(f'bound.{op.bound}')}",
-        }
-        for op in sorted(point.cost.operators, key=lambda op: -float(op.total_s))
+        table=tables.operator_table(point, t),
     )
 
 
@@ -133,16 +117,7 @@ def _memory(point: OperatingPoint, t: Translate) -> None:
 def _sweep(point: OperatingPoint, t: Translate) -> None:
     st.subheader(t("explore.sweep"))
     points = point.sweep()
-    table = pd.DataFrame(
-        {
-            t("column.batch"): p.batch,
-            t("column.time"): text.milliseconds(p.time_s),
-            t("column.interval"): f"{text.milliseconds(p.low_s)} – {text.milliseconds(p.high_s)}",
-            t("column.rate"): text.rate(p.tokens_per_s),
-            t("column.bound"): f"{BOUND_MARKS[p.bottleneck]} {t(f'bound.{p.bottleneck}')}",
-        }
-        for p in points
-    )
+    table = tables.sweep_table(points, t)
     caption = t("sweep.caption", phase=t(f"phase.{point.phase}"), context=point.context)
     chart(
         sweep.sweep_figure(points, point.batch, t),

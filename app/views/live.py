@@ -9,7 +9,7 @@ from membound.app.home import StoreError
 from membound.app.i18n import Translate
 from membound.app.store import Job
 from membound.app.tasks import scenario_of
-from membound.app.views import history, results, states
+from membound.app.views import history, linked, results, states
 from membound.app.views.console import console
 from membound.app.views.session import has_torch, show_job, shown_job, store, this_machine, translate
 from membound.roofline.errors import MemboundError
@@ -37,15 +37,27 @@ def _choose(t: Translate) -> None:
         left, right = st.columns([2, 3])
         with left:
             names = [*shipped_scenarios(), OWN]
+            linked.seed("scenario", names, names[0])
             name = st.selectbox(
-                t("live.scenario"), names, key="scenario", bind="query-params",
+                t("live.scenario"),
+                names,
+                key="scenario",
+                persist_state="session",
                 format_func=lambda name: t("live.own") if name == OWN else name,
-            )  # fmt: skip
+            )
+            linked.keep("scenario", names[0])
         with right:
+            linked.seed("kind", KINDS, KINDS[0])
             kind = st.segmented_control(
-                t("live.kind"), KINDS, key="kind", default=KINDS[0], required=True, bind="query-params",
-                format_func=lambda kind: t(f"kind.{kind}"), help=t("help.kind"),
-            )  # fmt: skip
+                t("live.kind"),
+                KINDS,
+                key="kind",
+                required=True,
+                persist_state="session",
+                format_func=lambda kind: t(f"kind.{kind}"),
+                help=t("help.kind"),
+            )
+            linked.keep("kind", KINDS[0])
         yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
         scenario = _checked(yaml_text, t)
         measures = kind != "simulate"

@@ -19,7 +19,7 @@ from membound.roofline import hardware, models
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.techniques import TECHNIQUES, EngineSetup
 
-MODEL, BATCHES, CONTEXT = "SmolLM2-135M", (1, 4, 16), 256
+MODEL, BATCHES, CONTEXT = "SmolLM2-135M", (1, 4, 16), 512
 STAND_IN = "H100-SXM5"
 CARD_HEIGHT = 560
 _ONE_CALIBRATION = threading.Lock()
@@ -77,6 +77,14 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
         roofline.PlacedStep(t("machine.series", format=point.setup.weights.name), str(point.batch), point.cost)
         for point in points
     ]
+    if "pages" in st.session_state:
+        chosen = {"hw": machine.name, "model": MODEL, "batch": str(BATCHES[0]), "ctx": str(CONTEXT)}
+        st.page_link(
+            st.session_state["pages"]["explore"],
+            label=t("machine.explore"),
+            icon=":material/show_chart:",
+            query_params=chosen,
+        )
     left, right = st.columns([3, 1], gap="medium")
     with left:
         chart(

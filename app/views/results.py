@@ -11,13 +11,10 @@ import streamlit as st
 
 from membound.app import text
 from membound.app.figures import comparison
-from membound.app.figures.template import BOUND_MARKS
-from membound.app.i18n import Translate
+from membound.app.views import tables
 from membound.app.views.charts import chart
 from membound.app.views.session import translate
 from membound.roofline.comparison import Comparison
-
-VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not measured": "…"}
 
 
 def rows_of(documents: Sequence[Mapping[str, Any]]) -> list[Comparison]:
@@ -52,42 +49,9 @@ def comparison_result(rows: Sequence[Comparison], key: str) -> None:
             alt=comparison.alt_text(rows, t),
             caption=t("comparison.caption", conditions=conditions),
         )
-    st.dataframe(baseline_table(baselines, t), hide_index=True, key=f"{key}_baselines")
-    st.dataframe(gains_table(gains, t), hide_index=True, key=f"{key}_table")
+    st.dataframe(tables.baseline_table(baselines, t), hide_index=True, key=f"{key}_baselines")
+    st.dataframe(tables.gains_table(gains, t), hide_index=True, key=f"{key}_table")
     st.caption(t("results.legend"))
-
-
-def baseline_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
-    """Time per output token of the plain engine at each point."""
-    return pd.DataFrame(
-        {
-            t("column.point"): comparison.point_label(row.point, t),
-            t("column.tpot_predicted"): text.milliseconds(row.predicted),
-            t("column.interval"): f"{text.milliseconds(row.low)} – {text.milliseconds(row.high)}",
-            t("column.tpot_measured"): _measured(row, text.milliseconds),
-            t("column.error"): _error(row),
-            t("column.bound"): _bound(row.bottleneck_before, t),
-        }
-        for row in rows
-    )
-
-
-def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
-    """Each technique at each point with all that a gain needs to be one."""
-    return pd.DataFrame(
-        {
-            t("column.point"): comparison.point_label(row.point, t),
-            t("column.technique"): comparison.technique_title(row.technique, t),
-            t("column.baseline"): f"{row.baseline}, {t(f'short.{row.metric}')}",
-            t("column.predicted"): f"{text.gain(row.predicted)} ({row.low:.2f}–{row.high:.2f})",
-            t("column.measured"): _measured(row, text.gain),
-            t("column.error"): _error(row),
-            t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
-            t("column.bottleneck"): f"{_bound(row.bottleneck_before, t)} → {_bound(row.bottleneck_after, t)}",
-            t("column.quality"): _quality(row, t),
-        }
-        for row in rows
-    )
 
 
 def run_summary(summary: Mapping[str, Any], key: str) -> None:
@@ -121,33 +85,5 @@ def downloads(rows: Sequence[Comparison], document: Mapping[str, Any], scenario_
         st.download_button(t("download.yaml"), scenario_yaml, f"{name}.yaml", "application/yaml", on_click="ignore")
 
 
-def _measured(row: Comparison, format_value: Any) -> str:
-    if row.measured is None:
-        return "–"
-    spread = "" if row.spread is None else f" ± {format_value(row.spread).rstrip('×')}"
-    return f"{format_value(row.measured)}{spread}"
-
-
-def _error(row: Comparison) -> str:
-    return "–" if row.error is None else text.signed_percent(row.error)
-
-
 def _latency(value: float | None) -> str:
     return "–" if value is None else text.seconds(value)
-
-
-def _bound(bound: str, t: Translate) -> str:
-    return f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}"
-
-
-def _quality(row: Comparison, t: Translate) -> str:
-    if row.lossless:
-        return t("quality.lossless")
-    if row.quality is None:
-        return t("quality.unknown")
-    return t(
-        "quality.price",
-        kl=text.digits(row.quality.kl_nats, 2),
-        agreement=f"{row.quality.top1_agreement:.1%}",
-        tokens=row.quality.tokens,
-    )

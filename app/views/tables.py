@@ -1,0 +1,107 @@
+"""What do the tables of the pages hold? Every cell carries its unit, every gain its baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from membound.app import text
+from membound.app.figures import comparison
+from membound.app.figures.template import BOUND_MARKS
+from membound.app.i18n import Translate
+from membound.app.operating_point import OperatingPoint, SweepPoint
+from membound.roofline.comparison import Comparison
+
+VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not measured": "…"}
+
+
+def operator_table(point: OperatingPoint, t: Translate) -> pd.DataFrame:
+    """The operators of a step, the longest first."""
+    return pd.DataFrame(
+        {
+            t("column.operator"): op.operator.name,
+            t("column.calls"): op.operator.calls,
+            t("column.time"): text.seconds(float(op.total_s)),
+            t("column.share"): text.percent(float(op.total_s / point.cost.time_s)),
+            t("column.flops"): text.flops(float(op.operator.flops * op.operator.calls)),
+            t("column.bytes"): text.moved(float(op.operator.bytes * op.operator.calls)),
+            t("column.bound"): _bound(op.bound, t),
+        }
+        for op in sorted(point.cost.operators, key=lambda op: -float(op.total_s))
+    )
+
+
+def sweep_table(points: Sequence[SweepPoint], t: Translate) -> pd.DataFrame:
+    """Time and rate of a step at each batch."""
+    return pd.DataFrame(
+        {
+            t("column.batch"): p.batch,
+            t("column.time"): text.milliseconds(p.time_s),
+            t("column.interval"): f"{text.milliseconds(p.low_s)} – {text.milliseconds(p.high_s)}",
+            t("column.rate"): text.rate(p.tokens_per_s),
+            t("column.bound"): _bound(p.bottleneck, t),
+        }
+        for p in points
+    )
+
+
+def baseline_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
+    """Time per output token of the plain engine at each point."""
+    return pd.DataFrame(
+        {
+            t("column.point"): comparison.point_label(row.point, t),
+            t("column.tpot_predicted"): text.milliseconds(row.predicted),
+            t("column.interval"): f"{text.milliseconds(row.low)} – {text.milliseconds(row.high)}",
+            t("column.tpot_measured"): _measured(row, text.milliseconds),
+            t("column.error"): _error(row),
+            t("column.bound"): _bound(row.bottleneck_before, t),
+        }
+        for row in rows
+    )
+
+
+def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
+    """Each technique at each point with all that a gain needs to be one."""
+    return pd.DataFrame(
+        {
+            t("column.point"): comparison.point_label(row.point, t),
+            t("column.technique"): comparison.technique_title(row.technique, t),
+            t("column.baseline"): f"{row.baseline}, {t(f'short.{row.metric}')}",
+            t("column.predicted"): f"{text.gain(row.predicted)} ({row.low:.2f}–{row.high:.2f})",
+            t("column.measured"): _measured(row, text.gain),
+            t("column.error"): _error(row),
+            t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
+            t("column.bottleneck"): f"{_bound(row.bottleneck_before, t)} → {_bound(row.bottleneck_after, t)}",
+            t("column.quality"): _quality(row, t),
+        }
+        for row in rows
+    )
+
+
+def _measured(row: Comparison, format_value: Callable[[float], str]) -> str:
+    if row.measured is None:
+        return "–"
+    spread = "" if row.spread is None else f" ± {format_value(row.spread).rstrip('×')}"
+    return f"{format_value(row.measured)}{spread}"
+
+
+def _error(row: Comparison) -> str:
+    return "–" if row.error is None else text.signed_percent(row.error)
+
+
+def _bound(bound: str, t: Translate) -> str:
+    return f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}"
+
+
+def _quality(row: Comparison, t: Translate) -> str:
+    if row.lossless:
+        return t("quality.lossless")
+    if row.quality is None:
+        return t("quality.unknown")
+    return t(
+        "quality.price",
+        kl=text.digits(row.quality.kl_nats, 2),
+        agreement=f"{row.quality.top1_agreement:.1%}",
+        tokens=row.quality.tokens,
+    )
