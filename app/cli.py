@@ -88,7 +88,7 @@ def measure(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
 
     chosen = _scenario(scenario, set_)
     _ensure_calibrated()
-    with _progress() as listener:
+    with _measuring("membound measure") as listener:
         hardware, runtime = machine_for(chosen)
         observer = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
         result = runtime.run(chosen, hardware, observer=observer)
@@ -107,7 +107,7 @@ def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
 
     chosen = _scenario(scenario, set_)
     _ensure_calibrated()
-    with _progress() as listener:
+    with _measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)
         result = run_compare(chosen, hardware, runtime, listener)
     document = result.to_json()
@@ -207,7 +207,7 @@ def _calibrate(threads: int | None) -> Any:
     need_torch()
     from membound.runtime.calibrate import calibrate as run_calibrate
 
-    with _progress() as listener:
+    with _measuring("membound calibrate") as listener:
         calibration = run_calibrate(threads=threads, progress=listener.progress)
     calibration.save(local_calibration_path())
     return calibration
@@ -238,6 +238,20 @@ def _progress() -> Iterator[_TerminalListener]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield _TerminalListener(bar, bar.add_task("", total=1.0))
+
+
+@contextlib.contextmanager
+def _measuring(holder: str) -> Iterator[_TerminalListener]:
+    """The bar of a measurement, which waits until no other one runs on this machine."""
+    from membound.app.jobs import measurement_slot
+
+    with _progress() as listener:
+
+        def on_wait(ahead: str) -> None:
+            listener.progress(0.0, f"waiting for {ahead} to finish")
+
+        with measurement_slot(holder, on_wait):
+            yield listener
 
 
 def _print(document: Any, as_json: bool, render: Any) -> None:

@@ -105,7 +105,9 @@ def scenario(folder, techniques, arrivals, num_blocks) -> Scenario:
 
 @pytest.mark.parametrize("num_blocks", [200, 34], ids=["plenty", "tight"])
 @pytest.mark.parametrize(
-    "arrivals", [{"kind": "closed_loop", "concurrency": 7}, {"kind": "poisson", "rate_rps": 3.0}], ids=["closed", "open"]
+    "arrivals",
+    [{"kind": "closed_loop", "concurrency": 7}, {"kind": "poisson", "rate_rps": 3.0}],
+    ids=["closed", "open"],
 )
 @pytest.mark.parametrize(
     "techniques",

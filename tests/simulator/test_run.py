@@ -112,9 +112,7 @@ def test_littles_law_holds():
     first = result.requests["arrival_s"].min()
     window = result.summary.duration_s - first
     times = np.linspace(first, result.summary.duration_s, 20_001)
-    counted = [
-        np.sum((result.requests["arrival_s"] <= t) & (t < result.requests["finished_s"])) for t in times
-    ]
+    counted = [np.sum((result.requests["arrival_s"] <= t) & (t < result.requests["finished_s"])) for t in times]
     assert np.mean(counted) == pytest.approx(len(in_system) / window * in_system.mean(), rel=0.01)
 
 
