@@ -15,6 +15,7 @@ of its own with
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -43,19 +44,19 @@ PROMPT_TOKENS, NEW_TOKENS = 64, 128
 LLAMA = """
 import json, sys, time
 import llama_cpp
-llm = llama_cpp.Llama(sys.argv[1], n_ctx=512, n_threads=int(sys.argv[2]), n_threads_batch=int(sys.argv[2]), verbose=False)
+gguf, threads, prompt, new = sys.argv[1], *map(int, sys.argv[2:])
+llm = llama_cpp.Llama(gguf, n_ctx=512, n_threads=threads, n_threads_batch=threads, verbose=False)
 for line in sys.stdin:
     llm.reset()
-    llm.eval([1] * {prompt})
-    steps = []
-    token = 1
-    for _ in range({new}):
+    llm.eval([1] * prompt)
+    steps, token = [], 1
+    for _ in range(new):
         began = time.perf_counter()
         llm.eval([token])
         token = llm.sample(temp=0.0)
         steps.append(time.perf_counter() - began)
     print(json.dumps(sorted(steps)[len(steps) // 2]), flush=True)
-""".format(prompt=PROMPT_TOKENS, new=NEW_TOKENS)
+"""
 
 
 def median_step_s(decoder: Decoder) -> float:
@@ -63,8 +64,7 @@ def median_step_s(decoder: Decoder) -> float:
     stamps = [time.perf_counter()]
     for _ in generate_plain(decoder, [1] * PROMPT_TOKENS, NEW_TOKENS + 1):
         stamps.append(time.perf_counter())
-    gaps = [after - before for before, after in zip(stamps[1:], stamps[2:], strict=False)]
-    return statistics.median(gaps)
+    return statistics.median(after - before for before, after in itertools.pairwise(stamps[1:]))
 
 
 def main() -> None:
@@ -84,7 +84,8 @@ def main() -> None:
 
     llama = None
     if options.llama_python:
-        command = [options.llama_python, "-c", LLAMA, str(fetch_smollm2()), str(calibration.threads)]
+        sizes = (calibration.threads, PROMPT_TOKENS, NEW_TOKENS)
+        command = [options.llama_python, "-c", LLAMA, str(fetch_smollm2()), *map(str, sizes)]
         llama = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     steps: dict[str, list[float]] = {name: [] for name in decoders} | ({"llama.cpp Q4_1": []} if llama else {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,7 @@ def test_requests_and_tokens_are_conserved(techniques):
     assert result.requests["output_tokens"].sum() == result.steps["emitted"].sum()
     assert sum(summary.bottleneck_share.values()) == pytest.approx(1)
     order = ("arrival_s", "admitted_s", "first_token_s", "finished_s")
-    for before, after in zip(order, order[1:], strict=False):
+    for before, after in itertools.pairwise(order):
         assert np.all(result.requests[before] <= result.requests[after])
     assert np.all(np.diff(result.steps["start_s"]) > 0)
 
@@ -124,7 +126,7 @@ def test_few_blocks_preempt_and_still_answer_everybody():
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_sentence():
-    with pytest.raises(MemboundError, match="does not fit: its weights take .* GiB usable on 'L4'"):
+    with pytest.raises(MemboundError, match=r"does not fit: its weights take .* GiB usable on 'L4'"):
         run(scenario(model="Llama-3.1-70B", hardware="L4"))
 
 
