@@ -78,6 +78,7 @@ class Tokenizer:
         return cls(bpe, config.get("chat_template") or "", [] if eos_id is None else [eos_id])
 
     def encode(self, text: str) -> list[int]:
+        """The ids of `text`. A byte that the vocabulary lacks is dropped: SmolLM2's lacks six control characters."""
         ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
         return ids
 
