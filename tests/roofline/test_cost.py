@@ -1,0 +1,110 @@
+"""The roofline obeys its own laws and meets published figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membound.roofline.cost import step_cost
+from membound.roofline.hardware import catalog as devices
+from membound.roofline.hardware import get_hardware
+from membound.roofline.models import catalog as models
+from membound.roofline.models import get_model
+from membound.roofline.operators import memory_breakdown, step_operators, step_weight_bytes
+from membound.roofline.precision import PRECISIONS
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.times import times_for
+
+PLAIN = EngineSetup()
+INT8 = EngineSetup(weights=PRECISIONS["int8"])
+LLAMA = get_model("Llama-3.1-8B")
+H100 = times_for(get_hardware("H100-SXM5"))
+
+SEQUENCES = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 600), st.integers(1, 5)), min_size=1, max_size=12)
+
+
+@given(batch=st.integers(1, 200), context=st.integers(1, 4000))
+def test_a_decode_shape_is_the_sum_of_its_sequences(batch, context):
+    assert StepShape.decode(batch, context) == StepShape.of([(context - 1, 1, 1)] * batch)
+
+
+@given(batch=st.integers(1, 8), tokens=st.integers(1, 2000))
+def test_a_prefill_shape_is_the_sum_of_its_prompts(batch, tokens):
+    assert StepShape.prefill(batch, tokens) == StepShape.of([(0, tokens, 1)] * batch)
+
+
+@given(parts=SEQUENCES)
+def test_attended_pairs_are_those_of_a_causal_mask(parts):
+    pairs = sum(cached + i + 1 for cached, new, _ in parts for i in range(new))
+    assert StepShape.of(parts).attended == pairs
+
+
+@given(parts=st.lists(SEQUENCES, min_size=2, max_size=5))
+def test_many_steps_cost_in_one_call_what_they_cost_one_by_one(parts):
+    shapes = [StepShape.of(part) for part in parts]
+    together = StepShape(*(np.array([getattr(s, name) for s in shapes]) for name in StepShape.__dataclass_fields__))
+    times_s = [float(step_cost(LLAMA, PLAIN, H100, shape).time_s) for shape in shapes]
+    np.testing.assert_allclose(step_cost(LLAMA, PLAIN, H100, together).time_s, times_s, rtol=1e-9)
+
+
+@given(batch=st.integers(1, 300), context=st.integers(2, 8000), more=st.integers(1, 100))
+def test_more_work_never_takes_less_time(batch, context, more):
+    time_s = step_cost(LLAMA, PLAIN, H100, StepShape.decode(batch, context)).time_s
+    assert step_cost(LLAMA, PLAIN, H100, StepShape.decode(batch + more, context)).time_s >= time_s
+    assert step_cost(LLAMA, PLAIN, H100, StepShape.decode(batch, context + more)).time_s >= time_s
+
+
+@given(batch=st.integers(1, 512), context=st.integers(1, 4000))
+def test_shares_sum_to_one_and_the_interval_holds_the_time(batch, context):
+    cost = step_cost(LLAMA, PLAIN, H100, StepShape.decode(batch, context))
+    assert sum(float(share) for share in cost.shares().values()) == pytest.approx(1)
+    assert cost.low_s < cost.time_s < cost.high_s
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "SmolLM2-135M"])
+def test_no_device_is_faster_than_its_memory(device, name):
+    model, hardware = get_model(name), get_hardware(device)
+    cost = step_cost(model, PLAIN, times_for(hardware), StepShape.decode(1, 100))
+    assert cost.time_s > step_weight_bytes(model, PLAIN) / hardware.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize("name", models())
+def test_decode_takes_two_flops_a_parameter_and_reads_every_matrix_once(name):
+    """Kaplan et al. 2020: forward FLOPs a token = 2 N without embeddings, besides attention's."""
+    model = get_model(name)
+    operators = step_operators(model, PLAIN, StepShape.decode(1, 1))
+    flops = sum(op.flops * op.calls for op in operators if op.kind == "linear")
+    tables = model.vocab * model.hidden * (1 if model.tie_embeddings else 2)
+    vectors = model.layers * (model.attention.vector_params + 2 * model.hidden) + model.hidden
+    matrices = model.params - tables - vectors + model.vocab * model.hidden
+    assert flops == 2 * matrices
+    assert step_weight_bytes(model, PLAIN) == 2 * matrices
+
+
+def test_eight_bits_halve_the_weights_but_for_the_scales():
+    ratio = step_weight_bytes(LLAMA, PLAIN) / step_weight_bytes(LLAMA, INT8)
+    assert 1.99 < ratio < 2.0
+
+
+def test_the_kv_cache_of_llama_takes_128_kib_a_token():
+    """Llama-3.1-8B: 2 x 8 heads x 128 x 2 bytes x 32 layers; models.csv of the facts gives 131072."""
+    memory = memory_breakdown(LLAMA, PLAIN, kv_tokens=1, step_tokens=1)
+    assert memory.kv_bytes == 131072
+    assert memory.weights_bytes == pytest.approx(16.06e9, rel=0.001)
+
+
+def test_batching_moves_the_bottleneck_and_prefill_computes():
+    assert step_cost(LLAMA, PLAIN, H100, StepShape.decode(1, 500)).bottleneck == "memory_weights"
+    assert step_cost(LLAMA, PLAIN, H100, StepShape.decode(256, 4000)).bottleneck == "memory_kv"
+    assert step_cost(LLAMA, PLAIN, H100, StepShape.prefill(4, 2048)).bottleneck == "compute"
+
+
+@pytest.mark.parametrize(("batch", "published_ms"), [(1, 6.17), (8, 6.50), (16, 7.07), (64, 9.13), (128, 10.97)])
+def test_an_uncalibrated_h100_is_within_its_interval_of_published_decode_times(batch, published_ms):
+    """Llama-3.1-8B bf16 on one H100, prompts of 512 and outputs of 256: aiconfigurator's silicon tables (vLLM 0.24)."""
+    cost = step_cost(LLAMA, PLAIN, H100, StepShape.decode(batch, 640))
+    assert cost.low_s * 1e3 < published_ms < cost.high_s * 1e3
