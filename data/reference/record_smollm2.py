@@ -1,6 +1,6 @@
 """Records what transformers computes, as the independent reference for membound's decoder and tokenizer.
 
-    python -m venv refvenv && refvenv/bin/pip install torch==2.13.0 transformers gguf accelerate safetensors jinja2
+    python -m venv refvenv && refvenv/bin/pip install torch==2.13.0 transformers==5.24.0 gguf accelerate jinja2
     refvenv/bin/python data/reference/record_smollm2.py SmolLM2-135M-Instruct.Q4_1.gguf
 
 It writes `smollm2_transformers.json` and the folders `tiny_*` beside itself. Everything is computed in fp32. Of
@@ -15,6 +15,7 @@ import json
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
