@@ -113,11 +113,13 @@ def record_tiny(name: str, config: transformers.PreTrainedConfig) -> None:
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        shape = dict(vocab_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        shape: dict[str, Any] = dict(vocab_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
         shape |= dict(max_position_embeddings=64, initializer_range=0.2)
         record_tiny("tiny_qwen2", Qwen2Config(hidden_size=64, intermediate_size=64, tie_word_embeddings=True, **shape))
         record_tiny("tiny_qwen3", Qwen3Config(hidden_size=48, intermediate_size=80, head_dim=16, **shape))
-        stretched = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+        stretched: dict[str, Any] = dict(
+            rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0
+        )
         rope = stretched | dict(original_max_position_embeddings=32)
         record_tiny("tiny_llama3", LlamaConfig(hidden_size=64, intermediate_size=64, rope_parameters=rope, **shape))
         record_smollm2(Path(sys.argv[1]))
