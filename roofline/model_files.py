@@ -9,11 +9,19 @@ from membound.roofline.models import ModelError, ModelSpec, get_model
 
 
 def resolve_model(name_or_path: str) -> ModelSpec:
-    """The catalog's model of that name, or the one that a Hugging Face `config.json` describes.
+    """The catalog's model of that name, or the one that a Hugging Face `config.json` or a GGUF describes.
 
     Raises ModelError with one sentence for an unknown name, an unreadable file or an unsupported architecture.
     """
     path = Path(name_or_path)
+    if path.suffix == ".gguf":
+        # The gguf package takes half a second to import, which a catalog name should not cost.
+        from membound.roofline.gguf_file import GgufFile
+
+        file = GgufFile(path)
+        return ModelSpec.from_gguf_metadata(
+            file.metadata, path.stem, tie_embeddings="output.weight" not in file.tensors
+        )
     if path.suffix != ".json":
         return get_model(name_or_path)
     try:

@@ -15,6 +15,7 @@ import torch
 from membound.kernels.base import Kernels, WeightFormat
 from membound.kernels.dispatch import kernels_for, why_not_cpp
 from membound.roofline.errors import MemboundError
+from membound.roofline.gguf_file import GgufFile
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
@@ -25,7 +26,6 @@ from membound.runtime.assets import fetch_smollm2
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import Decoder
 from membound.runtime.executor import TorchExecutor
-from membound.runtime.gguf import GgufFile
 from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import sampler_for
 from membound.runtime.tokenizer import Tokenizer

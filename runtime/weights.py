@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import Llama3RopeScaling, ModelSpec
-from membound.runtime.gguf import GgufFile
 
 _POOL_ELEMENTS = 4_194_301  # prime, so that rows of no length line up with the period of the pool
 
@@ -86,11 +86,11 @@ def load_gguf(path: Path | str) -> tuple[ModelSpec, Weights]:
         heads_by_name = {"attn_q.weight": spec.attention.heads, "attn_k.weight": spec.attention.kv_heads}
 
     def read(name: str) -> Tensor:
-        tensor = file.dequantize(name)
+        tensor = torch.from_numpy(file.dequantize(name))
         heads = heads_by_name.get(name.split(".", 2)[-1])
         return tensor if heads is None else _rotate_half_order(tensor, heads)
 
-    factors = file.dequantize("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+    factors = torch.from_numpy(file.dequantize("rope_freqs.weight")) if "rope_freqs.weight" in file.tensors else None
     return spec, _assemble(spec, read, _GGUF_NAMES, _gguf_origin(file), factors)
 
 

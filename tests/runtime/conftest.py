@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import ModelSpec
 from membound.runtime.assets import AssetError, fetch_smollm2
-from membound.runtime.gguf import GgufFile
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from membound.roofline.gguf_file import GgufError, GgufFile
 from membound.roofline.models import ModelSpec, get_model
-from membound.runtime.gguf import GgufError
 from membound.runtime.weights import (
     _GGUF_NAMES,
     _HF_NAMES,
@@ -177,3 +177,9 @@ def test_quantized_safetensors_are_refused(reference: Path, tmp_path: Path) -> N
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=r"down_proj\.weight is torch\.int8: it must be float32"):
         load_safetensors(folder)
+
+
+def test_smollm2_opens_with_all_its_tensors_and_metadata(smollm2_path: Path) -> None:
+    file = GgufFile(smollm2_path)
+    assert len(file.tensors) == 272 and len(file.metadata["tokenizer.ggml.tokens"]) == 49152
+    assert file.tensors["blk.29.ffn_down.weight"].shape == (576, 1536)

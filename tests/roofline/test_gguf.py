@@ -9,10 +9,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 from gguf.constants import GGMLQuantizationType as Quantization
 
-from membound.runtime.gguf import GgufError, GgufFile
+from membound.roofline.gguf_file import GgufError, GgufFile
 
 
 @pytest.fixture
@@ -47,21 +46,15 @@ def test_metadata_and_tensors_are_what_the_gguf_package_reads(small: Path) -> No
     for tensor in theirs.tensors:
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         got = ours.dequantize(tensor.name)
-        assert got.dtype == torch.float32
-        np.testing.assert_array_equal(got.numpy(), expected)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_quantized_tensors_come_back_within_a_quantization_step(small: Path) -> None:
     file = GgufFile(small)
     exact = file.dequantize("F32")
-    assert (file.dequantize("Q8_0") - exact).abs().max() < exact.abs().max() / 127
-    assert (file.dequantize("Q4_1") - exact).abs().max() < 2 * exact.abs().max() / 15
-
-
-def test_smollm2_opens_with_all_its_tensors_and_metadata(smollm2_path: Path) -> None:
-    file = GgufFile(smollm2_path)
-    assert len(file.tensors) == 272 and len(file.metadata["tokenizer.ggml.tokens"]) == 49152
-    assert file.tensors["blk.29.ffn_down.weight"].shape == (576, 1536)
+    assert np.abs(file.dequantize("Q8_0") - exact).max() < np.abs(exact).max() / 127
+    assert np.abs(file.dequantize("Q4_1") - exact).max() < 2 * np.abs(exact).max() / 15
 
 
 def cut(size: int) -> Callable[[bytes], bytes]:

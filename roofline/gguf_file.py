@@ -14,9 +14,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
-from torch import Tensor
+from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
 
@@ -98,7 +97,7 @@ class GgufFile:
             tensors[name] = TensorInfo(shape, quantization, start + offset, nbytes)
         return tensors
 
-    def dequantize(self, name: str) -> Tensor:
+    def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor in fp32, in its `TensorInfo.shape`; raises GgufError if it is absent or cannot be decoded."""
         info = self.tensors.get(name)
         if info is None:
@@ -114,7 +113,7 @@ class GgufFile:
             raise GgufError(
                 f"{self.path}: tensor {name} is quantized as {info.quantization.name}, which cannot be dequantized."
             ) from None
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        return np.array(values, dtype=np.float32)
 
 
 class _Cursor:
