@@ -55,7 +55,13 @@ INLINE Vec load(const bf16* p) {
 
 INLINE Vec load(const int8_t* p) {
 #if defined(__AVX512F__)
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(__aarch64__)
+    uint32_t bits;
+    memcpy(&bits, p, sizeof bits);
+    return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 #else
     ByteVec b;
     memcpy(&b, p, sizeof b);
