@@ -15,6 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from membound.roofline.errors import MemboundError
 
+# The working set that the cached columns of a linear table rotate over: beyond the caches that a core has to itself,
+# within those that hold a small model.
+CACHE_SET_BYTES = 16 * 2**20
+
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -30,7 +34,8 @@ class BandwidthPoint(_Table):
 class LinearTable(_Table):
     """Seconds of y [m, n] = x [m, k] W^T for one weight format, on the grid n x k x m.
 
-    `memory_s[i][j][l]` has the weights come from memory, `cache_s[i][j][l]` from the fastest level that holds one.
+    `memory_s[i][j][l]` has the weights come from memory, `cache_s[i][j][l]` from the level that holds
+    `CACHE_SET_BYTES`.
     """
 
     n: list[int]
@@ -65,9 +70,10 @@ class Calibration(_Table):
     """A machine's measured roofs, with who measured what, when and how repeatable it was.
 
     `operators` has a cost for each kind of operator that is not a linear: `rms_norm`, `add_rms_norm`,
-    `rope_and_store`, `silu_mul` and `embed` by `elements`; `attention` by `sequences`, `kv_bytes` and `flops`; `host`,
-    the Python and sampling of a step, by `sequences`, `tokens` and `logits`. `repeatability` is the largest relative
-    difference between two passes; `residual` the median relative error of the tables on shapes they were not made of.
+    `rope_and_store`, `silu_mul` and `embed` by `elements`; `attention` by `sequences`, `kv_bytes`, `flops` and
+    `activation_bytes`; `host`, the Python and sampling of a step, by `sequences`, `tokens` and `logits`.
+    `repeatability` is the largest relative difference between two passes; `residual` the median relative error of the
+    tables on shapes they were not made of.
     """
 
     schema_version: Literal[1] = 1

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.calibration import Calibration, LinearTable
+from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.operators import Operator
@@ -62,7 +62,7 @@ class DatasheetTimes:
 
 
 class CalibratedTimes:
-    """Times from a machine's own tables, between their points by interpolation in logarithms."""
+    """Times from a machine's own tables, between their points by interpolation."""
 
     def __init__(self, hardware: HardwareSpec, calibration: Calibration) -> None:
         self.hardware = hardware
@@ -86,14 +86,7 @@ class CalibratedTimes:
             raise MemboundError(
                 f"the calibration of '{self.hardware.name}' has no operator '{operator.kind}'; run `membound calibrate`"
             )
-        amounts = {
-            "elements": operator.elements,
-            "sequences": operator.sequences,
-            "kv_bytes": operator.kv_bytes if operator.kind == "attention" else 0.0,
-            "flops": operator.flops,
-            "logits": operator.logits,
-        }
-        time_s = cost.time_s(**amounts)
+        time_s = cost.time_s(**_amounts(operator))
         if operator.kind == "attention":
             compute_s = operator.flops * cost.seconds.get("flops", 0.0)
             return OperatorTime(time_s, memory_s, compute_s, cost.seconds.get("call", 0.0))
@@ -110,39 +103,54 @@ class CalibratedTimes:
         return self._linears[weight_format]
 
     def _slowness(self, bandwidth: float) -> float:
-        """Where a bandwidth lies between the fastest cache (0) and memory (1), in seconds a byte."""
-        fastest = max(point.bytes_per_s for point in self.calibration.bandwidth)
-        slowest = self.calibration.memory_bandwidth
-        if fastest <= slowest:
+        """Where a bandwidth lies between that of the tables' cached columns (0) and memory (1), in seconds a byte."""
+        cached = self.calibration.bandwidth_at(CACHE_SET_BYTES)
+        uncached = self.calibration.memory_bandwidth
+        if cached <= uncached:
             return 1.0
-        return float(np.clip((1 / bandwidth - 1 / fastest) / (1 / slowest - 1 / fastest), 0.0, 1.0))
+        return float(np.clip((1 / bandwidth - 1 / cached) / (1 / uncached - 1 / cached), 0.0, 1.0))
 
 
 class _LinearTimes:
-    """Seconds of linears by trilinear interpolation of log seconds per FLOP in log n, log k, log m.
+    """Seconds of linears by trilinear interpolation of seconds in n, k and m.
 
-    Beyond the grid the nearest efficiency holds: seconds then grow with FLOPs.
+    Seconds are a launch, bytes and FLOPs, so they are linear in each of the three wherever one roof holds, and a coarse
+    grid is enough. Beyond the grid the nearest efficiency holds: seconds then grow with FLOPs. Below it the smallest
+    shape's seconds hold, which are mostly launch.
     """
 
     def __init__(self, table: LinearTable) -> None:
-        self._axes = tuple(np.log(np.array(axis, dtype=float)) for axis in (table.n, table.k, table.m))
-        n, k, m = np.meshgrid(table.n, table.k, table.m, indexing="ij")
-        self._log_per_flop = tuple(
-            np.log(np.array(seconds) / (2.0 * n * k * m)) for seconds in (table.cache_s, table.memory_s)
-        )
+        self._n, self._k, self._m = (np.array(axis, dtype=float) for axis in (table.n, table.k, table.m))
+        self._seconds = np.array([table.cache_s, table.memory_s])
 
     def time_s(self, m: Count, n: int, k: int, slowness: float) -> Count:
         """Seconds between the two regimes: `slowness` 0 has the weights in cache, 1 in memory."""
-        cached, uncached = (np.exp(self._interpolate(grid, m, n, k)) for grid in self._log_per_flop)
-        seconds = ((1 - slowness) * cached + slowness * uncached) * (2.0 * n * k * np.asarray(m, dtype=float))
+        cached, uncached = self._seconds
+        grid = (1 - slowness) * cached + slowness * uncached
+        beyond = 1.0
+        for axis, value in ((self._n, n), (self._k, k)):
+            inside = float(np.clip(value, axis[0], axis[-1]))
+            beyond *= max(1.0, value / inside)
+            low, fraction = _bracket(axis, inside)
+            grid = grid[low] * (1 - fraction) + grid[low + 1] * fraction
+        tokens = np.maximum(np.asarray(m, dtype=float), 1.0)
+        inside_m = np.clip(tokens, self._m[0], self._m[-1])
+        seconds = np.interp(inside_m, self._m, grid) * (tokens / inside_m) * beyond
         return seconds if np.ndim(m) else float(seconds)
 
-    def _interpolate(self, grid: NDArray[np.float64], m: Count, n: int, k: int) -> NDArray[np.float64]:
-        for axis, value in zip(self._axes[:2], (n, k), strict=True):
-            low, fraction = _bracket(axis, np.log(value))
-            grid = grid[low] * (1 - fraction) + grid[low + 1] * fraction
-        safe_m = np.maximum(np.asarray(m, dtype=float), 1.0)
-        return np.interp(np.log(safe_m), self._axes[2], grid)
+
+def _amounts(operator: Operator) -> dict[str, Count]:
+    """What an operator's time grows with, in the terms of its calibrated cost."""
+    if operator.kind == "attention":
+        return {
+            "sequences": operator.sequences,
+            "kv_bytes": operator.kv_bytes,
+            "flops": operator.flops,
+            "activation_bytes": operator.activation_bytes,
+        }
+    if operator.kind == "host":
+        return {"sequences": operator.sequences, "tokens": operator.elements, "logits": operator.logits}
+    return {"elements": operator.elements}
 
 
 def _bracket(axis: NDArray[np.float64], value: float) -> tuple[int, float]:

@@ -1,0 +1,195 @@
+"""What do the operators around the linears cost: norms, rotation, activation, embedding and attention?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import nnls  # type: ignore[import-untyped]
+from torch import Tensor
+
+from membound.kernels.base import Kernels, RaggedBatch
+from membound.roofline.calibration import LinearCost
+from membound.roofline.shape import StepShape
+from membound.runtime.pool import Pool, weight_bytes
+from membound.runtime.stopwatch import Call, Stopwatch
+
+SAMPLES = 24
+BLOCK_SIZE = 16
+EPS = 1e-5
+STREAMED = (1024, 1024)  # the bf16 weight that is read between two samples
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An attention's shape: query heads, key-value heads and the width of one."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """`sequences` equal ones that each bring `new` tokens and then have `context`."""
+
+    sequences: int
+    context: int
+    new: int = 1
+
+
+@dataclass(frozen=True)
+class OperatorGrid:
+    """The sizes to measure and the seconds to spend on each; those with more than `most` of anything are left out."""
+
+    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    widths: tuple[int, ...] = (512, 2048, 8192)
+    heads: tuple[Heads, ...] = (Heads(8, 8, 64), Heads(8, 2, 64), Heads(16, 4, 128), Heads(32, 8, 64))
+    loads: tuple[Load, ...] = (
+        *(
+            Load(sequences, context)
+            for sequences in (1, 2, 4, 8, 16, 32)
+            for context in (64, 128, 256, 512, 1024, 2048)
+        ),
+        *(Load(sequences, context, 5) for sequences in (1, 4, 16) for context in (128, 512, 1024)),
+        *(Load(1, new, new) for new in (32, 64, 128, 256, 512)),
+        *(Load(4, new, new) for new in (32, 128)),
+    )
+    cell_s: float = 1.5e-3
+    most_elements: int = 2**20
+    most_kv_bytes: int = 2**26
+    most_attention_flops: float = 2e9
+
+
+class OperatorProbe:
+    """Measures the operators of a grid; a pass takes each size once."""
+
+    def __init__(self, kernels: Kernels, stopwatch: Stopwatch, pool: Pool, grid: OperatorGrid) -> None:
+        self.kernels = kernels
+        self.stopwatch = stopwatch
+        self.pool = pool
+        self.grid = grid
+        self.device = stopwatch.device
+        x = self._ones(1, STREAMED[1])
+        streamed = itertools.cycle(
+            pool.weights("bf16", *STREAMED, count=pool.size_bytes // weight_bytes("bf16", *STREAMED))
+        )
+        # Between two of these operators a decoder reads a weight, which pushes what they touch out of the inner caches.
+        self._between: Call = lambda: kernels.linear(x, next(streamed))
+
+    def amounts(self, kind: str) -> list[dict[str, float]]:
+        """What each measured size of a kind of operator comes to, in the terms of its cost."""
+        if kind == "attention":
+            width = self.kernels.activation_dtype.itemsize
+            return [attention_amounts(heads, load, width) for heads, load in self._attentions()]
+        return [{"elements": float(tokens * width)} for tokens, width in self._sizes()]
+
+    def measure(self, kind: str) -> Iterator[float]:
+        """Seconds of one call at each size, in the order of `amounts`."""
+        if kind == "attention":
+            for heads, load in self._attentions():
+                yield self.attention_s(heads, load)
+        else:
+            for tokens, width in self._sizes():
+                yield self._time_s(self._calls(kind, tokens, width))
+
+    def attention_s(self, heads: Heads, load: Load) -> float:
+        """Seconds of one layer's attention, with K and V that were last read a round of the pool ago."""
+        batch = ragged_batch(load, self.device)
+        q = self._ones(load.sequences * load.new, heads.heads, heads.head_dim)
+        scale = heads.head_dim**-0.5
+        blocks = self._kv_blocks(heads, batch)
+        calls = [
+            partial(self.kernels.attention, q, k, v, batch, scale)
+            for k, v in zip(blocks[::2], blocks[1::2], strict=True)
+        ]
+        return self._time_s(calls)
+
+    def _time_s(self, calls: Sequence[Call]) -> float:
+        return self.stopwatch.time_s(calls, self.grid.cell_s, between=self._between)
+
+    def _attentions(self) -> list[tuple[Heads, Load]]:
+        grid, chosen = self.grid, []
+        for heads, load in itertools.product(grid.heads, grid.loads):
+            amounts = attention_amounts(heads, load, self.kernels.activation_dtype.itemsize)
+            if amounts["kv_bytes"] <= grid.most_kv_bytes and amounts["flops"] <= grid.most_attention_flops:
+                chosen.append((heads, load))
+        return chosen
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        sizes = itertools.product(self.grid.tokens, self.grid.widths)
+        return [(tokens, width) for tokens, width in sizes if tokens * width <= self.grid.most_elements]
+
+    def _calls(self, kind: str, tokens: int, width: int) -> Sequence[Call]:
+        kernels = self.kernels
+        if kind == "rope_and_store":
+            heads = Heads(width // 64 - 2 * (width // 256), width // 256, 64)
+            load = Load(1, tokens, tokens) if tokens > 32 else Load(tokens, 64)
+            batch = ragged_batch(load, self.device)
+            qkv = self._ones(tokens, width) * 0.01147  # the pool's own value, so that it stays what it is
+            cos, sin = self._ones(4096, 32).float(), self._ones(4096, 32).float() * 0
+            blocks = self._kv_blocks(heads, batch)
+            return [
+                partial(kernels.rope_and_store, qkv, cos, sin, batch, k, v)
+                for k, v in zip(blocks[::2], blocks[1::2], strict=True)
+            ]
+        if kind == "embed":
+            table = self.pool.blocks((min(32768, self.pool.size_bytes // 2 // width // 2), width), torch.bfloat16, 1)[0]
+            ids = torch.randint(table.shape[0], (SAMPLES, tokens), device=self.device)
+            return [lambda row=row: table[row].to(kernels.activation_dtype) for row in ids]
+        x, weight = self._ones(tokens, width), self._ones(width).float()
+        if kind == "rms_norm":
+            return [partial(kernels.rms_norm, x, weight, EPS)] * SAMPLES
+        if kind == "add_rms_norm":
+            return [partial(kernels.add_rms_norm, x, self._ones(tokens, width), weight, EPS)] * SAMPLES
+        assert kind == "silu_mul", kind
+        return [partial(kernels.silu_mul, self._ones(tokens, 2 * width))] * SAMPLES
+
+    def _kv_blocks(self, heads: Heads, batch: RaggedBatch) -> list[Tensor]:
+        """K and V of SAMPLES layers in turn."""
+        shape = (batch.block_table.numel(), BLOCK_SIZE, heads.kv_heads, heads.head_dim)
+        return self.pool.blocks(shape, self.kernels.kv_dtype, 2 * SAMPLES)
+
+    def _ones(self, *shape: int) -> Tensor:
+        return torch.ones(shape, dtype=self.kernels.activation_dtype, device=self.device)
+
+
+def attention_amounts(heads: Heads, load: Load, activation_bytes: float) -> dict[str, float]:
+    """What one layer's attention computes and reads, in the terms of its cost."""
+    cached = load.context - load.new
+    shape = StepShape.of([(cached, load.new, 1)] * load.sequences)
+    return {
+        "sequences": float(shape.sequences),
+        "kv_bytes": 4.0 * heads.kv_heads * heads.head_dim * float(shape.kv_tokens),
+        "flops": 4.0 * heads.heads * heads.head_dim * float(shape.attended),
+        "activation_bytes": 2.0 * float(shape.tokens) * heads.heads * heads.head_dim * activation_bytes,
+    }
+
+
+def ragged_batch(load: Load, device: torch.device) -> RaggedBatch:
+    """A batch of equal sequences whose blocks are 0, 1, 2, ... in order."""
+    blocks = -(-load.context // BLOCK_SIZE)
+    table = torch.arange(load.sequences * blocks, dtype=torch.int32).view(load.sequences, blocks)
+    positions = torch.arange(load.context - load.new, load.context)
+    slots = table[:, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    return RaggedBatch(
+        positions=positions.repeat(load.sequences).to(device),
+        slots=slots.flatten().to(device),
+        query_start=torch.arange(0, load.sequences * load.new + 1, load.new, dtype=torch.int32).to(device),
+        context_len=torch.full((load.sequences,), load.context, dtype=torch.int32).to(device),
+        block_table=table.to(device),
+    )
+
+
+def fit(amounts: Sequence[dict[str, float]], seconds: Sequence[float] | NDArray[np.float64]) -> LinearCost:
+    """Non-negative least squares of relative errors over a call and the measurements' amounts."""
+    terms = ["call", *amounts[0]]
+    relative = np.array([[1.0, *each.values()] for each in amounts]) / np.asarray(seconds)[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)
+    solution, _ = nnls(relative / scale, np.ones(len(amounts)))
+    return LinearCost(seconds=dict(zip(terms, (solution / scale).tolist(), strict=True)))

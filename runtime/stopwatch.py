@@ -1,0 +1,79 @@
+"""How long does one call take, measured so that other programs hardly show?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from membound.kernels.base import Kernels
+
+Call = Callable[[], object]
+
+SETTLE_CALLS = 48
+RETRIES = 4
+
+
+class Stopwatch:
+    """Times calls of one set of kernels on one device.
+
+    On a CPU each call is timed by itself and the median is taken: an interruption spoils one sample, not the sum.
+    On a GPU a row of calls is timed, launches included.
+    """
+
+    def __init__(self, kernels: Kernels, device: str) -> None:
+        self.device = torch.device(device)
+        self._stalls: Callable[[], int] = getattr(kernels, "stalls", lambda: 0)
+        x = torch.ones(1, 1024, device=device, dtype=kernels.activation_dtype)
+        weight = kernels.pack(torch.ones(512, 1024, device=device), "bf16")
+        self._shared_work: Call = lambda: kernels.linear(x, weight)
+
+    def time_s(self, calls: Sequence[Call], budget_s: float, fewest: int = 3, between: Call | None = None) -> float:
+        """Seconds of one of `calls`, which stand for each other and are taken in turn, within about `budget_s`.
+
+        On a CPU, `between` runs before each sample and is not timed: in a decoder no operator follows itself, so each
+        finds the caches, the branch predictors and the interpreter as others left them. Samples in which the kernels
+        missed a thread are taken again.
+        """
+        calls[-1]()
+        for _ in range(RETRIES):
+            before = self._stalls()
+            if self.device.type == "cuda":
+                seconds = self._row_s(calls, budget_s)
+            else:
+                seconds = _median_s(calls, budget_s, fewest, between)
+            if self._stalls() == before:
+                break
+            # After a stall the kernels keep to one thread for a while, which is not what is to be measured.
+            for _ in range(SETTLE_CALLS):
+                self._shared_work()
+        return seconds
+
+    def _row_s(self, calls: Sequence[Call], budget_s: float) -> float:
+        rows: list[float] = []
+        end_s = time.perf_counter() + budget_s
+        while len(rows) < 3 or time.perf_counter() < end_s:
+            torch.cuda.synchronize(self.device)
+            start_s = time.perf_counter()
+            for call in calls:
+                call()
+            torch.cuda.synchronize(self.device)
+            rows.append((time.perf_counter() - start_s) / len(calls))
+        return median(rows)
+
+
+def _median_s(calls: Sequence[Call], budget_s: float, fewest: int, between: Call | None) -> float:
+    samples: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    for i in range(max(fewest, len(calls))):
+        if between is not None:
+            between()
+        start_s = time.perf_counter()
+        calls[i % len(calls)]()
+        now_s = time.perf_counter()
+        samples.append(now_s - start_s)
+        if now_s > end_s and len(samples) >= fewest:
+            break
+    return median(samples)
