@@ -82,7 +82,7 @@ def _live(job: Job) -> None:
         live_chart(live_figure(watched.points, t), key=f"live_{job.id}", height=CHART_HEIGHT)
     with right:
         st.markdown(t("live.text"))
-        with st.container(height=TEXT_HEIGHT, border=True):
+        with st.container(height=TEXT_HEIGHT, border=True, autoscroll=True):
             if watched.written is None:
                 st.caption(t("live.no_text"))
             else:

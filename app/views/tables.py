@@ -72,7 +72,9 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
             t("column.measured"): _measured(row, text.gain),
             t("column.error"): _error(row),
             t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
-            t("column.bottleneck"): f"{_bound(row.bottleneck_before, t)} → {_bound(row.bottleneck_after, t)}",
+            t("column.bottleneck"): " → ".join(
+                dict.fromkeys(_bound(bound, t) for bound in (row.bottleneck_before, row.bottleneck_after))
+            ),
             t("column.quality"): _quality(row, t),
         }
         for row in rows
@@ -103,5 +105,4 @@ def _quality(row: Comparison, t: Translate) -> str:
         "quality.price",
         kl=text.digits(row.quality.kl_nats, 2),
         agreement=f"{row.quality.top1_agreement:.1%}",
-        tokens=row.quality.tokens,
     )
