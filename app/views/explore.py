@@ -42,7 +42,7 @@ def page() -> None:
 def _answer(point: OperatingPoint, t: Translate) -> None:
     cost = point.cost
     (bound, share), *others = point.bounds()
-    st.subheader(
+    st.header(
         t(
             "explore.answer",
             phase=t(f"phase.{point.phase}"),
@@ -87,7 +87,7 @@ def _roofline(point: OperatingPoint, t: Translate) -> None:
     if point.setup != EngineSetup():
         plain = replace(point, setup=EngineSetup())
         steps.insert(0, roofline.PlacedStep(t("explore.plain_step"), "", plain.cost))
-    st.subheader(t("explore.roofline"))
+    st.header(t("explore.roofline"))
     chart(
         roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, t),
         key="roofline",
@@ -98,13 +98,13 @@ def _roofline(point: OperatingPoint, t: Translate) -> None:
 
 
 def _shares(point: OperatingPoint, t: Translate) -> None:
-    st.subheader(t("explore.binds"))
+    st.header(t("explore.binds"))
     for bound, share in point.bounds():
         st.progress(min(1.0, share), f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}: **{text.percent(share)}**")
 
 
 def _memory(point: OperatingPoint, t: Translate) -> None:
-    st.subheader(t("explore.memory"))
+    st.header(t("explore.memory"))
     capacity = float(point.hardware.memory_bytes)
     chart(
         memory.memory_figure(point.memory, capacity, device_name(point.hardware, t), t),
@@ -115,7 +115,7 @@ def _memory(point: OperatingPoint, t: Translate) -> None:
 
 
 def _sweep(point: OperatingPoint, t: Translate) -> None:
-    st.subheader(t("explore.sweep"))
+    st.header(t("explore.sweep"))
     points = point.sweep()
     table = tables.sweep_table(points, t)
     caption = t("sweep.caption", phase=t(f"phase.{point.phase}"), context=point.context)

@@ -1,39 +1,66 @@
-"""Which runs were there? Shared by all sessions of this machine."""
+"""Which runs were there? Shared by all sessions of this machine, and with its command line."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import streamlit as st
 
 from membound.app import jobs, text
-from membound.app.store import Job
-from membound.app.views.session import show_job, shown_job, store, translate
+from membound.app.i18n import Translate
+from membound.app.store import Job, Run
+from membound.app.views.session import show_job, show_run, shown_job, shown_run, store, translate
 
 SHOWN = 12
+KINDS = ("compare", "measure", "simulate")
 STATE_MARKS = {"queued": "⏳", "running": "▶", "done": "✓", "cancelled": "⏹", "failed": "✕", "lost": "✕"}
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One line of the history and what opens it."""
+
+    id: str
+    created: float
+    what: str
+    state: str
+    shown: bool
+    show: Callable[[str], None]
+
+
 def history() -> None:
-    """The newest jobs with a button that opens each."""
+    """The newest runs with a button that opens each."""
     t = translate()
-    st.subheader(t("history.title"))
-    found = [job for job in store().jobs(limit=SHOWN) if job.kind != "calibrate"]
+    st.header(t("history.title"))
+    found = [_job(jobs.poll(store(), job.id) if job.active else job, t) for job in store().jobs() if job.kind in KINDS]
+    found += [_run(run, t) for run in store().runs(limit=SHOWN) if run.job_id is None and run.kind in KINDS]
+    found.sort(key=lambda entry: entry.created, reverse=True)
     if not found:
         st.info(t("history.empty"), icon=":material/history:")
-    for job in found:
-        _entry(jobs.poll(store(), job.id) if job.active else job)
+    for entry in found[:SHOWN]:
+        _line(entry, t)
 
 
-def _entry(job: Job) -> None:
-    t = translate()
-    when, what, state, action = st.columns([2, 4, 2, 1], vertical_alignment="center")
-    when.text(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.created)))
-    first_line = job.spec.get("scenario", "").partition("\n")[0]
-    what.text(f"{t(f'kind.{job.kind}')} · {first_line.removeprefix('name: ')}")
+def _job(job: Job, t: Translate) -> Entry:
+    name = job.spec.get("scenario", "").partition("\n")[0].removeprefix("name: ")
     took = "" if not job.finished or not job.started else f" · {text.seconds(job.finished - job.started)}"
-    state.text(f"{STATE_MARKS[job.state]} {t(f'state.{job.state}')}{took}")
-    if job.id == shown_job():
+    state = f"{STATE_MARKS[job.state]} {t(f'state.{job.state}')}{took}"
+    return Entry(job.id, job.created, f"{t(f'kind.{job.kind}')} · {name}", state, job.id == shown_job(), show_job)
+
+
+def _run(run: Run, t: Translate) -> Entry:
+    state = f"{STATE_MARKS['done']} {t('state.from_command')}"
+    return Entry(run.id, run.created, f"{t(f'kind.{run.kind}')} · {run.label}", state, run.id == shown_run(), show_run)
+
+
+def _line(entry: Entry, t: Translate) -> None:
+    when, what, state, action = st.columns([2, 4, 2, 1], vertical_alignment="center")
+    when.text(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created)))
+    what.text(entry.what)
+    state.text(entry.state)
+    if entry.shown:
         action.caption(t("history.shown"))
     else:
-        action.button(t("history.open"), key=f"open_{job.id}", on_click=show_job, args=(job.id,))
+        action.button(t("history.open"), key=f"open_{entry.id}", on_click=entry.show, args=(entry.id,))

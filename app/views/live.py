@@ -7,11 +7,18 @@ import streamlit as st
 from membound.app import jobs
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
-from membound.app.store import Job
 from membound.app.tasks import scenario_of
 from membound.app.views import history, linked, results, states
 from membound.app.views.console import console
-from membound.app.views.session import has_torch, show_job, shown_job, store, this_machine, translate
+from membound.app.views.session import (
+    has_torch,
+    show_job,
+    shown_job,
+    shown_run,
+    store,
+    this_machine,
+    translate,
+)
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, shipped_scenarios
 
@@ -116,27 +123,24 @@ def _summary(scenario: Scenario, t: Translate) -> str:
 
 
 def _shown(t: Translate) -> None:
-    job_id = shown_job()
-    if job_id is None:
+    job_id, run_id = shown_job(), shown_run()
+    if job_id is None and run_id is None:
         return
     try:
         with st.container(border=True):
-            st.subheader(t("live.job", job=job_id))
-            job = console(job_id)
-            if job.state == "done":
-                _outcome(job, t)
-            elif not job.active:
-                states.ended_badly(job)
+            st.header(t("live.job", job=job_id or run_id))
+            if job_id is not None:
+                _job(job_id)
+            elif run_id is not None:
+                run = store().run(run_id)
+                results.outcome(run.comparison() or {"summary": run.summary}, run.scenario_yaml(), run_id)
     except StoreError as error:
         states.problem(str(error), t("live.no_job"))
 
 
-def _outcome(job: Job, t: Translate) -> None:
-    result = job.result or {}
-    rows = results.rows_of(result.get("comparisons", []))
-    if rows:
-        results.comparison_result(rows, job.id)
-    elif "summary" in result:
-        results.run_summary(result["summary"], job.id)
-    st.caption(" · ".join([*result.get("notes", []), *result.get("provenance", {}).get("notes", [])]))
-    results.downloads(rows, result, job.spec.get("scenario", ""), job.id)
+def _job(job_id: str) -> None:
+    job = console(job_id)
+    if job.state == "done":
+        results.outcome(job.result or {}, job.spec.get("scenario", ""), job_id)
+    elif not job.active:
+        states.ended_badly(job)

@@ -34,7 +34,7 @@ def comparison_result(rows: Sequence[Comparison], key: str) -> None:
     conditions = rows[0].conditions
     left, right = st.columns([1, 2.4], gap="medium")
     with left:
-        st.subheader(t("results.baseline"))
+        st.header(t("results.baseline"))
         chart(
             comparison.baseline_figure(rows, t),
             key=f"{key}_baseline",
@@ -42,7 +42,7 @@ def comparison_result(rows: Sequence[Comparison], key: str) -> None:
             caption=t("comparison.baseline_caption", conditions=conditions),
         )
     with right:
-        st.subheader(t("results.gains"))
+        st.header(t("results.gains"))
         chart(
             comparison.gains_figure(rows, t),
             key=f"{key}_gains",
@@ -73,7 +73,18 @@ def run_summary(summary: Mapping[str, Any], key: str) -> None:
     st.dataframe(table, hide_index=True, key=f"{key}_latencies")
 
 
-def downloads(rows: Sequence[Comparison], document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
+def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
+    """The result of a job or a run: its comparison or its summary, what was noted on the way, and downloads."""
+    rows = rows_of(document.get("comparisons", []))
+    if rows:
+        comparison_result(rows, name)
+    elif document.get("summary"):
+        run_summary(document["summary"], name)
+    st.caption(" · ".join([*document.get("notes", []), *document.get("provenance", {}).get("notes", [])]))
+    _downloads(rows, document, scenario_yaml, name)
+
+
+def _downloads(rows: Sequence[Comparison], document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
     """The result as CSV and JSON, its scenario as YAML."""
     t = translate()
     with st.container(horizontal=True):

@@ -12,7 +12,7 @@ from membound.app.store import Store
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, local_hardware
 
-JOB = "job"
+JOB, RUN = "job", "run"
 
 
 def language() -> str:
@@ -54,9 +54,18 @@ def shown_job() -> str | None:
     return st.query_params.get(JOB)
 
 
-def show_job(job_id: str | None) -> None:
-    """Put a job into the URL, or take it out, so that a reload finds the same page."""
-    if job_id is None:
-        st.query_params.pop(JOB, None)
-    else:
-        st.query_params[JOB] = job_id
+def shown_run() -> str | None:
+    """The run without a job, such as one of the command line, that the URL names."""
+    return st.query_params.get(RUN)
+
+
+def show_job(job_id: str) -> None:
+    """Put a job into the URL, so that a reload finds the same page."""
+    st.query_params.pop(RUN, None)
+    st.query_params[JOB] = job_id
+
+
+def show_run(run_id: str) -> None:
+    """Put a run into the URL in the place of a job."""
+    st.query_params.pop(JOB, None)
+    st.query_params[RUN] = run_id

@@ -28,7 +28,7 @@ def page() -> None:
 def _measure(job: Job | None) -> None:
     t = translate()
     with st.container(border=True):
-        st.subheader(t("start.measure_title"))
+        st.header(t("start.measure_title"))
         scenario = load_scenario(SCENARIO)
         st.markdown(t("start.measure_intro", model=scenario.model, techniques=len(scenario.techniques)))
         if job is not None and job.active:
@@ -50,9 +50,7 @@ def _outcome(job: Job) -> None:
     if job.state != "done" or job.result is None:
         states.ended_badly(job)
         return
-    rows = results.rows_of(job.result["comparisons"])
-    results.comparison_result(rows, "start")
-    results.downloads(rows, job.result, job.spec["scenario"], SCENARIO)
+    results.outcome(job.result, job.spec["scenario"], SCENARIO)
     st.page_link(st.session_state["pages"]["live"], label=t("start.to_live"), icon=":material/play_arrow:")
 
 

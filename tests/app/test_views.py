@@ -73,7 +73,7 @@ def _page(name: str, **query: str) -> AppTest:
 
 
 def _words(at: AppTest) -> str:
-    shown = [*at.title, *at.subheader, *at.markdown, *at.caption, *at.info, *at.warning, *at.error, *at.text]
+    shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error, *at.text]
     return "\n".join(str(element.value) for element in shown)
 
 
@@ -148,7 +148,7 @@ def test_a_finished_measurement_is_found_by_a_new_session(calibrated: Store) -> 
 
 def test_explore_answers_with_time_interval_and_bound(store: Store) -> None:
     at = _page("explore")
-    assert "reading weights" in at.subheader[0].value and " ms" in at.subheader[0].value
+    assert "reading weights" in at.header[0].value and " ms" in at.header[0].value
     assert "H100-SXM5 is not calibrated" in _words(at)
 
 
@@ -276,3 +276,14 @@ def test_a_finished_simulation_shows_its_summary(calibrated: Store) -> None:
     calibrated.finish_job(job_id, "done", result={"summary": summary, "provenance": {"notes": []}})
     at = _page("live", job=job_id)
     assert not at.exception and "45.0 tok/s" in [metric.value for metric in at.metric]
+
+
+def test_a_run_of_the_command_line_is_in_the_history_and_opens(calibrated: Store) -> None:
+    run_id = calibrated.save_run(
+        kind="compare", label="live-cpu", digest="d", scenario_yaml=LIVE_CPU, summary={"rows": 1},
+        comparison={"comparisons": [_row("baseline", 1, 0.021), _row("int8_weights", 1, 1.7)], "notes": []},
+    )  # fmt: skip
+    at = _page("live")
+    at.button(key=f"open_{run_id}").click().run()
+    assert at.query_params["run"] in (run_id, [run_id])
+    assert not at.exception and any(T("column.verdict") in frame.value for frame in at.dataframe)

@@ -182,7 +182,7 @@ def test_a_link_to_explore_is_the_page(browser: Any, server: Server) -> None:
     tab.choose("64")
     tab.page.wait_for_url(re.compile("batch=64"), timeout=PAGE_TIMEOUT_MS)
     tab.settle()
-    answer = tab.page.get_by_role("heading", level=3).first.inner_text()
+    answer = tab.page.get_by_role("heading", level=2).first.inner_text()
     other = _session(browser, server).open(tab.page.url.removeprefix(server.url))
     other.sees(answer)
     assert "with=int8_weights" in tab.page.url
