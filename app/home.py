@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.home import home_folder
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
@@ -40,14 +41,12 @@ class StoreError(MemboundError):
 
 
 def membound_home() -> Path:
-    """Return the folder of runs and jobs: `$MEMBOUND_HOME`, else `~/.local/share/membound`; made if missing.
+    """Return the folder of runs and jobs, made if missing.
 
     Raises:
         StoreError: the folder cannot be made or written to.
     """
-    home = (
-        Path(os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound").expanduser().absolute()
-    )
+    home = home_folder()
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -71,6 +71,15 @@ class Kernels(Protocol):
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
 
+    def describe(self) -> str:
+        """One line for the record: which code runs, compiled how."""
+
+    def stalls(self) -> int:
+        """How often a thread was missing since the process began because other programs held its core.
+
+        A measurement during which it grew was disturbed; kernels that cannot tell return 0.
+        """
+
     def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
         """Lays out a [n, k] weight; int8 is symmetric round-to-nearest with one scale a row."""
 
@@ -92,9 +101,7 @@ class Kernels(Protocol):
         [max_position, head_dim / 2] indexed by `batch.positions`. Returns [tokens, heads, head_dim].
         """
 
-    def attention(
-        self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
         """Causal grouped-query attention of q [tokens, heads, head_dim] over the paged K and V.
 
         Returns [tokens, heads * head_dim].

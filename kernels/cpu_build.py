@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from membound.roofline.home import home_folder
+
 SOURCES = ("cpu_linear.cpp", "cpu_attention.cpp", "cpu_pointwise.cpp")
 HEADERS = ("cpu_threads.h", "cpu_vector.h")
 _THIS_PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -62,8 +64,8 @@ def find_compiler() -> list[str]:
 
 
 def cache_directory() -> Path:
-    home = os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound"
-    return Path(home) / "kernels"
+    """Where compiled kernels are kept."""
+    return home_folder() / "kernels"
 
 
 @cache

@@ -20,6 +20,9 @@ class TorchKernels:
         self.device = torch.device(device)
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
+    def stalls(self) -> int:
+        return 0
+
     def describe(self) -> str:
         return f"plain PyTorch {torch.__version__} on {self.device}, linear layers in bf16 (int8 weights: bf16 x int8)"
 

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 
-def membound_home() -> Path:
+def home_folder() -> Path:
     """The folder of this user's data: `$MEMBOUND_HOME`, else `~/.local/share/membound`. It need not exist yet."""
-    return Path(os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound")
+    home = Path(os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound")
+    return home.expanduser().absolute()
 
 
 def local_calibration_path() -> Path:
     """Where the calibration of this machine lies."""
-    return membound_home() / "calibration" / "local.json"
+    return home_folder() / "calibration" / "local.json"

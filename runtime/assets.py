@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.home import home_folder
 
 OVERRIDE_VARIABLE = "MEMBOUND_SMOLLM2_GGUF"
 Progress = Callable[[int, int], None]  # bytes so far, bytes in all
@@ -36,9 +37,8 @@ class AssetError(MemboundError):
 
 
 def weights_folder() -> Path:
-    """Where fetched weights are kept: `$MEMBOUND_HOME/weights`, by default `~/.local/share/membound/weights`."""
-    home = os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound"
-    return Path(home).expanduser().absolute() / "weights"
+    """Where fetched weights are kept."""
+    return home_folder() / "weights"
 
 
 def find_smollm2() -> Path | None:

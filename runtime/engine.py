@@ -133,6 +133,7 @@ class Runtime:
         sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
         _warm_up(decoder, scenario)
 
+        stalls = self.kernels.stalls()
         clock = clock or WallClock()
         executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock)
         recorder = recorder or Recorder(observer)
@@ -140,14 +141,14 @@ class Runtime:
         for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
             clock.wait_until(until_s)
         scheduler.check_integrity()
-        return run_result(
-            scenario, decoder.spec, times_for(hardware), blocks, recorder, self._provenance(scenario, hardware)
-        )
+        provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls)
+        return run_result(scenario, decoder.spec, times_for(hardware), blocks, recorder, provenance)
 
-    def _provenance(self, scenario: Scenario, hardware: HardwareSpec) -> Provenance:
+    def _provenance(self, scenario: Scenario, hardware: HardwareSpec, stalls: int) -> Provenance:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
         notes = [
-            f"kernels {self.kernels.name}, {torch.get_num_threads()} threads, load average {load:.1f} at the end",
+            f"kernels {self.kernels.name} ({self.kernels.describe()}), {torch.get_num_threads()} threads",
+            f"load average {load:.1f} at the end, threads held up by other programs {stalls} times",
             self.model(scenario).weights.origin,
             "the bounds of steps are attributed by the roofline of their shapes",
         ]
