@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from membound.kernels.dispatch import kernels_for
 from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import load_scenario
 from membound.roofline.techniques import ContinuousBatching, NgramSpeculation
@@ -16,7 +17,7 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime()
+    return Runtime(kernels=kernels_for("cpu", batch_invariant=True))
 
 
 @pytest.fixture(scope="module")
