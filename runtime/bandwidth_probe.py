@@ -32,18 +32,20 @@ class BandwidthProbe:
         """Seconds a byte of each working set."""
         for size in working_sets:
             readers = self._readers(size)
-            yield min(self.stopwatch.time_s([call] * SAMPLES, self.cell_s) / count for count, call in readers)
+            yield min(
+                self.stopwatch.time_s([call] * SAMPLES, lambda: None, self.cell_s) / count for count, call in readers
+            )
 
-    def _readers(self, size: int) -> Iterator[tuple[int, Call]]:
+    def _readers(self, size: int) -> Iterator[tuple[int, Call[None]]]:
         """Ways to read a working set, with the bytes that each reads in a call."""
         words = self.pool.parts(size, 1, within_bytes=size)[0].view(torch.float32)
         if size < REPEATED_BELOW:
             times = REPEATED_BYTES // size
             again = words.expand(times, -1)
-            yield times * size, again.sum
+            yield times * size, lambda _: again.sum()
         columns = min(COLUMNS, words.numel() // 64)
         matrix, vector = words.view(-1, columns), torch.ones(columns, device=words.device)
-        yield size, lambda: torch.mv(matrix, vector)
+        yield size, lambda _: torch.mv(matrix, vector)
         x = torch.ones(1, columns, dtype=self.kernels.activation_dtype, device=words.device)
         weight = PackedWeight("fp32", matrix)
-        yield size, lambda: self.kernels.linear(x, weight)
+        yield size, lambda _: self.kernels.linear(x, weight)

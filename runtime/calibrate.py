@@ -32,7 +32,7 @@ from membound.runtime.stopwatch import Stopwatch
 POOL_BYTES = 2**30
 POOL_SHARE = 0.25  # of the memory that is free
 MEMORY_FROM_BYTES = 256 * 2**20
-BUSY_LOAD = 0.5  # a load average beyond the one that calibrating adds itself
+BUSY_LOAD = 0.5
 KINDS = ("rms_norm", "add_rms_norm", "rope_and_store", "silu_mul", "embed", "attention")
 
 __all__ = ["CalibrationError", "Plan", "calibrate"]
@@ -115,7 +115,7 @@ class _Calibrator:
         self.plan = plan
         pool_bytes = min(plan.pool_bytes, int(_free_bytes(device) * POOL_SHARE) // 2**20 * 2**20)
         self.working_sets = [size for size in plan.working_sets if size <= pool_bytes]
-        pool = Pool(pool_bytes, device)
+        pool = Pool.of(pool_bytes, device)
         stopwatch = Stopwatch(kernels, device)
         self.bandwidth = BandwidthProbe(kernels, stopwatch, pool)
         self.linears = LinearProbe(kernels, stopwatch, pool, plan.linears)
@@ -149,18 +149,18 @@ class _Calibrator:
 
         rates = (1 / np.concatenate([part.best() for part in bandwidths])).tolist()
         tables = {
-            format: self.linears.table(linears[format, False].best(), linears[format, True].best())
+            format: self.linears.table(linears[format, False].typical(), linears[format, True].typical())
             for format in self.plan.linears.formats
         }
-        costs = {kind: fit(self.operators.amounts(kind), part.best()) for kind, part in operators.items()}
+        costs = {kind: fit(self.operators.amounts(kind), part.typical()) for kind, part in operators.items()}
         embed = costs["embed"].seconds["call"]
-        costs["host"] = fit(self.host.amounts(), np.maximum(host.best() - embed, 1e-7))
+        costs["host"] = fit(self.host.amounts(), np.maximum(host.typical() - embed, 1e-7))
         calibration = Calibration(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             machine=_machine(self.device),
             kind="gpu" if self.device.startswith("cuda") else "cpu",
             threads=torch.get_num_threads(),
-            kernels=_description(self.kernels),
+            kernels=f"{self.kernels.name}: {self.kernels.describe()}",
             versions={"python": platform.python_version(), "torch": torch.__version__, "membound": _version()},
             memory_bytes=_memory_bytes(self.device),
             bandwidth=[
@@ -171,7 +171,7 @@ class _Calibrator:
             operators=costs,
             repeatability=repeatability,
             residual=0.0,
-            notes=[f"load average {load:.1f} when it began"] if load > BUSY_LOAD else [],
+            notes=[f"load average {load:.1f} when it began: other programs were running"] if load > BUSY_LOAD else [],
         )
         progress(1.0, "checking the tables on other shapes")
         return calibration.model_copy(update={"residual": float(np.median(self._errors(calibration)))})
@@ -237,11 +237,6 @@ def _free_bytes(device: str) -> int:
     except OSError:
         return _memory_bytes(device) // 2
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-
-
-def _description(kernels: Kernels) -> str:
-    describe = getattr(kernels, "describe", None)
-    return f"{kernels.name}: {describe()}" if describe else kernels.name
 
 
 def _version() -> str:

@@ -124,6 +124,12 @@ class _StandInKernels:
         self._pool = pool
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
+    def describe(self) -> str:
+        return "kernels that compute nothing"
+
+    def stalls(self) -> int:
+        return 0
+
     def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
         return PackedWeight("bf16", weight)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from membound.kernels.base import Kernels, WeightFormat
 from membound.roofline.calibration import CACHE_SET_BYTES, LinearTable
 from membound.runtime.pool import Pool, weight_bytes
-from membound.runtime.stopwatch import Call, Stopwatch
+from membound.runtime.stopwatch import Stopwatch
 
 Cell = tuple[int, int, int]
 
@@ -46,18 +46,15 @@ class LinearProbe:
         self.stopwatch = stopwatch
         self.pool = pool
         self.grid = grid
-        gate_up = torch.ones(1, 1024, dtype=kernels.activation_dtype, device=pool.bytes.device)
-        self._between: Call = lambda: kernels.silu_mul(gate_up)
 
     def one_s(self, format: WeightFormat, n: int, k: int, m: int, cached: bool) -> float:
         """Seconds of one linear call at a shape."""
-        x = torch.ones(m, k, dtype=self.kernels.activation_dtype, device=self.pool.bytes.device)
         weights = self.pool.weights(format, n, k, SAMPLES, CACHE_SET_BYTES if cached else None)
-        calls = [partial(self.kernels.linear, x, weight) for weight in weights]
+        calls = [partial(self.kernels.linear, weight=weight) for weight in weights]
         if cached:
-            for weight in weights[: -(-CACHE_SET_BYTES // weight_bytes(format, n, k))]:
-                self.kernels.linear(x[:1], weight)
-        return self.stopwatch.time_s(calls, self.grid.cell_s, fewest=2, between=self._between)
+            self.pool.bytes[:CACHE_SET_BYTES].view(torch.float32).sum()
+        gate_up = torch.ones(m, 2 * k, dtype=self.kernels.activation_dtype, device=self.pool.bytes.device)
+        return self.stopwatch.time_s(calls, lambda: self.kernels.silu_mul(gate_up), self.grid.cell_s, fewest=2)
 
     def measure(self, format: WeightFormat, cached: bool) -> Iterator[float]:
         """Seconds of each cell of the grid in order of n, k and m; NaN where a cell is not measured.

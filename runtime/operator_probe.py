@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,13 +16,15 @@ from torch import Tensor
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.calibration import LinearCost
 from membound.roofline.shape import StepShape
-from membound.runtime.pool import Pool, weight_bytes
+from membound.runtime.pool import Pool
 from membound.runtime.stopwatch import Call, Stopwatch
 
 SAMPLES = 24
 BLOCK_SIZE = 16
 EPS = 1e-5
-STREAMED = (1024, 1024)  # the bf16 weight that is read between two samples
+STREAMED_BYTES = 2**20  # of the weight that is read between two samples: that of a small model, to whom these matter
+STREAMED_ROWS = 1024
+KV_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,7 @@ class OperatorProbe:
         self.pool = pool
         self.grid = grid
         self.device = stopwatch.device
-        x = self._ones(1, STREAMED[1])
-        streamed = itertools.cycle(
-            pool.weights("bf16", *STREAMED, count=pool.size_bytes // weight_bytes("bf16", *STREAMED))
-        )
-        # Between two of these operators a decoder reads a weight, which pushes what they touch out of the inner caches.
-        self._between: Call = lambda: kernels.linear(x, next(streamed))
+        self.kv_pool = pool.first(KV_BYTES)
 
     def amounts(self, kind: str) -> list[dict[str, float]]:
         """What each measured size of a kind of operator comes to, in the terms of its cost."""
@@ -96,22 +93,65 @@ class OperatorProbe:
                 yield self.attention_s(heads, load)
         else:
             for tokens, width in self._sizes():
-                yield self._time_s(self._calls(kind, tokens, width))
+                yield self._pointwise_s(kind, tokens, width)
 
     def attention_s(self, heads: Heads, load: Load) -> float:
         """Seconds of one layer's attention, with K and V that were last read a round of the pool ago."""
         batch = ragged_batch(load, self.device)
         q = self._ones(load.sequences * load.new, heads.heads, heads.head_dim)
         scale = heads.head_dim**-0.5
-        blocks = self._kv_blocks(heads, batch)
         calls = [
-            partial(self.kernels.attention, q, k, v, batch, scale)
-            for k, v in zip(blocks[::2], blocks[1::2], strict=True)
+            partial(self.kernels.attention, k_blocks=k, v_blocks=v, batch=batch, scale=scale)
+            for k, v in self._layers(heads, batch)
         ]
-        return self._time_s(calls)
+        project = self._linear(1, STREAMED_ROWS)
 
-    def _time_s(self, calls: Sequence[Call]) -> float:
-        return self.stopwatch.time_s(calls, self.grid.cell_s, between=self._between)
+        def prepare() -> Tensor:
+            project()
+            return q.mul_(1.0)
+
+        return self.stopwatch.time_s(calls, prepare, self.grid.cell_s)
+
+    def _pointwise_s(self, kind: str, tokens: int, width: int) -> float:
+        """Seconds of one call behind the linear that makes its input."""
+        kernels, weight = self.kernels, self._ones(width).float()
+        given = self._linear(tokens, 2 * width if kind == "silu_mul" else width)
+        calls: Sequence[Call[Tensor]]
+        if kind == "rope_and_store":
+            heads = Heads(width // 64 - 2 * (width // 256), width // 256, 64)
+            batch = ragged_batch(Load(1, tokens, tokens) if tokens > 32 else Load(tokens, 64), self.device)
+            cos = torch.ones(4096, 32, device=self.device)
+            calls = [
+                partial(kernels.rope_and_store, cos=cos, sin=cos * 0, batch=batch, k_blocks=k, v_blocks=v)
+                for k, v in self._layers(heads, batch)
+            ]
+        elif kind == "embed":
+            rows = min(32768, self.pool.size_bytes // 4 // width)
+            table = self.pool.blocks((rows, width), torch.bfloat16, 1)[0]
+            ids = torch.randint(rows, (SAMPLES, tokens), device=self.device)
+            calls = [partial(_embed, table=table, ids=row, dtype=kernels.activation_dtype) for row in ids]
+        elif kind == "rms_norm":
+            calls = [lambda x: kernels.rms_norm(x, weight, EPS)] * SAMPLES
+        elif kind == "add_rms_norm":
+            residual = self._ones(tokens, width) * 0
+            calls = [lambda x: kernels.add_rms_norm(x, residual, weight, EPS)] * SAMPLES
+        else:
+            assert kind == "silu_mul", kind
+            calls = [kernels.silu_mul] * SAMPLES
+        return self.stopwatch.time_s(calls, given, self.grid.cell_s)
+
+    def _linear(self, m: int, n: int) -> Callable[[], Tensor]:
+        """A linear that reads another weight each time, as large as a small model's, and returns [m, n]."""
+        k = max(64, STREAMED_BYTES // (2 * n))
+        x = self._ones(m, k)
+        weights = itertools.cycle(self.pool.weights("bf16", n, k, SAMPLES))
+        return lambda: self.kernels.linear(x, next(weights))
+
+    def _layers(self, heads: Heads, batch: RaggedBatch) -> Iterator[tuple[Tensor, Tensor]]:
+        """K and V of SAMPLES layers in turn."""
+        shape = (batch.block_table.numel(), BLOCK_SIZE, heads.kv_heads, heads.head_dim)
+        blocks = self.kv_pool.blocks(shape, self.kernels.kv_dtype, 2 * SAMPLES)
+        return zip(blocks[::2], blocks[1::2], strict=True)
 
     def _attentions(self) -> list[tuple[Heads, Load]]:
         grid, chosen = self.grid, []
@@ -124,36 +164,6 @@ class OperatorProbe:
     def _sizes(self) -> list[tuple[int, int]]:
         sizes = itertools.product(self.grid.tokens, self.grid.widths)
         return [(tokens, width) for tokens, width in sizes if tokens * width <= self.grid.most_elements]
-
-    def _calls(self, kind: str, tokens: int, width: int) -> Sequence[Call]:
-        kernels = self.kernels
-        if kind == "rope_and_store":
-            heads = Heads(width // 64 - 2 * (width // 256), width // 256, 64)
-            load = Load(1, tokens, tokens) if tokens > 32 else Load(tokens, 64)
-            batch = ragged_batch(load, self.device)
-            qkv = self._ones(tokens, width) * 0.01147  # the pool's own value, so that it stays what it is
-            cos, sin = self._ones(4096, 32).float(), self._ones(4096, 32).float() * 0
-            blocks = self._kv_blocks(heads, batch)
-            return [
-                partial(kernels.rope_and_store, qkv, cos, sin, batch, k, v)
-                for k, v in zip(blocks[::2], blocks[1::2], strict=True)
-            ]
-        if kind == "embed":
-            table = self.pool.blocks((min(32768, self.pool.size_bytes // 2 // width // 2), width), torch.bfloat16, 1)[0]
-            ids = torch.randint(table.shape[0], (SAMPLES, tokens), device=self.device)
-            return [lambda row=row: table[row].to(kernels.activation_dtype) for row in ids]
-        x, weight = self._ones(tokens, width), self._ones(width).float()
-        if kind == "rms_norm":
-            return [partial(kernels.rms_norm, x, weight, EPS)] * SAMPLES
-        if kind == "add_rms_norm":
-            return [partial(kernels.add_rms_norm, x, self._ones(tokens, width), weight, EPS)] * SAMPLES
-        assert kind == "silu_mul", kind
-        return [partial(kernels.silu_mul, self._ones(tokens, 2 * width))] * SAMPLES
-
-    def _kv_blocks(self, heads: Heads, batch: RaggedBatch) -> list[Tensor]:
-        """K and V of SAMPLES layers in turn."""
-        shape = (batch.block_table.numel(), BLOCK_SIZE, heads.kv_heads, heads.head_dim)
-        return self.pool.blocks(shape, self.kernels.kv_dtype, 2 * SAMPLES)
 
     def _ones(self, *shape: int) -> Tensor:
         return torch.ones(shape, dtype=self.kernels.activation_dtype, device=self.device)
@@ -169,6 +179,10 @@ def attention_amounts(heads: Heads, load: Load, activation_bytes: float) -> dict
         "flops": 4.0 * heads.heads * heads.head_dim * float(shape.attended),
         "activation_bytes": 2.0 * float(shape.tokens) * heads.heads * heads.head_dim * activation_bytes,
     }
+
+
+def _embed(_: Tensor, table: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    return table[ids].to(dtype)
 
 
 def ragged_batch(load: Load, device: torch.device) -> RaggedBatch:

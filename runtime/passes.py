@@ -39,8 +39,17 @@ class Part:
         pairs = combinations(self.passes, 2)
         return min(float(np.nanmedian(np.maximum(a, b) / np.minimum(a, b))) - 1 for a, b in pairs)
 
+    def typical(self) -> Values:
+        """Each value's mean over the passes, without those that were disturbed: a fifth above the least or more."""
+        passes = np.array(self.passes)
+        least = np.fmin.reduce(passes)
+        calm = np.where(passes <= least * (1 + TOLERANCE), passes, np.nan)
+        counts = np.maximum(np.sum(np.isfinite(calm), axis=0), 1)
+        typical: Values = np.where(np.isfinite(least), np.nansum(calm, axis=0) / counts, np.nan)
+        return typical
+
     def best(self) -> Values:
-        """The least of each value: whatever disturbs a measurement makes it longer."""
+        """The least of each value: what a roof must not lie above."""
         best: Values = np.fmin.reduce(self.passes)
         return best
 

@@ -17,10 +17,19 @@ _BYTE = 0x3C
 class Pool:
     """One large buffer whose parts are handed out in turn, so that a part was last read a whole round ago."""
 
-    def __init__(self, size_bytes: int, device: str) -> None:
-        self.bytes = torch.full((size_bytes,), _BYTE, dtype=torch.uint8, device=device)
+    def __init__(self, buffer: Tensor) -> None:
+        self.bytes = buffer
         self._next = 0
         self._scales: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, size_bytes: int, device: str) -> Pool:
+        """A new buffer on a device."""
+        return cls(torch.full((size_bytes,), _BYTE, dtype=torch.uint8, device=device))
+
+    def first(self, size_bytes: int) -> Pool:
+        """A pool over the first bytes of this one, whose rounds are shorter."""
+        return Pool(self.bytes[:size_bytes])
 
     @property
     def size_bytes(self) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
+from typing import TypeVar
 
 import torch
 
 from membound.kernels.base import Kernels
 
-Call = Callable[[], object]
+T = TypeVar("T")
+Call = Callable[[T], object]
 
 SETTLE_CALLS = 48
 RETRIES = 4
@@ -25,25 +28,25 @@ class Stopwatch:
 
     def __init__(self, kernels: Kernels, device: str) -> None:
         self.device = torch.device(device)
-        self._stalls: Callable[[], int] = getattr(kernels, "stalls", lambda: 0)
+        self._stalls = kernels.stalls
         x = torch.ones(1, 1024, device=device, dtype=kernels.activation_dtype)
         weight = kernels.pack(torch.ones(512, 1024, device=device), "bf16")
-        self._shared_work: Call = lambda: kernels.linear(x, weight)
+        self._shared_work = partial(kernels.linear, x, weight)
 
-    def time_s(self, calls: Sequence[Call], budget_s: float, fewest: int = 3, between: Call | None = None) -> float:
+    def time_s(self, calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int = 3) -> float:
         """Seconds of one of `calls`, which stand for each other and are taken in turn, within about `budget_s`.
 
-        On a CPU, `between` runs before each sample and is not timed: in a decoder no operator follows itself, so each
-        finds the caches, the branch predictors and the interpreter as others left them. Samples in which the kernels
-        missed a thread are taken again.
+        `prepare` makes a call's input. On a CPU it runs before each sample and is not timed: in a decoder no operator
+        follows itself, so each finds its input, the caches and the interpreter as the operator before it left them.
+        Samples in which the kernels missed a thread are taken again.
         """
-        calls[-1]()
+        calls[-1](prepare())
         for _ in range(RETRIES):
             before = self._stalls()
             if self.device.type == "cuda":
-                seconds = self._row_s(calls, budget_s)
+                seconds = self._row_s(calls, prepare(), budget_s)
             else:
-                seconds = _median_s(calls, budget_s, fewest, between)
+                seconds = _median_s(calls, prepare, budget_s, fewest)
             if self._stalls() == before:
                 break
             # After a stall the kernels keep to one thread for a while, which is not what is to be measured.
@@ -51,27 +54,26 @@ class Stopwatch:
                 self._shared_work()
         return seconds
 
-    def _row_s(self, calls: Sequence[Call], budget_s: float) -> float:
+    def _row_s(self, calls: Sequence[Call[T]], given: T, budget_s: float) -> float:
         rows: list[float] = []
         end_s = time.perf_counter() + budget_s
         while len(rows) < 3 or time.perf_counter() < end_s:
             torch.cuda.synchronize(self.device)
             start_s = time.perf_counter()
             for call in calls:
-                call()
+                call(given)
             torch.cuda.synchronize(self.device)
             rows.append((time.perf_counter() - start_s) / len(calls))
         return median(rows)
 
 
-def _median_s(calls: Sequence[Call], budget_s: float, fewest: int, between: Call | None) -> float:
+def _median_s(calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int) -> float:
     samples: list[float] = []
     end_s = time.perf_counter() + budget_s
     for i in range(max(fewest, len(calls))):
-        if between is not None:
-            between()
+        given = prepare()
         start_s = time.perf_counter()
-        calls[i % len(calls)]()
+        calls[i % len(calls)](given)
         now_s = time.perf_counter()
         samples.append(now_s - start_s)
         if now_s > end_s and len(samples) >= fewest:
