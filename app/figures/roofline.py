@@ -110,18 +110,7 @@ def _draw_roofs(fig: go.Figure, roofs: Roofs, t: Translate) -> None:
             hovertemplate=f"{label} ({kind})<br>%{{x:.3g}} FLOP/byte<extra></extra>",
             showlegend=False,
         )
-        at = roofs.intensity_range[0] * 2.2
-        fig.add_annotation(
-            x=np.log10(at),
-            y=np.log10(at * bandwidth),
-            text=label,
-            textangle=0,
-            showarrow=False,
-            xanchor="left",
-            yanchor="top" if index else "bottom",
-            yshift=-6 if index else 6,
-            font={"size": 12},
-        )
+        _label_bandwidth(fig, label, bandwidth, ridge if index < len(roofs.bandwidths) - 1 else None, roofs)
     for name, rate in roofs.rates.items():
         label = f"{name} {text.flop_rate(rate)}"
         x = np.geomspace(rate / fastest_bandwidth, roofs.intensity_range[1], 60)
@@ -135,6 +124,21 @@ def _draw_roofs(fig: go.Figure, roofs: Roofs, t: Translate) -> None:
             showlegend=False,
         )
     _label_rates(fig, roofs)
+
+
+def _label_bandwidth(fig: go.Figure, label: str, bandwidth: float, ridge: float | None, roofs: Roofs) -> None:
+    """Names a roof on the side where its line is not: left of the upper ones' ridge, below the lowest."""
+    at = roofs.intensity_range[0] * 2.2 if ridge is None else ridge * 0.6
+    fig.add_annotation(
+        x=np.log10(at),
+        y=np.log10(at * bandwidth),
+        text=label,
+        showarrow=False,
+        xanchor="left" if ridge is None else "right",
+        yanchor="top" if ridge is None else "bottom",
+        yshift=-4 if ridge is None else 4,
+        font={"size": 12},
+    )
 
 
 def _label_rates(fig: go.Figure, roofs: Roofs) -> None:

@@ -39,15 +39,16 @@ EN, ZH = Translate("en"), Translate("zh")
 class Server:
     """The command `membound dashboard` in its own process group, with a store of its own."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **environment: str) -> None:
         self.home = home
+        self.environment = environment
         self.store = Store(home)
         self.process: subprocess.Popen[str] | None = None
         self.url = ""
 
     def start(self) -> None:
         command = [sys.executable, "-P", "-m", "membound.app.cli", "dashboard", "--no-browser", "--port", "0"]
-        environment = {**os.environ, "MEMBOUND_HOME": str(self.home)}
+        environment = {**os.environ, **self.environment, "MEMBOUND_HOME": str(self.home)}
         self.process = subprocess.Popen(
             command, cwd=self.home, env=environment, text=True, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -67,6 +68,13 @@ class Server:
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def end(self) -> None:
+        """Kill the server and what it started: a test that failed leaves no measurement behind."""
+        self.kill()
+        for job in self.store.jobs(active=True):
+            if job.pid is not None:
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 class Tab:
@@ -134,7 +142,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(home)
     running.start()
     yield running
-    running.kill()
+    running.end()
 
 
 def _session(browser: Any, server: Server, **options: Any) -> Tab:
@@ -163,6 +171,30 @@ def test_every_page_opens(browser: Any, server: Server, name: str, path: str, la
         tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
     assert tab.page.evaluate("document.documentElement.lang") == language
     tab.settle()
+
+
+def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click(browser: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    server = Server(tmp_path, MEMBOUND_TASKS="calibrate=fake_tasks:calibrate", PYTHONPATH=str(HERE))
+    server.start()
+    try:
+        one, two = _session(browser, server).open("/"), _session(browser, server).open("/")
+        one.page.locator("[data-testid=stProgress]", has_text="bandwidth of memory").wait_for(timeout=PAGE_TIMEOUT_MS)
+        for tab in (one, two):
+            tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
+            tab.sees("Decode on this machine is bound by")
+        assert len(server.store.jobs("calibrate")) == 1
+
+        one.click(EN("start.measure"))
+        one.sees(EN("live.rows"), RUN_TIMEOUT_MS)
+        one.page.locator("[data-testid=stText]", has_text="assistant").wait_for(timeout=RUN_TIMEOUT_MS)
+        one.page.reload()
+        one.click(EN("job.cancel"))
+        one.sees(EN("job.cancelled"), RUN_TIMEOUT_MS)
+        for tab in (one, two):
+            tab.settle()
+    finally:
+        server.end()
 
 
 def test_the_language_switch_holds_on_every_page(browser: Any, server: Server) -> None:
