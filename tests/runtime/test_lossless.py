@@ -34,11 +34,15 @@ def plain(runtime, scenario) -> dict[int, list[int]]:
     return {request.id: list(generate_plain(decoder, request.prompt_ids, TOKENS)) for request in requests}
 
 
-@pytest.mark.parametrize("concurrency", [1, 16])
+PAGED = ()
+CONTINUOUS = (ContinuousBatching(),)
+SPECULATIVE = (ContinuousBatching(), NgramSpeculation(gamma=4))
+
+
 @pytest.mark.parametrize(
-    "techniques",
-    [(), (ContinuousBatching(),), (ContinuousBatching(), NgramSpeculation(gamma=4))],
-    ids=["paged KV", "continuous batching", "n-gram speculation"],
+    ("techniques", "concurrency"),
+    [(PAGED, 16), (CONTINUOUS, 16), (SPECULATIVE, 16), (SPECULATIVE, 1)],
+    ids=["paged KV", "continuous batching", "n-gram speculation", "n-gram speculation alone"],
 )
 def test_greedy_tokens_equal_the_plain_loop(runtime, scenario, plain, techniques, concurrency):
     chosen = scenario.with_techniques(techniques).with_value("workload.arrivals.concurrency", concurrency)
