@@ -92,8 +92,9 @@ def calibrate(
     plan: Plan | None = None,
     kernels: Kernels | None = None,
 ) -> Calibration:
-    """Measures the kernels of `device` with `threads` threads (all cores if None); `progress` hears fraction and part.
+    """Measures the kernels of `device` with `threads` threads, or as many as torch has.
 
+    `progress` hears the fraction that is done and what is measured; `plan` and `kernels` are for tests.
     Raises CalibrationError where two passes over a part differ by more than 20 %, three tries long.
     """
     plan = plan or Plan()
@@ -115,7 +116,7 @@ class _Calibrator:
         self.plan = plan
         pool_bytes = min(plan.pool_bytes, int(_free_bytes(device) * POOL_SHARE) // 2**20 * 2**20)
         self.working_sets = [size for size in plan.working_sets if size <= pool_bytes]
-        pool = Pool.of(pool_bytes, device)
+        self.pool = pool = Pool.of(pool_bytes, device)
         stopwatch = Stopwatch(kernels, device)
         self.bandwidth = BandwidthProbe(kernels, stopwatch, pool)
         self.linears = LinearProbe(kernels, stopwatch, pool, plan.linears)
@@ -191,11 +192,11 @@ class _Calibrator:
         if isinstance(check, AttentionCheck):
             amounts = attention_amounts(check.heads, check.load, width)
             operator = Operator("check", "attention", calls=1, **amounts)  # type: ignore[arg-type]
-            yield operator, POOL_BYTES, self.operators.attention_s(check.heads, check.load)
+            yield operator, self.pool.size_bytes, self.operators.attention_s(check.heads, check.load)
             return
         for format in self.plan.linears.formats[:2]:
             operator = linear("check", 1, check.m, check.n, check.k, PRECISIONS[format], width)
-            for cached, working_set in ((False, POOL_BYTES), (True, CACHE_SET_BYTES)):
+            for cached, working_set in ((False, self.pool.size_bytes), (True, CACHE_SET_BYTES)):
                 if operator.weight_bytes <= working_set:
                     yield operator, working_set, self.linears.one_s(format, check.n, check.k, check.m, cached)
 

@@ -30,7 +30,7 @@ from membound.simulator.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 64
-EVICTED_BYTES = 8 * 2**20
+EVICTED_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)

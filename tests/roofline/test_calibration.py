@@ -1,0 +1,82 @@
+"""A calibration is read back as it was written, and a damaged one is refused with one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from membound.roofline.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable
+from membound.roofline.errors import MemboundError
+
+
+@pytest.fixture
+def calibration() -> Calibration:
+    seconds = [[[1e-5, 2e-5], [2e-5, 4e-5]], [[2e-5, 4e-5], [4e-5, 8e-5]]]
+    return Calibration(
+        created="2026-11-29T12:00:00+00:00",
+        machine="test",
+        kind="cpu",
+        threads=2,
+        kernels="test",
+        versions={"torch": "2.13.0"},
+        memory_bytes=2**34,
+        bandwidth=[
+            BandwidthPoint(working_set_bytes=2**30, bytes_per_s=30e9),
+            BandwidthPoint(working_set_bytes=2**20, bytes_per_s=90e9),
+        ],
+        linear={"bf16": LinearTable(n=[256, 512], k=[256, 512], m=[1, 2], memory_s=seconds, cache_s=seconds)},
+        operators={"rms_norm": LinearCost(seconds={"call": 1e-6, "elements": 1e-10})},
+        repeatability=0.05,
+        residual=0.08,
+    )
+
+
+def test_a_saved_calibration_reads_back_equal(calibration: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "calibration" / "local.json"
+    calibration.save(path)
+    assert Calibration.load(path) == calibration
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 2}'])
+def test_a_damaged_calibration_says_what_to_do(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "local.json"
+    path.write_text(text)
+    with pytest.raises(MemboundError, match=r"is damaged or from another version .* run `membound calibrate`"):
+        Calibration.load(path)
+
+
+def test_a_truncated_calibration_is_damaged(calibration: Calibration, tmp_path: Path) -> None:
+    path = tmp_path / "local.json"
+    calibration.save(path)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(MemboundError, match="damaged"):
+        Calibration.load(path)
+
+
+def test_a_missing_calibration_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(MemboundError, match="is missing; run `membound calibrate`"):
+        Calibration.load(tmp_path / "local.json")
+
+
+def test_bandwidth_holds_at_its_points_and_beyond_their_ends(calibration: Calibration) -> None:
+    assert calibration.bandwidth_at(2**20) == calibration.bandwidth_at(1) == pytest.approx(90e9)
+    assert calibration.bandwidth_at(2**30) == calibration.bandwidth_at(2**40) == pytest.approx(30e9)
+    assert calibration.bandwidth_at(2**25) == pytest.approx(60e9)
+    assert calibration.memory_bandwidth == 30e9
+
+
+def test_the_matrix_rate_is_the_best_of_the_table(calibration: Calibration) -> None:
+    assert calibration.matrix_flops("bf16") == pytest.approx(2 * 256 * 256 / 1e-5)
+
+
+def test_a_table_of_another_shape_than_its_grid_is_refused() -> None:
+    with pytest.raises(ValidationError, match="memory_s has shape"):
+        LinearTable(n=[1, 2], k=[1, 2], m=[1], memory_s=[[[1.0]]], cache_s=[[[1.0], [1.0]], [[1.0], [1.0]]])
+
+
+def test_a_cost_sums_its_terms_and_ignores_amounts_without_one() -> None:
+    cost = LinearCost(seconds={"call": 2.0, "elements": 3.0})
+    assert cost.time_s(elements=10.0, flops=5.0) == 32.0

@@ -1,0 +1,145 @@
+"""Calibration refuses what does not repeat, fits what it measured, and gives a whole calibration on a small plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from membound.kernels.reference import TorchKernels
+from membound.roofline.models import get_model
+from membound.roofline.operators import step_operators
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import EngineSetup
+from membound.runtime import passes
+from membound.runtime.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate
+from membound.runtime.host_probe import HostGrid
+from membound.runtime.linear_probe import LinearGrid, LinearProbe
+from membound.runtime.operator_probe import Heads, Load, OperatorGrid, attention_amounts, fit
+from membound.runtime.passes import Part, repeat
+from membound.runtime.pool import Pool
+from membound.runtime.stopwatch import Stopwatch
+
+MIB = 2**20
+
+
+def _part(*seconds: float) -> Part:
+    """A part whose passes give these seconds in turn."""
+    values = iter(seconds)
+
+    def measure() -> Iterator[float]:
+        yield next(values)
+
+    return Part("the bandwidth of memory", 1, measure)
+
+
+def _silent(fraction: float, text: str) -> None:
+    pass
+
+
+def test_two_passes_that_agree_are_enough() -> None:
+    part = _part(1.0, 1.1)
+    assert repeat([part], _silent) == pytest.approx(0.1)
+    assert len(part.passes) == 2
+
+
+def test_a_part_that_never_repeats_is_refused_with_how_much_and_what_to_do() -> None:
+    with pytest.raises(CalibrationError, match=r"two measurements of the bandwidth of memory differ by 40%, more than"):
+        repeat([_part(1.0, 1.1), _part(1.0, 1.4, 2.0, 3.0)], _silent)
+
+
+def test_the_refusal_says_to_close_other_programs() -> None:
+    with pytest.raises(CalibrationError, match="after 3 attempts; close other programs and run `membound calibrate`"):
+        repeat([_part(1.0, 2.0, 4.0, 8.0)], _silent)
+
+
+def test_a_disturbed_pass_is_measured_again_and_only_it() -> None:
+    disturbed, calm = _part(1.0, 3.0, 1.05), _part(1.0, 1.0)
+    assert repeat([disturbed, calm], _silent) == pytest.approx(0.05)
+    assert (len(disturbed.passes), len(calm.passes)) == (3, 2)
+    assert disturbed.typical() == pytest.approx([1.025])
+    assert disturbed.best() == pytest.approx([1.0])
+
+
+def test_a_value_that_no_pass_has_stays_missing() -> None:
+    part = Part("x", 2, lambda: iter([1.0, float("nan")]))
+    repeat([part], _silent)
+    assert np.isnan(part.typical()).tolist() == [False, True]
+
+
+def test_progress_never_falls_and_names_the_part() -> None:
+    heard: list[tuple[float, str]] = []
+    repeat([_part(1.0, 1.0), _part(2.0, 2.0)], lambda fraction, text: heard.append((fraction, text)))
+    fractions = [fraction for fraction, _ in heard]
+    assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] <= 1
+    assert heard[0][1] == "the bandwidth of memory, pass 1 of 2"
+
+
+def test_a_fit_finds_the_seconds_that_its_samples_were_made_of() -> None:
+    amounts = [
+        attention_amounts(Heads(8, 2, 64), Load(s, c, q), 4.0) for s in (1, 8) for c in (64, 640) for q in (1, 5)
+    ]
+    seconds = [1e-5 + 2e-6 * a["sequences"] + 6e-11 * a["kv_bytes"] + 5e-12 * a["flops"] for a in amounts]
+    cost = fit(amounts, seconds)
+    assert [cost.time_s(**a) for a in amounts] == pytest.approx(seconds, rel=1e-6)
+    assert min(cost.seconds.values()) >= 0
+
+
+def test_the_amounts_of_an_attention_are_those_of_the_operator_in_a_step() -> None:
+    model = get_model("SmolLM2-135M")
+    a = model.attention
+    amounts = attention_amounts(Heads(a.heads, a.kv_heads, a.head_dim), Load(4, 100, 5), 4.0)
+    operator = next(
+        op for op in step_operators(model, EngineSetup(), StepShape.verify(4, 100, 4)) if op.kind == "attention"
+    )
+    assert {name: getattr(operator, name) for name in amounts} == amounts
+
+
+def test_cells_that_were_not_measured_take_the_efficiency_of_a_smaller_shape() -> None:
+    kernels = TorchKernels("cpu")
+    grid = LinearGrid(n=(256, 512), k=(256, 512), m=(1, 2))
+    probe = LinearProbe(kernels, Stopwatch(kernels, "cpu"), Pool.of(MIB, "cpu"), grid)
+    memory = np.array([1.0, 2.0, 2.0, 4.0, 2.0, 4.0, np.nan, np.nan])
+    table = probe.table(memory, memory * 2)
+    assert table.memory_s[1][1] == [4.0, 8.0]
+    assert table.cache_s == table.memory_s, "a cached weight is never slower"
+
+
+def test_parts_of_a_pool_come_in_turn_and_cached_ones_repeat() -> None:
+    pool = Pool.of(64 * 4096, "cpu")
+    first, second = (pool.parts(4096, 40) for _ in range(2))
+    starts = [part.data_ptr() - pool.bytes.data_ptr() for part in first + second]
+    assert starts == [4096 * (i % 64) for i in range(80)]
+    assert len({part.data_ptr() for part in pool.parts(4096, 40, within_bytes=8192)}) == 2
+
+
+SMALL = Plan(
+    working_sets=(MIB, 16 * MIB, 64 * MIB),
+    linears=LinearGrid(formats=("bf16", "int8"), n=(256, 1024), k=(256, 1024), m=(1, 2, 8)),
+    operators=OperatorGrid(
+        tokens=(1, 8, 64),
+        widths=(512,),
+        heads=(Heads(4, 2, 64), Heads(8, 2, 64)),
+        loads=(Load(1, 64), Load(4, 128), Load(1, 32, 32)),
+    ),
+    host=HostGrid(sequences=(1, 4), vocab=(1024,), drafts=(0, 2), steps=4),
+    checks=(LinearCheck(700, 300, 1), AttentionCheck(Heads(6, 3, 64), Load(2, 96))),
+    pool_bytes=64 * MIB,
+)
+
+
+@pytest.mark.slow
+def test_a_small_plan_gives_a_whole_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "TOLERANCE", 100.0)  # other tests may hold the cores
+    heard: list[float] = []
+    found = calibrate(plan=SMALL, progress=lambda fraction, text: heard.append(fraction))
+    assert found.kind == "cpu" and found.machine and found.versions.keys() >= {"python", "torch"}
+    assert [point.working_set_bytes for point in found.bandwidth] == list(SMALL.working_sets)
+    assert set(found.linear) == {"bf16", "int8"}
+    table = found.linear["bf16"]
+    assert (np.array(table.cache_s) <= np.array(table.memory_s)).all()
+    kinds = {op.kind for op in step_operators(get_model("SmolLM2-135M"), EngineSetup(), StepShape.decode(1, 10))}
+    assert kinds - {"linear"} == set(found.operators)
+    assert heard == sorted(heard) and heard[-1] == 1.0
+    assert type(found).model_validate_json(found.model_dump_json()) == found
