@@ -117,12 +117,11 @@ def _memory(point: OperatingPoint, t: Translate) -> None:
 def _sweep(point: OperatingPoint, t: Translate) -> None:
     st.header(t("explore.sweep"))
     points = point.sweep()
-    table = tables.sweep_table(points, t)
-    caption = t("sweep.caption", phase=t(f"phase.{point.phase}"), context=point.context)
-    chart(
-        sweep.sweep_figure(points, point.batch, t),
-        key="sweep",
-        alt=sweep.alt_text(points, t),
-        caption=caption,
-        table=table,
-    )
+    alt = sweep.alt_text(points, t)
+    left, right = st.columns(2, gap="large")
+    with left:
+        table = tables.sweep_table(points, t)
+        chart(sweep.time_figure(points, point.batch, t), key="sweep", alt=alt, table=table)
+    with right:
+        chart(sweep.rate_figure(points, point.batch, t), key="sweep_rate", alt=alt, table=table)
+    st.caption(t("sweep.caption", phase=t(f"phase.{point.phase}"), context=point.context))

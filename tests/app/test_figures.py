@@ -168,11 +168,12 @@ def test_every_axis_names_its_quantity() -> None:
     figures = [
         roofline.roofline_figure(roofline.roofs_of(point.hardware), [], T),
         memory.memory_figure(point.memory, 1e11, "device", T),
-        sweep.sweep_figure(point.sweep(), 4, T),
+        sweep.time_figure(point.sweep(), 4, T),
+        sweep.rate_figure(point.sweep(), 4, T),
         comparison.gains_figure([row()], T),
         comparison.baseline_figure([row("baseline")], T),
     ]
-    for fig in figures[:3]:
+    for fig in figures[:4]:
         assert fig.layout.xaxis.title.text
     for fig in (figures[0], *figures[2:]):
         assert fig.layout.yaxis.title.text
@@ -185,5 +186,5 @@ def test_every_bound_has_a_colour_a_symbol_and_a_mark_of_its_own() -> None:
 
 def test_figures_travel_as_json_without_anything_infinite() -> None:
     point = _point(hardware.get_hardware("H100-SXM5"), "prefill", 1024)
-    document = sweep.sweep_figure(point.sweep(), 1024, T).to_json()
+    document = sweep.rate_figure(point.sweep(), 1024, T).to_json()
     assert "Infinity" not in document and "NaN" not in document
