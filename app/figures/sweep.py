@@ -62,7 +62,7 @@ def _band(fig: go.Figure, x: list[int], low: list[float], high: list[float]) -> 
         x=x + x[::-1],
         y=high + low[::-1],
         fill="toself",
-        fillcolor=translucent(SKY, 0.25),
+        fillcolor=translucent(SKY, 0.16),
         mode="lines",
         line={"width": 0},
         hoverinfo="skip",

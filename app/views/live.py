@@ -72,7 +72,7 @@ def _choose(t: Translate) -> None:
             st.warning(t("live.not_calibrated"), icon=":material/straighten:")
         ready = scenario is not None and (not measures or (has_torch() and this_machine() is not None))
         if st.button(t("live.run"), key="run", type="primary", disabled=not ready):
-            show_job(jobs.submit(store(), kind, {"scenario": yaml_text}))
+            show_job(jobs.submit(store(), kind or KINDS[0], {"scenario": yaml_text}))
             st.rerun()
 
 
