@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import TypeVar
 
 import torch
@@ -17,13 +17,14 @@ Call = Callable[[T], object]
 
 SETTLE_CALLS = 48
 RETRIES = 4
+INTERRUPTED = 3.0  # times the median
 
 
 class Stopwatch:
     """Times calls of one set of kernels on one device.
 
-    On a CPU each call is timed by itself and the median is taken: an interruption spoils one sample, not the sum.
-    On a GPU a row of calls is timed, launches included.
+    On a CPU each call is timed by itself. The result is the mean, because a step is a sum of many calls, but without
+    the samples that another program interrupted. On a GPU a row of calls is timed, launches included.
     """
 
     def __init__(self, kernels: Kernels, device: str) -> None:
@@ -46,7 +47,7 @@ class Stopwatch:
             if self.device.type == "cuda":
                 seconds = self._row_s(calls, prepare(), budget_s)
             else:
-                seconds = _median_s(calls, prepare, budget_s, fewest)
+                seconds = _calm_mean_s(calls, prepare, budget_s, fewest)
             if self._stalls() == before:
                 break
             # After a stall the kernels keep to one thread for a while, which is not what is to be measured.
@@ -67,7 +68,7 @@ class Stopwatch:
         return median(rows)
 
 
-def _median_s(calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int) -> float:
+def _calm_mean_s(calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int) -> float:
     samples: list[float] = []
     end_s = time.perf_counter() + budget_s
     for i in range(max(fewest, len(calls))):
@@ -78,4 +79,5 @@ def _median_s(calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: floa
         samples.append(now_s - start_s)
         if now_s > end_s and len(samples) >= fewest:
             break
-    return median(samples)
+    limit_s = INTERRUPTED * median(samples)
+    return fmean(seconds for seconds in samples if seconds <= limit_s)
