@@ -125,13 +125,21 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=str(find_browser()), args=ARGUMENTS)
         yield opened
         opened.close()
+
+
+@pytest.fixture
+def browser(chromium: Any) -> Iterator[Any]:
+    """Chromium, whose sessions end with the test that opened them."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +177,7 @@ def test_every_page_opens(browser: Any, server: Server, name: str, path: str, la
     tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
     if name != "live":
         tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
-    assert tab.page.evaluate("document.documentElement.lang") == language
+    tab.page.wait_for_function(f"document.documentElement.lang === '{language}'", timeout=PAGE_TIMEOUT_MS)
     tab.settle()
 
 
