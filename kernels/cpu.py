@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from membound.kernels import cpu_build, quantize
+from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 
 # From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds. int8 weights are widened
@@ -53,6 +54,7 @@ class CpuKernels:
         self._lanes = library.membound_lanes()
         self._stalls = library.membound_stalls
         self._stalls.restype = c_int64
+        self._arena = Arena()
         self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if has_bf16_units() and not batch_invariant else {}
 
     def batch_invariant_below(self, format: WeightFormat) -> int | None:
@@ -74,7 +76,7 @@ class CpuKernels:
         return text
 
     def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
-        return quantize.pack(weight, format)
+        return quantize.pack(weight, format, self._arena)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         m, k = x.shape

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from membound.kernels.arena import Arena
 from membound.kernels.base import Kernels, PackedWeight, RaggedBatch, WeightFormat
 from membound.roofline.models import ModelSpec
 from membound.runtime.weights import LayerWeights, Weights, rope_frequencies
@@ -57,10 +58,13 @@ class Decoder:
 
     def kv_cache(self, num_blocks: int, block_size: int) -> KvCache:
         """Zeroed K and V blocks for every layer."""
+        arena = Arena() if self.device.type == "cpu" else None
         attention = self.spec.attention
         shape = (num_blocks, block_size, attention.kv_heads, attention.head_dim)
 
         def blocks() -> Tensor:
+            if arena is not None:
+                return arena.empty(shape, self.kernels.kv_dtype)
             return torch.zeros(shape, dtype=self.kernels.kv_dtype, device=self.device)
 
         return [(blocks(), blocks()) for _ in self.layers]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, WeightFormat
 
 _DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
@@ -25,6 +26,8 @@ class Pool:
     @classmethod
     def of(cls, size_bytes: int, device: str) -> Pool:
         """A new buffer on a device."""
+        if device.startswith("cpu"):
+            return cls(Arena().empty((size_bytes,), torch.uint8).fill_(_BYTE))
         return cls(torch.full((size_bytes,), _BYTE, dtype=torch.uint8, device=device))
 
     def first(self, size_bytes: int) -> Pool:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from membound.kernels.arena import Arena
 from membound.roofline.errors import MemboundError
 from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import Llama3RopeScaling, ModelSpec
@@ -135,9 +136,10 @@ def random_weights(spec: ModelSpec, seed: int, layers: int | None = None) -> Wei
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(_POOL_ELEMENTS, generator=generator).bfloat16()
     attention, count = spec.attention, spec.layers if layers is None else layers
+    arena = Arena()
 
     def matrix(n: int, k: int) -> Tensor:
-        flat = torch.empty(n * k, dtype=torch.bfloat16)
+        flat = arena.empty((n * k,), torch.bfloat16)
         shift = int(torch.randint(_POOL_ELEMENTS, (), generator=generator))
         scaled = pool.roll(shift) * k**-0.5
         for piece in flat.split(_POOL_ELEMENTS):
@@ -216,6 +218,7 @@ def _assemble(
 ) -> Weights:
     """Fuses and checks what `read` returns for the tensors that `names` says a file holds."""
     attention, linears = spec.attention, {name: (n, k) for name, n, k in spec.layer_linears()}
+    arena = Arena()
 
     def vector(name: str, size: int) -> Tensor:
         return _checked(origin, name, read(name), (size,)).float()
@@ -225,7 +228,8 @@ def _assemble(
 
         def fused(shape: tuple[int, ...], *parts: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             wanted = [prefix + names[part] for part in parts]
-            return _checked(origin, " + ".join(wanted), torch.cat([read(name).to(dtype) for name in wanted]), shape)
+            whole = torch.cat([read(name).to(dtype) for name in wanted])
+            return arena.like(_checked(origin, " + ".join(wanted), whole, shape), dtype)
 
         def norm_or_none(name: str) -> Tensor | None:
             return vector(prefix + names[name], attention.head_dim) if attention.qk_norm else None
@@ -246,7 +250,7 @@ def _assemble(
         )
 
     def table(name: str) -> Tensor:
-        return _checked(origin, names[name], read(names[name]), (spec.vocab, spec.hidden)).bfloat16()
+        return arena.like(_checked(origin, names[name], read(names[name]), (spec.vocab, spec.hidden)), torch.bfloat16)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         embed = table("embed")
