@@ -42,22 +42,36 @@ def gains_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
     fig = make_subplots(
         rows=1, cols=max(1, len(groups)), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=list(groups)
     )
-    fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84}, legend={"y": 1.12})
+    fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84, "b": 72}, legend={"y": 1.12})
     for column, group in enumerate(groups.values(), start=1):
-        names = [technique_title(row.technique, t).replace(" (", "<br>(") for row in group]
+        names = [_in_lines(technique_title(row.technique, t)) for row in group]
         _pair(fig, column, list(range(len(group))), group, 1.0, t)
-        fig.update_xaxes(tickvals=list(range(len(group))), ticktext=names, range=[-0.6, len(group) - 0.4], col=column)
+        ticks = list(range(len(group)))
+        fig.update_xaxes(
+            tickvals=ticks,
+            ticktext=names,
+            tickangle=0,
+            tickfont={"size": 11},
+            range=[-0.6, len(group) - 0.4],
+            col=column,
+        )
         fig.add_hline(y=1, line={"color": GREY, "dash": "dash"}, row=1, col=column)
     fig.update_yaxes(title=t("comparison.gain_y"), col=1)
     fig.update_yaxes(range=[0, _highest(rows) * 1.15], ticksuffix="×")
     return fig
 
 
+def _in_lines(title: str) -> str:
+    """A title that fits under its pair: a word a line, a translation in one."""
+    english, bracket, translated = title.partition(" (")
+    return english.replace(" ", "<br>") + (f"<br>({translated}" if bracket else "")
+
+
 def baseline_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
     """The baseline's time per output token at each point."""
     baselines = [row for row in rows if row.technique == "baseline"]
     fig = make_subplots(rows=1, cols=1)
-    fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84}, legend={"y": 1.12})
+    fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84, "b": 72}, legend={"y": 1.12})
     _pair(fig, 1, list(range(len(baselines))), baselines, 1e3, t)
     fig.update_xaxes(
         tickvals=list(range(len(baselines))),

@@ -55,9 +55,10 @@ def _outcome(job: Job) -> None:
 
 
 def _measurement() -> Job | None:
-    """The measurement that the URL names, else the newest one of anybody."""
+    """The measurement that the URL names, else the newest one of anybody that was not cancelled."""
     name = shown_job()
     for job in store().jobs("compare"):
-        if job.id == name or (name is None and job.spec.get("scenario", "").startswith(f"name: {SCENARIO}\n")):
+        ours = job.spec.get("scenario", "").startswith(f"name: {SCENARIO}\n") and job.state != "cancelled"
+        if job.id == name or (name is None and ours):
             return jobs.poll(store(), job.id)
     return None

@@ -143,7 +143,11 @@ def test_what_was_not_measured_has_no_marker() -> None:
 def test_each_point_of_the_sweep_has_its_panel_and_axes_are_shared() -> None:
     rows = [row(point={"workload.arrivals.concurrency": users}) for users in (1, 4, 16)]
     fig = comparison.gains_figure(rows, T)
-    assert [a.text for a in fig.layout.annotations if "users" in (a.text or "")] == ["1 users", "4 users", "16 users"]
+    assert [a.text for a in fig.layout.annotations if "users" in (a.text or "")] == [
+        "users: 1",
+        "users: 4",
+        "users: 16",
+    ]
     assert fig.layout.yaxis2.matches == "y"
 
 
