@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 SHORT = (HERE / "short.yaml").read_text("utf-8")
-LONG = re.sub(r"requests: \d+", "requests: 400", SHORT).replace("browser-short", "browser-long")
+LONG = re.sub(r"requests: \d+", "requests: 4000", SHORT).replace("browser-short", "browser-long")
 CALIBRATION = HERE.parent / "app" / "calibration.json"
 IDLE = "[data-testid=stApp][data-test-script-state=notRunning][data-test-connection-state=CONNECTED]"
 DRAWN = ".js-plotly-plot .nsewdrag"
@@ -48,7 +48,8 @@ class Server:
 
     def start(self) -> None:
         command = [sys.executable, "-P", "-m", "membound.app.cli", "dashboard", "--no-browser", "--port", "0"]
-        environment = {**os.environ, **self.environment, "MEMBOUND_HOME": str(self.home)}
+        own = {"MEMBOUND_HOME": str(self.home), "MEMBOUND_SLOT": str(self.home / "slot.lock")}
+        environment = {**os.environ, **self.environment, **own}
         self.process = subprocess.Popen(
             command, cwd=self.home, env=environment, text=True, stdout=subprocess.PIPE, start_new_session=True
         )
