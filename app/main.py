@@ -14,7 +14,11 @@ FAVICON = Path(__file__).parent / "assets" / "favicon.png"
 SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = data; }"
 
 # Streamlit leaves a third of the first screen empty
-DENSER = "<style>.stMainBlockContainer {padding-top: 4.6rem} h1 {font-size: 2rem !important} h2 {font-size: 1.5rem !important}</style>"
+DENSER = """<style>
+.stMainBlockContainer {padding-top: 4.6rem}
+h1 {font-size: 2rem !important}
+h2 {font-size: 1.5rem !important}
+</style>"""
 
 st.set_page_config(page_title="membound", page_icon=str(FAVICON), layout="wide")
 st.html(DENSER)
