@@ -53,17 +53,18 @@ def predict(
     scenario: ScenarioArgument,
     batch: Annotated[int, typer.Option(min=1, help="sequences in the step")] = 1,
     context: Annotated[int, typer.Option(min=1, help="tokens of each sequence, the new ones included")] = 512,
-    phase: Annotated[str, typer.Option(help="decode or prefill")] = "decode",
+    phase: Annotated[str, typer.Option(help="decode, prefill, or verify with drafts")] = "decode",
     hardware: HardwareOption = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Roofline of one operating point: each operator's FLOPs, bytes, time and bound; the memory breakdown."""
     from membound.app import report
-    from membound.roofline.operating_point import operating_point
+    from membound.roofline.operating_point import OperatingPoint
 
     chosen = _scenario(scenario, set_, hardware)
-    document = operating_point(chosen, batch=batch, context=context, phase=phase)
+    point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
+    document = {"scenario": chosen.model_dump(mode="json"), **point.to_json()}
     _print(document, as_json, report.operating_point)
 
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from membound.simulator.scheduling.request import Outcome, Step
 
 LIVE_INTERVAL_S = 0.5
+# A stalled step runs some operators on one thread; more than one in a hundred steps would show in a mean.
+STALLS_PER_STEP = 0.01
+TRIES = 3
 
 
 class Listener(Protocol):
@@ -113,7 +116,8 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
     qualities = {t.name: _quality(scenario, t, runtime) for t in scenario.techniques if not t.lossless}
     rows: list[Comparison] = []
     for index, point in enumerate(points):
-        runs: dict[str, list[RunResult]] = {"baseline": []} | {t.name: [] for t in point.techniques}
+        names = ["baseline", *(technique.name for technique in point.techniques)]
+        runs: dict[str, list[RunResult]] = {name: [] for name in names}
         for repeat in range(scenario.repeats):
             for technique in (None, *point.techniques):
                 name = technique.name if technique else "baseline"
@@ -143,7 +147,7 @@ class _Cells:
         self.hardware = hardware
         self.listener = listener
         self.total = repeats * sum(1 + len(point.techniques) for point in points)
-        self.done = 0
+        self.done = self.repeated = self.disturbed = 0
         self.last: RunResult | None = None
 
     def measure(self, index: int, point: Point, technique: Technique | None, repeat: int) -> RunResult:
@@ -152,13 +156,29 @@ class _Cells:
         payload = {"technique": technique.name if technique else "baseline", "point": point.values, "repeat": repeat}
         self.listener.event("cell", payload | {"index": self.done, "total": self.total})
         message = f"{name}, {_point_text(point.values)}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
-        observer = LiveObserver(scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total)
-        self.last = self.runtime.run(scenario, self.hardware, observer=observer)
+        tried: list[RunResult] = []
+        while not tried or (_disturbed(tried[-1]) and len(tried) < TRIES):
+            observer = LiveObserver(
+                scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total
+            )
+            tried.append(self.runtime.run(scenario, self.hardware, observer=observer))
         self.done += 1
+        self.repeated += len(tried) - 1
+        self.last = min(tried, key=lambda run: run.provenance.stalls)
+        self.disturbed += _disturbed(self.last)
         return self.last
 
     def notes(self) -> list[str]:
-        return self.last.provenance.notes if self.last else []
+        notes = list(self.last.provenance.notes) if self.last else []
+        if self.repeated:
+            notes.append(f"{self.repeated} runs were repeated because other programs held up their threads")
+        if self.disturbed:
+            notes.append(f"{self.disturbed} of {self.total} cells stayed disturbed by other programs: close them")
+        return notes
+
+
+def _disturbed(run: RunResult) -> bool:
+    return run.provenance.stalls > STALLS_PER_STEP * len(run.steps["time_s"])
 
 
 class LiveObserver:

@@ -61,7 +61,10 @@ class Summary(BaseModel):
 
 
 class Provenance(BaseModel):
-    """Who made the numbers, when, on what, in which state."""
+    """Who made the numbers, when, on what, in which state.
+
+    `stalls` counts how often other programs held up the run's threads: a run with many was disturbed.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -69,6 +72,7 @@ class Provenance(BaseModel):
     created: str
     hardware: str
     versions: dict[str, str] = {}
+    stalls: int = 0
     notes: list[str] = []
 
 

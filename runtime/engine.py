@@ -159,6 +159,7 @@ class Runtime:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             hardware=hardware.name,
             versions={"torch": torch.__version__, "python": platform.python_version()},
+            stalls=stalls,
             notes=notes,
         )
 

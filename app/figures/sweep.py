@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from membound.app.figures.template import BLUE, GREY, ORANGE, SKY, VERMILLION, figure, log_ticks, translucent
 from membound.app.i18n import Translate
-from membound.app.operating_point import SweepPoint
+from membound.roofline.operating_point import SweepPoint
 
 
 def time_figure(points: Sequence[SweepPoint], batch: int, t: Translate) -> go.Figure:

@@ -10,10 +10,10 @@ import streamlit as st
 from membound.app import text
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.operating_point import BATCHES, CONTEXTS, PHASES, OperatingPoint
 from membound.app.views import linked
 from membound.app.views.session import translate
 from membound.roofline import hardware, models
+from membound.roofline.operating_point import BATCHES, CONTEXTS, PHASES, OperatingPoint
 from membound.roofline.techniques import TECHNIQUES, engine_setup
 
 MODEL, DEVICE, BATCH, CONTEXT, GAMMA = "Llama-3.1-8B", "H100-SXM5", 8, 2048, 4

@@ -10,11 +10,11 @@ from membound.app import text
 from membound.app.figures import memory, roofline, sweep
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
-from membound.app.operating_point import OperatingPoint
 from membound.app.views import choices, tables
 from membound.app.views.charts import chart
 from membound.app.views.session import device_name, translate
 from membound.roofline.errors import MemboundError
+from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.techniques import EngineSetup
 
 

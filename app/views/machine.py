@@ -9,7 +9,6 @@ import streamlit as st
 from membound.app import jobs, text
 from membound.app.figures import roofline
 from membound.app.i18n import Translate
-from membound.app.operating_point import OperatingPoint
 from membound.app.store import Job
 from membound.app.views import states
 from membound.app.views.charts import chart
@@ -17,6 +16,7 @@ from membound.app.views.console import console
 from membound.app.views.session import has_torch, store, this_machine, translate
 from membound.roofline import hardware, models
 from membound.roofline.hardware import HardwareSpec
+from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.techniques import TECHNIQUES, EngineSetup
 
 MODEL, BATCHES, CONTEXT = "SmolLM2-135M", (1, 4, 16), 512
