@@ -113,7 +113,8 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
     conditions = _conditions(scenario, hardware)
     points = points_of(scenario)
     cells = _Cells(points, scenario.repeats, runtime, hardware, listener)
-    qualities = {t.name: _quality(scenario, t, runtime) for t in scenario.techniques if not t.lossless}
+    lossy = [technique for technique in scenario.techniques if not technique.lossless]
+    qualities: dict[str, Quality | None] = {t.name: _quality(scenario, t, runtime) for t in lossy}
     rows: list[Comparison] = []
     for index, point in enumerate(points):
         names = ["baseline", *(technique.name for technique in point.techniques)]
