@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from membound.roofline.errors import MemboundError
 from membound.roofline.result import RunResult, Summary
 from membound.roofline.techniques import GainMetric, Technique
 
@@ -62,10 +63,16 @@ class Comparison(BaseModel):
 
 
 def metric_value(summary: Summary, metric: GainMetric) -> float:
-    """A run's value of a gain metric: the mean TPOT in seconds, or output tokens a second."""
+    """A run's value of a gain metric: the mean TPOT in seconds, or output tokens a second.
+
+    Raises MemboundError where the run has none.
+    """
     if metric == "tpot_s":
         if summary.tpot_s.mean is None:
-            raise ValueError("no request emitted two tokens, so there is no time per output token")
+            raise MemboundError(
+                "no request emitted two tokens, so there is no time per output token to compare; "
+                "make workload.output_tokens longer, and engine.num_blocks large enough for the requests"
+            )
         return summary.tpot_s.mean
     return summary.output_tokens_per_s
 

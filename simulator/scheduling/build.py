@@ -9,7 +9,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.metrics import summarize
 from membound.roofline.models import ModelSpec
 from membound.roofline.operators import weights_bytes
-from membound.roofline.result import Provenance, RunResult
+from membound.roofline.result import BOUNDS, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.times import Times
@@ -60,10 +60,12 @@ def run_result(
 ) -> RunResult:
     """The result of a recorded run; the bounds of its steps are those that `times` sees for their shapes."""
     steps = recorder.steps()
-    if steps:
+    if recorder.plans:
         shape = StepShape(**{name: steps[name] for name in StepShape.__dataclass_fields__})
         shares = step_cost(model, scenario.setup, times, shape).shares()
         steps |= {bound: share + 0.0 * steps["time_s"] for bound, share in shares.items()}
+    else:
+        steps |= dict.fromkeys(BOUNDS, steps["time_s"])
     requests, itl_s = recorder.requests(), recorder.itl_s()
     summary = summarize(
         requests,

@@ -11,6 +11,17 @@ from membound.roofline.result import Column
 from membound.roofline.shape import StepShape
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
 
+STEP_COLUMNS = (
+    "start_s",
+    "time_s",
+    *StepShape.__dataclass_fields__,
+    "prefill_tokens",
+    "drafted",
+    "accepted",
+    "emitted",
+    "blocks_used",
+)
+
 Observer = Callable[[Step, Outcome, float], None]
 
 
@@ -23,7 +34,7 @@ class Recorder:
         self.end_s = 0.0
         self.outputs: dict[int, list[int]] = {}
         self._observer = observer
-        self._steps: dict[str, list[float]] = {}
+        self._steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
         self._requests: dict[str, list[float]] = {}
         self._itl_s: list[float] = []
 

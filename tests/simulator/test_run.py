@@ -125,6 +125,12 @@ def test_few_blocks_preempt_and_still_answer_everybody():
     assert result.summary.completed == 40
 
 
+def test_a_run_in_which_every_request_is_rejected_has_a_summary():
+    summary = run(scenario(engine={"num_blocks": 1})).summary
+    assert summary.rejected == summary.requests == 40 and summary.completed == 0
+    assert summary.duration_s == 0 and summary.tpot_s.mean is None and summary.bottleneck_share["idle"] == 1
+
+
 def test_a_model_that_does_not_fit_is_refused_in_one_sentence():
     with pytest.raises(MemboundError, match=r"does not fit: its weights take .* GiB usable on 'L4'"):
         run(scenario(model="Llama-3.1-70B", hardware="L4"))
