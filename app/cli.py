@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -51,7 +52,7 @@ def dashboard(
 @app.command()
 def predict(
     scenario: ScenarioArgument,
-    batch: Annotated[int, typer.Option(min=1, help="sequences in the step")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=1_000_000, help="sequences in the step")] = 1,
     context: Annotated[int, typer.Option(min=1, help="tokens of each sequence, the new ones included")] = 512,
     phase: Annotated[str, typer.Option(help="decode, prefill, or verify with drafts")] = "decode",
     hardware: HardwareOption = None,
@@ -146,6 +147,9 @@ def record(
     tokens: Annotated[int, typer.Option(min=1, help="tokens to record for each prompt")] = 128,
 ) -> None:
     """Record what a model writes after each prompt: the content that simulations replay."""
+    from membound.app.tasks import need_torch
+
+    need_torch()
     from membound.runtime.engine import Runtime
     from membound.runtime.record import record as run_record
 
@@ -177,19 +181,14 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def _scenario(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
-    import yaml
-
-    from membound.roofline.scenario import load_scenario
+    from membound.roofline.scenario import load_scenario, parse_yaml
 
     scenario = load_scenario(name)
     for assignment in assignments or []:
         key, separator, value = assignment.partition("=")
         if not separator:
             raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
-        try:
-            scenario = scenario.with_value(key, yaml.safe_load(value))
-        except yaml.YAMLError:
-            raise MemboundError(f"option --set {key} is '{value}', which is not a YAML value") from None
+        scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
     return scenario.with_value("hardware", hardware) if hardware else scenario
 
 
@@ -257,7 +256,10 @@ def _measuring(holder: str) -> Iterator[_TerminalListener]:
 
 def _print(document: Any, as_json: bool, render: Any) -> None:
     if as_json:
+        if sys.stdout is None:
+            raise MemboundError("standard output is closed, so the result cannot be printed")
         sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+        sys.stdout.flush()
         return
     from rich.console import Console
 
@@ -271,10 +273,12 @@ def main() -> None:
     except MemboundError as error:
         typer.echo(f"membound: {error}", err=True)
         sys.exit(2)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        typer.echo("membound: torch is not installed, and this needs it; run `make setup TORCH=cpu`", err=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        typer.echo(f"membound: cannot write the result: {error.strerror or error}", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
 
 

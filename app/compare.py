@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from membound.roofline.comparison import Comparison, Quality, baseline_row, technique_row
-from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.result import RunResult
 from membound.roofline.scenario import ClosedLoop, Scenario
@@ -94,15 +93,7 @@ def predict_rows(scenario: Scenario, hardware: HardwareSpec) -> ComparisonResult
 
 
 def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listener: Listener) -> ComparisonResult:
-    """Predicts every cell, then measures each point's cells next to each other, `repeats` times.
-
-    Raises MemboundError where the scenario is for another machine than this one.
-    """
-    if scenario.hardware != "local":
-        raise MemboundError(
-            f"field 'hardware' is '{scenario.hardware}', but only 'local' can be measured here; "
-            "use `membound simulate` for other devices"
-        )
+    """Predicts every cell, then measures each point's cells next to each other, `repeats` times."""
     listener.progress(0.0, "predicting")
     result = predict_rows(scenario, hardware)
     for row in result.rows:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from membound.app.compare import LiveObserver, compare, comparison_tables, result_tables
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, get_hardware, local_hardware
+from membound.roofline.hardware import HardwareSpec, local_hardware
 from membound.roofline.home import local_calibration_path
 from membound.roofline.result import RunResult
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import Scenario, parse_scenario, parse_yaml
 
 if TYPE_CHECKING:
     from membound.app.worker import JobContext
@@ -74,18 +72,23 @@ def scenario_of(spec: dict[str, Any]) -> Scenario:
     text = spec.get("scenario")
     if not isinstance(text, str):
         raise MemboundError("the job has no field 'scenario' with a scenario's YAML text")
-    try:
-        return parse_scenario(yaml.safe_load(text))
-    except yaml.YAMLError:
-        raise MemboundError("the scenario is not valid YAML") from None
+    return parse_scenario(parse_yaml(text, "the scenario"))
 
 
 def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:
-    """The scenario's hardware and a runtime on it, with the threads that it was calibrated with."""
+    """This machine and a runtime on it, with the threads that it was calibrated with.
+
+    Raises MemboundError where the scenario is for another machine, and where torch is missing.
+    """
+    if scenario.hardware != "local":
+        raise MemboundError(
+            f"field 'hardware' is '{scenario.hardware}', but only 'local' can be measured here; "
+            "use `membound simulate` for other devices"
+        )
     need_torch()
     from membound.runtime.engine import Runtime
 
-    hardware = get_hardware(scenario.hardware) if scenario.hardware != "local" else local_hardware()
+    hardware = local_hardware()
     calibration = hardware.calibration
     device = "cuda" if calibration and calibration.kind == "gpu" else "cpu"
     return hardware, Runtime(device, threads=calibration.threads if calibration else None)

@@ -80,7 +80,7 @@ class Calibration(_Table):
     created: str
     machine: str
     kind: Literal["cpu", "gpu"]
-    threads: int = Field(ge=1)
+    threads: int = Field(ge=1, le=4096)
     kernels: str
     versions: dict[str, str]
     memory_bytes: int = Field(gt=0)
@@ -120,9 +120,13 @@ class Calibration(_Table):
     def load(cls, path: Path) -> Calibration:
         """Reads a saved calibration; raises MemboundError where it is missing or damaged."""
         try:
-            return cls.model_validate_json(path.read_text())
-        except OSError:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
             raise MemboundError(f"calibration '{path}' is missing; run `membound calibrate`") from None
+        except OSError as error:
+            raise MemboundError(
+                f"calibration '{path}' cannot be read ({error.strerror}); set MEMBOUND_HOME to a folder of your own"
+            ) from None
         except ValidationError as error:
             raise MemboundError(
                 f"calibration '{path}' is damaged or from another version ({error.error_count()} problems); "

@@ -28,7 +28,7 @@ def resolve_model(name_or_path: str) -> ModelSpec:
         config = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ModelError(f"model '{name_or_path}' cannot be read: {error.strerror or error}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ModelError(f"model '{name_or_path}' is not JSON; give the path of a Hugging Face config.json") from None
     if not isinstance(config, dict):
         raise ModelError(f"model '{name_or_path}' is JSON, but not the object that a config.json is")

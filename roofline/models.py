@@ -267,7 +267,9 @@ def _get_count(fields: Mapping[str, Any], key: str, name: str) -> int:
 
 
 def _hf_architecture(config: Mapping[str, Any], name: str) -> str:
-    listed = config.get("architectures") or [_HF_MODEL_TYPES.get(config.get("model_type", ""))]
+    listed = config.get("architectures") or [_HF_MODEL_TYPES.get(str(config.get("model_type", "")))]
+    if not isinstance(listed, list):
+        raise ModelError(f"architectures of {name} is {listed!r:.80}, which must be a list of names.")
     architecture = listed[0] or config.get("model_type")
     if architecture in _HF_ARCHITECTURES:
         return str(architecture)

@@ -47,6 +47,8 @@ class OperatingPoint:
         setup = scenario.setup
         gamma = setup.drafts.gamma if setup.drafts else 4
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
+        if context > model.max_context:
+            raise MemboundError(f"context is {context}, more than the {model.max_context} tokens of '{model.name}'")
         return cls(model, hardware, setup, known, batch, context, gamma)
 
     @cached_property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
@@ -21,20 +22,23 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+# No model takes more tokens; beyond it a number is a slip of the hand.
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
 class FixedLength(Part):
     kind: Literal["fixed"] = "fixed"
-    tokens: int = Field(ge=1)
+    tokens: Tokens
 
 
 class UniformLength(Part):
     kind: Literal["uniform"] = "uniform"
-    low: int = Field(ge=1)
-    high: int = Field(ge=1)
+    low: Tokens
+    high: Tokens
 
     @model_validator(mode="after")
     def _ordered(self) -> UniformLength:
-        if self.high < self.low:
-            raise ValueError(f"high is {self.high}, below low ({self.low})")
+        _check_order(self.low, self.high)
         return self
 
 
@@ -42,10 +46,20 @@ class LognormalLength(Part):
     """exp(N(ln median, sigma)), rounded and clipped to [low, high] tokens."""
 
     kind: Literal["lognormal"] = "lognormal"
-    median: float = Field(gt=0)
-    sigma: float = Field(ge=0)
-    low: int = Field(1, ge=1)
-    high: int = Field(1_000_000, ge=1)
+    median: float = Field(gt=0, le=10_000_000)
+    sigma: float = Field(ge=0, le=10)
+    low: Tokens = 1
+    high: Tokens = 1_000_000
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LognormalLength:
+        _check_order(self.low, self.high)
+        return self
+
+
+def _check_order(low: int, high: int) -> None:
+    if high < low:
+        raise ValueError(f"high is {high}, below low ({low})")
 
 
 Length = Annotated[FixedLength | UniformLength | LognormalLength, Field(discriminator="kind")]
@@ -85,16 +99,18 @@ class Workload(Part):
     requests: int = Field(ge=1, le=10_000_000)
     prompts: Annotated[TextPrompts | SyntheticPrompts, Field(discriminator="kind")]
     output_tokens: Length
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**63)
 
 
 class Engine(Part):
     """The limits of the serving engine, under the names that vLLM gave them."""
 
-    max_num_seqs: int = Field(16, ge=1, description="sequences in one step at most")
-    max_batched_tokens: int = Field(4096, ge=1, description="tokens in one step at most")
+    max_num_seqs: int = Field(16, ge=1, le=1_000_000, description="sequences in one step at most")
+    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
-    num_blocks: int | None = Field(None, ge=1, description="KV blocks; from memory where it is not given")
+    num_blocks: int | None = Field(
+        None, ge=1, le=1_000_000_000, description="KV blocks; from memory where it is not given"
+    )
 
 
 class Slo(Part):
@@ -111,7 +127,7 @@ class Scenario(Part):
     `sweep` lists the points at which `compare` asks it again, each as dotted paths into the scenario with values.
     """
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^\w[\w.-]*$")
     description: str = ""
     model: str = Field(description="a catalog name, or the path of a config.json or a GGUF")
     weights: str = Field("random", description="'pretrained', 'random', or the path of a GGUF or safetensors folder")
@@ -122,13 +138,15 @@ class Scenario(Part):
     slo: Slo = Slo()
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
     repeats: int = Field(3, ge=1, le=50, description="measurements of each cell, interleaved with its baseline")
-    sweep: tuple[dict[str, Any], ...] = ()
+    sweep: tuple[dict[str, JsonValue], ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
         names = [technique.name for technique in self.techniques]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
+        for _ in self.points():
+            pass  # a point with a bad path or value raises here, not when it is reached
         return self
 
     @property
@@ -182,7 +200,7 @@ def one_sentence(error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
         return f"field '{field}': {message}{more}"
-    return f"field '{field}' is {problem['input']!r:.80}: {message[:1].lower()}{message[1:]}{more}"
+    return f"field '{field}' is {reprlib.repr(problem['input'])}: {message[:1].lower()}{message[1:]}{more}"
 
 
 def parse_scenario(document: Any, origin: str = "scenario") -> Scenario:
@@ -207,7 +225,7 @@ def shipped_scenarios() -> dict[str, str]:
 def load_scenario(name_or_path: str) -> Scenario:
     """A scenario from a YAML file, or the shipped one of that name; raises MemboundError with one sentence."""
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    if path.suffix in (".yaml", ".yml") or _is_file(path):
         try:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -220,10 +238,26 @@ def load_scenario(name_or_path: str) -> Scenario:
                 f"scenario '{name_or_path}' is neither a file nor shipped; shipped are {', '.join(shipped) or 'none'}"
             )
         text = shipped[name_or_path]
+    origin = f"scenario '{name_or_path}'"
+    return parse_scenario(parse_yaml(text, origin), origin)
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    """Plain data from YAML; raises MemboundError with one sentence, also for values such as a 45th of a month."""
     try:
-        document = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
-        raise MemboundError(f"scenario '{name_or_path}' is not valid YAML{line}") from None
-    return parse_scenario(document, f"scenario '{name_or_path}'")
+        raise MemboundError(f"{origin} is not valid YAML{line}") from None
+    except RecursionError:
+        raise MemboundError(f"{origin} is not valid YAML: it is nested too deep") from None
+    except (ValueError, AttributeError, TypeError, OverflowError) as error:
+        raise MemboundError(f"{origin} has a value that YAML cannot read ({str(error)[:80]}); quote it") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -19,6 +19,7 @@ from membound.roofline.gguf_file import GgufFile
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
+from membound.roofline.operators import weights_bytes
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.times import times_for
@@ -30,7 +31,7 @@ from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import sampler_for
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
-from membound.simulator.scheduling.build import build_scheduler, num_blocks, run_result
+from membound.simulator.scheduling.build import MEMORY_SHARE, build_scheduler, num_blocks, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import Executor, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
@@ -61,6 +62,12 @@ def load_model(scenario: Scenario) -> LoadedModel:
     source = scenario.weights
     if source == "random":
         spec = resolve_model(scenario.model)
+        needed, memory = weights_bytes(spec, scenario.setup), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > MEMORY_SHARE * memory:
+            raise MemboundError(
+                f"model '{spec.name}' does not fit: its weights take {needed / 2**30:.1f} GiB, "
+                f"and this machine has {memory / 2**30:.1f} GiB"
+            )
         return LoadedModel(spec, random_weights(spec, seed=scenario.workload.seed), None)
     if source == "pretrained":
         if scenario.model != "SmolLM2-135M":
@@ -69,6 +76,11 @@ def load_model(scenario: Scenario) -> LoadedModel:
                 "give 'random', or the path of a GGUF or a safetensors folder"
             )
         source = str(fetch_smollm2())
+    if not Path(source).exists():
+        raise MemboundError(
+            f"field 'weights' is '{scenario.weights}'; give 'random', 'pretrained', "
+            "or the path of a GGUF or of a safetensors folder"
+        )
     if Path(source).is_dir():
         spec, weights = load_safetensors(source)
         return LoadedModel(spec, weights, Tokenizer.from_folder(source))

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from membound.roofline.errors import MemboundError
-from membound.roofline.scenario import Scenario
+from membound.roofline.scenario import Scenario, parse_yaml
 from membound.runtime.engine import Runtime
 from membound.runtime.plain import generate_plain
 
@@ -18,11 +16,11 @@ from membound.runtime.plain import generate_plain
 def read_texts(path: Path) -> list[dict[str, str]]:
     """The prompts of a YAML file: a list `prompts` of `id`, `task` and `text`; raises MemboundError otherwise."""
     try:
-        document = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        raise MemboundError(f"prompts file '{path}' cannot be read: {error.strerror or error}") from None
-    except yaml.YAMLError:
-        raise MemboundError(f"prompts file '{path}' is not valid YAML") from None
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise MemboundError(f"prompts file '{path}' cannot be read: {reason}") from None
+    document = parse_yaml(text, f"prompts file '{path}'")
     listed: Any = document.get("prompts") if isinstance(document, dict) else None
     needed = {"id", "task", "text"}
     if not isinstance(listed, list) or not all(isinstance(item, dict) and needed <= item.keys() for item in listed):

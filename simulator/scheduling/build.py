@@ -27,11 +27,9 @@ MEMORY_SHARE = 0.9
 def num_blocks(scenario: Scenario, model: ModelSpec, memory_bytes: float, requests: Items[Request]) -> int:
     """KV blocks of the engine: as given, else what memory holds beside the weights, but no more than can be used.
 
-    Raises MemboundError where the weights leave no room for a single block.
+    Raises MemboundError where the weights leave no room for a single block, or not for as many as given.
     """
     engine = scenario.engine
-    if engine.num_blocks is not None:
-        return engine.num_blocks
     block_bytes = model.kv_bytes_per_token(scenario.setup.kv.bits) * engine.block_size
     held = weights_bytes(model, scenario.setup)
     fitting = int((memory_bytes * MEMORY_SHARE - held) // block_bytes)
@@ -40,6 +38,13 @@ def num_blocks(scenario: Scenario, model: ModelSpec, memory_bytes: float, reques
             f"model '{model.name}' does not fit: its weights take {held / 2**30:.1f} GiB of the "
             f"{memory_bytes * MEMORY_SHARE / 2**30:.1f} GiB usable on '{scenario.hardware}'"
         )
+    if engine.num_blocks is not None:
+        if engine.num_blocks > fitting:
+            raise MemboundError(
+                f"field 'engine.num_blocks' is {engine.num_blocks}, but '{scenario.hardware}' holds at most {fitting} "
+                f"blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
+            )
+        return engine.num_blocks
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
     useful = engine.max_num_seqs * (-(-longest // engine.block_size))
     return min(fitting, useful)

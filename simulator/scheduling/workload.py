@@ -38,8 +38,12 @@ def load_prompts(file: str) -> list[Prompt]:
     path = prompts_path(file)
     try:
         lines = path.read_text("utf-8").splitlines()
-    except OSError as error:
-        raise MemboundError(f"workload.prompts.file '{file}' cannot be read: {error.strerror or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise MemboundError(
+            f"workload.prompts.file '{file}' cannot be read ({path}: {reason}); "
+            "give a name of data/prompts/ or the path of a .jsonl that `membound record` wrote"
+        ) from None
     prompts = []
     for number, line in enumerate(lines, start=1):
         try:
