@@ -86,6 +86,9 @@ def measure(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
     """Real run of the scenario on this machine."""
     from membound.app import report
     from membound.app.compare import LiveObserver
+    from membound.app.home import membound_home
+    from membound.app.keeping import keep_run
+    from membound.app.store import Store
     from membound.app.tasks import machine_for
 
     chosen = _scenario(scenario, set_)
@@ -94,6 +97,7 @@ def measure(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
         hardware, runtime = machine_for(chosen)
         observer = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
         result = runtime.run(chosen, hardware, observer=observer)
+    keep_run(Store(membound_home()), "measure", chosen, result)
     _print(result.to_json(), as_json, report.run)
 
 
@@ -102,8 +106,8 @@ def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
     """Prediction and measurement side by side, with the error of each."""
     from membound.app import report
     from membound.app.compare import compare as run_compare
-    from membound.app.compare import comparison_tables
     from membound.app.home import membound_home
+    from membound.app.keeping import keep_comparison
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
@@ -112,17 +116,8 @@ def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
     with _measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)
         result = run_compare(chosen, hardware, runtime, listener)
-    document = result.to_json()
-    Store(membound_home()).save_run(
-        kind="compare",
-        label=chosen.name,
-        digest=chosen.digest,
-        scenario_yaml=chosen.to_yaml(),
-        summary={"rows": len(result.rows)},
-        tables=comparison_tables(result),
-        comparison=document,
-    )
-    _print(document, as_json, report.comparison)
+    keep_comparison(Store(membound_home()), chosen, result)
+    _print(result.to_json(), as_json, report.comparison)
 
 
 @app.command()

@@ -6,7 +6,7 @@ The orchestration only: the simulator predicts, the runtime measures, `roofline.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -224,46 +224,6 @@ class LiveObserver:
         prompt = self.tokenizer.decode(self.prompts[sequence])
         text = self.tokenizer.decode(self.texts.get(sequence, []))
         self.listener.event("text", {"request": sequence, "prompt": prompt, "text": text})
-
-
-def table_of(columns: Mapping[str, Any]) -> Any:
-    """A table of records as pyarrow has it, for the store."""
-    import pyarrow
-
-    return pyarrow.table(dict(columns))
-
-
-def result_tables(result: RunResult) -> dict[str, Any]:
-    """The tables of a run that the store keeps."""
-    return {"requests": table_of(result.requests), "steps": table_of(result.steps)}
-
-
-def comparison_tables(result: ComparisonResult) -> dict[str, Any]:
-    """All runs of a comparison in one table of requests and one of steps, with what each row belongs to."""
-    import pyarrow
-
-    tables: dict[str, list[Any]] = {"requests": [], "steps": []}
-    for producer, key, repeat, run in _all_runs(result):
-        for name, table in result_tables(run).items():
-            rows = table.num_rows
-            point, technique = key
-            for column, value in (
-                ("repeat", repeat),
-                ("technique", technique),
-                ("point", point),
-                ("producer", producer),
-            ):
-                table = table.add_column(0, column, pyarrow.array([value] * rows))
-            tables[name].append(table)
-    return {name: pyarrow.concat_tables(parts) for name, parts in tables.items() if parts}
-
-
-def _all_runs(result: ComparisonResult) -> Iterator[tuple[str, tuple[int, str], int, RunResult]]:
-    for key, run in result.predicted.items():
-        yield "simulator", key, 0, run
-    for key, runs in result.measured.items():
-        for repeat, run in enumerate(runs):
-            yield "runtime", key, repeat, run
 
 
 def _quality(scenario: Scenario, technique: Technique, runtime: Runtime) -> Quality | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from membound.app.compare import LiveObserver, compare, comparison_tables, result_tables
+from membound.app.compare import LiveObserver, compare
+from membound.app.keeping import keep_comparison, keep_run
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, local_hardware
 from membound.roofline.home import local_calibration_path
-from membound.roofline.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario, parse_yaml
 
 if TYPE_CHECKING:
@@ -35,18 +35,8 @@ def run_compare(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     scenario = scenario_of(spec)
     hardware, runtime = machine_for(scenario)
     result = compare(scenario, hardware, runtime, context)
-    document = result.to_json()
-    run_id = context.store.save_run(
-        kind="compare",
-        label=scenario.name,
-        digest=scenario.digest,
-        scenario_yaml=scenario.to_yaml(),
-        summary={"rows": len(result.rows)},
-        tables=comparison_tables(result),
-        comparison=document,
-        job_id=context.job_id,
-    )
-    return {"run_id": run_id, **document}
+    run_id = keep_comparison(context.store, scenario, result, context.job_id)
+    return {"run_id": run_id, **result.to_json()}
 
 
 def run_measure(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
@@ -54,7 +44,8 @@ def run_measure(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     scenario = scenario_of(spec)
     hardware, runtime = machine_for(scenario)
     observer = LiveObserver(scenario, runtime, context, f"measuring {scenario.name}")
-    return _keep(context, scenario, "measure", runtime.run(scenario, hardware, observer=observer))
+    result = runtime.run(scenario, hardware, observer=observer)
+    return {"run_id": keep_run(context.store, "measure", scenario, result, context.job_id), **result.to_json()}
 
 
 def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
@@ -64,7 +55,7 @@ def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     scenario = scenario_of(spec)
     context.progress(0.0, f"simulating {scenario.name}")
     result = run(scenario, observer=lambda step, outcome, end_s: context.check_cancelled())
-    return _keep(context, scenario, "simulate", result)
+    return {"run_id": keep_run(context.store, "simulate", scenario, result, context.job_id), **result.to_json()}
 
 
 def scenario_of(spec: dict[str, Any]) -> Scenario:
@@ -92,20 +83,6 @@ def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:
     calibration = hardware.calibration
     device = "cuda" if calibration and calibration.kind == "gpu" else "cpu"
     return hardware, Runtime(device, threads=calibration.threads if calibration else None)
-
-
-def _keep(context: JobContext, scenario: Scenario, kind: str, result: RunResult) -> dict[str, Any]:
-    document = result.to_json()
-    run_id = context.store.save_run(
-        kind=kind,
-        label=scenario.name,
-        digest=scenario.digest,
-        scenario_yaml=scenario.to_yaml(),
-        summary=document["summary"],
-        tables=result_tables(result),
-        job_id=context.job_id,
-    )
-    return {"run_id": run_id, **document}
 
 
 def need_torch() -> None:

@@ -69,9 +69,8 @@ def parse_hardware(document: Any, origin: str) -> HardwareSpec:
         raise MemboundError(f"{origin}: {one_sentence(error)}") from None
 
 
-def local_hardware() -> HardwareSpec:
-    """This machine as it was calibrated; raises MemboundError where it was not."""
-    calibration = Calibration.load(local_calibration_path())
+def hardware_of(calibration: Calibration) -> HardwareSpec:
+    """The machine that a calibration describes, as the device `local`."""
     return HardwareSpec(
         name="local",
         vendor="this machine",
@@ -82,6 +81,11 @@ def local_hardware() -> HardwareSpec:
         source=f"calibrated {calibration.created} on {calibration.machine}, {calibration.threads} threads",
         calibration=calibration,
     )
+
+
+def local_hardware() -> HardwareSpec:
+    """This machine as it was calibrated; raises MemboundError where it was not."""
+    return hardware_of(Calibration.load(local_calibration_path()))
 
 
 def get_hardware(name: str) -> HardwareSpec:

@@ -17,7 +17,7 @@ import torch
 from membound.kernels.base import Kernels
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.calibration import CACHE_SET_BYTES, BandwidthPoint, Calibration
-from membound.roofline.hardware import HardwareSpec
+from membound.roofline.hardware import hardware_of
 from membound.roofline.operators import Operator, linear
 from membound.roofline.precision import PRECISIONS
 from membound.roofline.times import CalibratedTimes
@@ -179,7 +179,7 @@ class _Calibrator:
 
     def _errors(self, calibration: Calibration) -> list[float]:
         """Relative errors of the tables on the plan's checks."""
-        times = CalibratedTimes(_hardware(calibration), calibration)
+        times = CalibratedTimes(hardware_of(calibration), calibration)
         errors = []
         for check in self.plan.checks:
             for operator, working_set_bytes, measured_s in self._measured(check, times.activation_bytes):
@@ -199,18 +199,6 @@ class _Calibrator:
             for cached, working_set in ((False, self.pool.size_bytes), (True, CACHE_SET_BYTES)):
                 if operator.weight_bytes <= working_set:
                     yield operator, working_set, self.linears.one_s(format, check.n, check.k, check.m, cached)
-
-
-def _hardware(calibration: Calibration) -> HardwareSpec:
-    return HardwareSpec(
-        name="local",
-        vendor="this machine",
-        kind=calibration.kind,
-        memory_bytes=calibration.memory_bytes,
-        bandwidth_bytes_per_s=calibration.memory_bandwidth,
-        matrix_flops={},
-        source="being calibrated",
-    )
 
 
 def _machine(device: str) -> str:

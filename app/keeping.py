@@ -1,0 +1,83 @@
+"""How are results kept, so that every page and every later day finds them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from membound.app.compare import ComparisonResult
+from membound.app.store import Store
+from membound.roofline.result import RunResult
+from membound.roofline.scenario import Scenario
+
+
+def keep_run(store: Store, kind: str, scenario: Scenario, result: RunResult, job_id: str | None = None) -> str:
+    """Keeps a simulated or measured run and returns its id."""
+    return _keep(store, kind, scenario, result.to_json()["summary"], result_tables(result), job_id)
+
+
+def keep_comparison(store: Store, scenario: Scenario, result: ComparisonResult, job_id: str | None = None) -> str:
+    """Keeps a comparison with all its runs and returns its id."""
+    summary = {"rows": len(result.rows)}
+    return _keep(store, "compare", scenario, summary, comparison_tables(result), job_id, result.to_json())
+
+
+def _keep(
+    store: Store,
+    kind: str,
+    scenario: Scenario,
+    summary: Mapping[str, Any],
+    tables: Mapping[str, Any],
+    job_id: str | None,
+    comparison: Mapping[str, Any] | None = None,
+) -> str:
+    return store.save_run(
+        kind=kind,
+        label=scenario.name,
+        digest=scenario.digest,
+        scenario_yaml=scenario.to_yaml(),
+        summary=summary,
+        tables=tables,
+        comparison=comparison,
+        job_id=job_id,
+    )
+
+
+def table_of(columns: Mapping[str, Any]) -> Any:
+    """A table of records as pyarrow has it, for the store."""
+    import pyarrow
+
+    return pyarrow.table(dict(columns))
+
+
+def result_tables(result: RunResult) -> dict[str, Any]:
+    """The tables of a run that the store keeps."""
+    return {"requests": table_of(result.requests), "steps": table_of(result.steps)}
+
+
+def comparison_tables(result: ComparisonResult) -> dict[str, Any]:
+    """All runs of a comparison in one table of requests and one of steps, with what each row belongs to."""
+    import pyarrow
+
+    tables: dict[str, list[Any]] = {"requests": [], "steps": []}
+    for producer, key, repeat, run in _all_runs(result):
+        for name, table in result_tables(run).items():
+            rows = table.num_rows
+            point, technique = key
+            for column, value in (
+                ("repeat", repeat),
+                ("technique", technique),
+                ("point", point),
+                ("producer", producer),
+            ):
+                table = table.add_column(0, column, pyarrow.array([value] * rows))
+            tables[name].append(table)
+    return {name: pyarrow.concat_tables(parts) for name, parts in tables.items() if parts}
+
+
+def _all_runs(result: ComparisonResult) -> Iterator[tuple[str, tuple[int, str], int, RunResult]]:
+    for key, run in result.predicted.items():
+        yield "simulator", key, 0, run
+    for key, runs in result.measured.items():
+        for repeat, run in enumerate(runs):
+            yield "runtime", key, repeat, run
