@@ -224,7 +224,8 @@ class LiveObserver:
         if self.tokenizer is None:
             return
         prompt = self.tokenizer.decode(self.prompts[sequence])
-        text = self.tokenizer.decode(self.texts.get(sequence, []))
+        # A character of several bytes may be half written at this step.
+        text = self.tokenizer.decode(self.texts.get(sequence, [])).rstrip("\ufffd")
         self.listener.event("text", {"request": sequence, "prompt": prompt, "text": text})
 
 
