@@ -104,13 +104,26 @@ def verdict(samples: Sequence[float]) -> Verdict:
     return "gain" if distance > 0 else "loss"
 
 
+def _prediction_and_measurement(predicted: float, relative_error: float, samples: list[float]) -> dict[str, Any]:
+    """A row's fields from the predicted value with its interval and the repeats of the measured one."""
+    median = float(np.median(samples)) if samples else None
+    return {
+        "predicted": predicted,
+        "low": predicted / (1 + relative_error),
+        "high": predicted * (1 + relative_error),
+        "measured": median,
+        "spread": spread(samples),
+        "error": None if median is None else predicted / median - 1,
+        "samples": samples,
+    }
+
+
 def baseline_row(
     predicted: RunResult, measured: Sequence[RunResult], relative_error: float, point: dict[str, Any], conditions: str
 ) -> Comparison:
     """The baseline's decode TPOT, predicted and measured (median of the repeats)."""
     value = metric_value(predicted.summary, "tpot_s")
     samples = [metric_value(run.summary, "tpot_s") for run in measured]
-    median = float(np.median(samples)) if samples else None
     holds = bottleneck(predicted.summary)
     return Comparison(
         technique="baseline",
@@ -118,18 +131,12 @@ def baseline_row(
         metric="tpot_s",
         unit=UNITS["tpot_s"],
         point=point,
-        predicted=value,
-        low=value / (1 + relative_error),
-        high=value * (1 + relative_error),
-        measured=median,
-        spread=spread(samples),
-        error=None if median is None else value / median - 1,
+        **_prediction_and_measurement(value, relative_error, samples),
         verdict="not measured",
         lossless=True,
         quality=None,
         bottleneck_before=holds,
         bottleneck_after=holds,
-        samples=samples,
         conditions=conditions,
     )
 
@@ -150,7 +157,6 @@ def technique_row(
     before, after = predicted
     value = gain(before.summary, after.summary, technique.gain_metric)
     samples = [gain(base.summary, run.summary, technique.gain_metric) for base, run in measured]
-    median = float(np.median(samples)) if samples else None
     acceptance = [run.summary.acceptance_rate for _, run in measured if run.summary.acceptance_rate is not None]
     return Comparison(
         technique=technique.name,
@@ -158,18 +164,12 @@ def technique_row(
         metric=technique.gain_metric,
         unit="ratio",
         point=point,
-        predicted=value,
-        low=value / (1 + relative_error),
-        high=value * (1 + relative_error),
-        measured=median,
-        spread=spread(samples),
-        error=None if median is None else value / median - 1,
+        **_prediction_and_measurement(value, relative_error, samples),
         verdict=verdict(samples),
         lossless=technique.lossless,
         quality=quality,
         bottleneck_before=bottleneck(before.summary),
         bottleneck_after=bottleneck(after.summary),
-        samples=samples,
         acceptance_rate_predicted=after.summary.acceptance_rate,
         acceptance_rate_measured=float(np.median(acceptance)) if acceptance else None,
         conditions=conditions,
