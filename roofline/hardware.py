@@ -1,72 +1,176 @@
-"""What is a device: its roofs from the data sheet and, where somebody measured it, its calibration?"""
+"""What is a device: its roofs, memory and links from the data sheet and, where somebody measured it, its calibration?"""
 
 from __future__ import annotations
 
+import datetime
 import difflib
+import re
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from membound.roofline.calibration import Calibration
 from membound.roofline.errors import MemboundError
-from membound.roofline.home import local_calibration_path
-from membound.roofline.scenario import one_sentence
+from membound.roofline.home import home_folder, local_calibration_path
+from membound.roofline.scenario import one_sentence, parse_yaml
+
+# What a matrix unit can multiply. Microscaled formats count under the number they hold: mxfp4 and nvfp4 are fp4.
+Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp6", "fp4", "int4"]
+DTYPES: tuple[str, ...] = get_args(Dtype)
+Architecture = Literal[
+    *("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"),
+    *("CDNA1", "CDNA2", "CDNA3", "CDNA4", "RDNA3", "RDNA4"),
+    *("Xe-HPC", "Xe2", "Gaudi", "TPU", "NeuronCore", "Apple", "CPU", "unknown"),
+]
+
+# 2:4 sparsity skips half of the multiplications; a larger ratio means that a sparse figure stands where a dense one
+# belongs, or the other way round. The rest is the rounding of data sheets.
+MOST_SPARSE_TO_DENSE = 2.05
 
 
-class HardwareSpec(BaseModel):
-    """One device. Rates are dense and in SI units; `matrix_flops` is by the precision that computes.
-
-    `calibration` is what was measured on it; without one its times are the data sheet's with typical efficiencies.
-    """
-
+class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    name: str
+
+class Link(_Part):
+    """What connects a device with others or with its host.
+
+    `bandwidth_bytes_per_s` is what one device sends in one direction over all its lanes together; data sheets often
+    quote both directions. `max_devices` is how many devices reach each other over it.
+    """
+
+    kind: str = Field(min_length=1, description="NVLink 4, xGMI, PCIe 4.0 x16, InfiniBand NDR and so on")
+    bandwidth_bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(ge=0, le=1e-2)
+    max_devices: int = Field(ge=2, le=1_000_000)
+    topology: Literal["switched", "mesh", "ring", "torus", "pair", "host"]
+
+
+class Price(_Part):
+    """What a device-hour cost on demand, from a published list of a day."""
+
+    usd_per_h: float = Field(gt=0)
+    date: datetime.date
+    source: str = Field(min_length=1)
+
+
+class HardwareSpec(_Part):
+    """One device. Rates are in SI units and dense; `matrix_flops` is by the numbers that the matrix unit multiplies.
+
+    `sparse_flops` are the rates with 2:4 structured sparsity. `runs_as` names, for a number format that the matrix
+    unit lacks, the one that engines use there instead at the same size. `sources` says where each figure is from and
+    `verified` which of them were read there; the others are a lead. `calibration` is what was measured on it; without
+    one its times are the data sheet's with typical efficiencies.
+    """
+
+    name: str = Field(min_length=1)
+    aliases: tuple[str, ...] = ()
     vendor: str
     kind: Literal["cpu", "gpu", "accelerator"]
+    architecture: Architecture = "unknown"
+    year: int | None = Field(None, ge=1990, le=2100)
+
     memory_bytes: int = Field(gt=0)
+    memory_kind: Literal["HBM", "GDDR", "LPDDR", "DDR", "unknown"] = "unknown"
     bandwidth_bytes_per_s: float = Field(gt=0)
-    matrix_flops: dict[str, float]
+    cache_bytes: int | None = Field(None, gt=0, description="the last-level cache that all compute units share")
+    cache_bandwidth_bytes_per_s: float | None = Field(None, gt=0)
+
+    compute_units: int | None = Field(None, gt=0, description="SMs, CUs, cores: what a kernel's blocks are dealt to")
+    clock_hz: float | None = Field(None, gt=0, le=1e11, description="boost clock")
+    matrix_flops: dict[Dtype, float]
+    sparse_flops: dict[Dtype, float] = {}
+    vector_flops: float | None = Field(None, gt=0, description="fp32 outside the matrix unit")
+    runs_as: dict[Dtype, Dtype] = {}
     launch_s: float = Field(3e-6, ge=0, description="time of an operator that does nothing, launches captured")
+
+    scale_up: Link | None = Field(None, description="between the devices of a node or rack")
+    scale_out: Link | None = Field(None, description="between nodes, per device, as usually deployed")
+    host: Link | None = Field(None, description="to the memory of the host")
+
     power_w: float | None = Field(None, gt=0)
-    price_usd_per_h: float | None = Field(None, ge=0)
+    price: Price | None = None
     source: str = Field(min_length=1)
+    sources: dict[str, str] = {}
+    verified: tuple[str, ...] = ()
     notes: str = ""
     calibration: Calibration | None = None
 
-    def peak_flops(self, precision: str) -> float:
-        """The matrix rate in FLOP/s for operands of `precision`.
+    @model_validator(mode="after")
+    def _rates_are_possible(self) -> HardwareSpec:
+        for table in ("matrix_flops", "sparse_flops"):
+            for dtype, rate in getattr(self, table).items():
+                if rate <= 0:
+                    raise ValueError(f"{table}.{dtype} is {rate:g}; give a rate in FLOP/s above zero or leave it out")
+        for dtype, rate in self.sparse_flops.items():
+            dense = self.matrix_flops.get(dtype)
+            if dense is None:
+                raise ValueError(f"sparse_flops.{dtype} has no dense rate beside it; give matrix_flops.{dtype} too")
+            if not dense <= rate <= MOST_SPARSE_TO_DENSE * dense:
+                raise ValueError(
+                    f"sparse_flops.{dtype} is {rate:g}, {rate / dense:.2f} times the dense {dense:g}; "
+                    "2:4 sparsity gives between 1 and 2 times, so one of the two is the other kind of figure"
+                )
+        for dtype, instead in self.runs_as.items():
+            if dtype in self.matrix_flops or instead not in self.matrix_flops:
+                raise ValueError(
+                    f"runs_as.{dtype} is {instead}; it must lead from a dtype without a matrix rate to one with"
+                )
+        return self
+
+    @property
+    def price_usd_per_h(self) -> float | None:
+        """The on-demand price of a device-hour, where one is known."""
+        return self.price.usd_per_h if self.price else None
+
+    @property
+    def generation(self) -> str:
+        """What devices share that behave alike: an architecture with HBM differs from the same with GDDR."""
+        return f"{self.architecture} {self.memory_kind}"
+
+    def computes_in(self, dtype: str) -> str | None:
+        """The dtype that the matrix unit really multiplies for operands of `dtype`; None where it cannot."""
+        instead = self.runs_as.get(dtype, dtype)  # type: ignore[call-overload]
+        return instead if instead in self.matrix_flops else None
+
+    def peak_flops(self, precision: str, *, sparse: bool = False) -> float:
+        """The dense matrix rate in FLOP/s for operands of `precision`, or its 2:4 rate where `sparse`.
 
         Raises MemboundError where the device has none: a rate is never made up.
         """
-        try:
-            return self.matrix_flops[precision]
-        except KeyError:
-            known = ", ".join(self.matrix_flops)
-            raise MemboundError(f"hardware '{self.name}' has no {precision} matrix rate; it has {known}") from None
-
-
-@cache
-def catalog() -> dict[str, HardwareSpec]:
-    """Every device of `data/hardware/`, by name."""
-    folder = resources.files("membound.data") / "hardware"
-    devices = {}
-    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-        if entry.name.endswith(".yaml"):
-            spec = parse_hardware(yaml.safe_load(entry.read_text("utf-8")), entry.name)
-            devices[spec.name] = spec
-    return devices
+        rates = self.sparse_flops if sparse else self.matrix_flops
+        dtype = self.computes_in(precision)
+        if dtype in rates:
+            return rates[dtype]  # type: ignore[index]
+        kind = "2:4 sparse matrix" if sparse else "matrix"
+        known = f"it has {', '.join(rates)}" if rates else "it has none"
+        raise MemboundError(f"hardware '{self.name}' has no {precision} {kind} rate; {known}")
 
 
 def parse_hardware(document: Any, origin: str) -> HardwareSpec:
     """A device from plain data; raises MemboundError with one sentence."""
+    if not isinstance(document, dict):
+        raise MemboundError(f"{origin} is {type(document).__name__}, not a mapping of hardware fields")
     try:
         return HardwareSpec.model_validate(document)
     except ValidationError as error:
         raise MemboundError(f"{origin}: {one_sentence(error)}") from None
+
+
+def read_hardware(path: Path) -> HardwareSpec:
+    """The device that a YAML file describes; raises MemboundError with one sentence."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise MemboundError(f"hardware file '{path}' cannot be read: {reason}") from None
+    origin = f"hardware file '{path}'"
+    return parse_hardware(parse_yaml(text, origin), origin)
 
 
 def hardware_of(calibration: Calibration) -> HardwareSpec:
@@ -75,9 +179,10 @@ def hardware_of(calibration: Calibration) -> HardwareSpec:
         name="local",
         vendor="this machine",
         kind=calibration.kind,
+        architecture="CPU" if calibration.kind == "cpu" else "unknown",
         memory_bytes=calibration.memory_bytes,
         bandwidth_bytes_per_s=calibration.memory_bandwidth,
-        matrix_flops={name: calibration.matrix_flops(name) for name in calibration.linear},
+        matrix_flops={name: calibration.matrix_flops(name) for name in calibration.linear if name in DTYPES},
         source=f"calibrated {calibration.created} on {calibration.machine}, {calibration.threads} threads",
         calibration=calibration,
     )
@@ -88,13 +193,83 @@ def local_hardware() -> HardwareSpec:
     return hardware_of(Calibration.load(local_calibration_path()))
 
 
+# --- the catalog ---
+
+_VENDOR_WORDS = re.compile(r"\b(nvidia|amd|intel|apple|google|aws|tesla|geforce|instinct|radeon|gpu|graphics)\b|\(tm\)")
+_ALIASES = re.compile(r"^aliases: \[(.*)\]$", re.MULTILINE)
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def normalised(name: str) -> str:
+    """What two spellings of one device's name have in common: letters and digits, without vendor or brand.
+
+    Names are compared whole: a part of a name is another device (a laptop's RTX 4090 is not an RTX 4090).
+    """
+    return re.sub(r"[^a-z0-9+]", "", _VENDOR_WORDS.sub(" ", name.lower().replace("_", " ")))
+
+
+def _shipped_files() -> Iterator[Any]:
+    folder = resources.files("membound.data") / "hardware"
+    return (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+@cache
+def _shipped_names() -> dict[str, str]:
+    """File stem of each shipped device by its normalised names, read without parsing the files."""
+    stems = {}
+    for entry in _shipped_files():
+        stem = entry.name.removesuffix(".yaml")
+        aliases = _ALIASES.search(entry.read_text("utf-8"))
+        for name in (stem, *(aliases[1].split(",") if aliases else ())):
+            stems[normalised(name)] = stem
+    return stems
+
+
+@cache
+def _shipped(stem: str) -> HardwareSpec:
+    entry = resources.files("membound.data") / "hardware" / f"{stem}.yaml"
+    return parse_hardware(yaml.load(entry.read_text("utf-8"), _Loader), entry.name)
+
+
+@cache
+def catalog() -> dict[str, HardwareSpec]:
+    """Every device of `data/hardware/`, by name."""
+    stems = sorted(entry.name.removesuffix(".yaml") for entry in _shipped_files())
+    return {spec.name: spec for spec in map(_shipped, stems)}
+
+
+def user_hardware_folder() -> Path:
+    """Where a user's own devices lie, one YAML file each."""
+    return home_folder() / "hardware"
+
+
+def user_hardware() -> dict[str, HardwareSpec]:
+    """The user's own devices by name; raises MemboundError for a file that is not one."""
+    specs = [read_hardware(path) for path in sorted(user_hardware_folder().glob("*.yaml"))]
+    return {spec.name: spec for spec in specs}
+
+
 def get_hardware(name: str) -> HardwareSpec:
-    """The catalog's device called `name`, or `local`; raises MemboundError with the closest names otherwise."""
+    """The device called `name`: `local`, the path of a YAML file, one of the user's, or one of the catalog.
+
+    A user's device comes before the catalog's of the same name. Raises MemboundError with the closest names otherwise.
+    """
     if name == "local":
         return local_hardware()
-    devices = catalog()
-    if name in devices:
-        return devices[name]
-    close = difflib.get_close_matches(name, devices, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are local, {', '.join(devices)}"
+    if name.endswith((".yaml", ".yml")):
+        return read_hardware(Path(name).expanduser())
+    wanted = normalised(name)
+    own = user_hardware()
+    for spec in own.values():
+        if wanted in map(normalised, (spec.name, *spec.aliases)):
+            return spec
+    if wanted in _shipped_names():
+        return _shipped(_shipped_names()[wanted])
+    known = [*own, *catalog()]
+    spellings = {
+        normalised(spelling): device for device, spec in catalog().items() for spelling in (device, *spec.aliases)
+    }
+    spellings |= {normalised(device): device for device in own}
+    close = dict.fromkeys(spellings[n] for n in difflib.get_close_matches(wanted, spellings, n=5, cutoff=0.5))
+    hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else f"known are local, {', '.join(known)}"
     raise MemboundError(f"hardware '{name}' is unknown; {hint}")
