@@ -1,4 +1,4 @@
-"""What is a device: its roofs, memory and links from the data sheet and, where somebody measured it, its calibration?"""
+"""What is a device: its roofs, memory and links from the data sheet, and its calibration where it was measured?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,12 +20,28 @@ from membound.roofline.home import home_folder, local_calibration_path
 from membound.roofline.scenario import one_sentence, parse_yaml
 
 # What a matrix unit can multiply. Microscaled formats count under the number they hold: mxfp4 and nvfp4 are fp4.
-Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp6", "fp4", "int4"]
-DTYPES: tuple[str, ...] = get_args(Dtype)
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp6", "fp4", "int4")
 Architecture = Literal[
-    *("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"),
-    *("CDNA1", "CDNA2", "CDNA3", "CDNA4", "RDNA3", "RDNA4"),
-    *("Xe-HPC", "Xe2", "Gaudi", "TPU", "NeuronCore", "Apple", "CPU", "unknown"),
+    "Volta",
+    "Turing",
+    "Ampere",
+    "Ada",
+    "Hopper",
+    "Blackwell",
+    "CDNA1",
+    "CDNA2",
+    "CDNA3",
+    "CDNA4",
+    "RDNA3",
+    "RDNA4",
+    "Xe-HPC",
+    "Xe2",
+    "Gaudi",
+    "TPU",
+    "NeuronCore",
+    "Apple",
+    "CPU",
+    "unknown",
 ]
 
 # 2:4 sparsity skips half of the multiplications; a larger ratio means that a sparse figure stands where a dense one
@@ -83,10 +99,10 @@ class HardwareSpec(_Part):
 
     compute_units: int | None = Field(None, gt=0, description="SMs, CUs, cores: what a kernel's blocks are dealt to")
     clock_hz: float | None = Field(None, gt=0, le=1e11, description="boost clock")
-    matrix_flops: dict[Dtype, float]
-    sparse_flops: dict[Dtype, float] = {}
+    matrix_flops: dict[str, float]
+    sparse_flops: dict[str, float] = {}
     vector_flops: float | None = Field(None, gt=0, description="fp32 outside the matrix unit")
-    runs_as: dict[Dtype, Dtype] = {}
+    runs_as: dict[str, str] = {}
     launch_s: float = Field(3e-6, ge=0, description="time of an operator that does nothing, launches captured")
 
     scale_up: Link | None = Field(None, description="between the devices of a node or rack")
@@ -105,6 +121,8 @@ class HardwareSpec(_Part):
     def _rates_are_possible(self) -> HardwareSpec:
         for table in ("matrix_flops", "sparse_flops"):
             for dtype, rate in getattr(self, table).items():
+                if dtype not in DTYPES:
+                    raise ValueError(f"{table} names the dtype '{dtype}'; known are {', '.join(DTYPES)}")
                 if rate <= 0:
                     raise ValueError(f"{table}.{dtype} is {rate:g}; give a rate in FLOP/s above zero or leave it out")
         for dtype, rate in self.sparse_flops.items():
@@ -134,22 +152,29 @@ class HardwareSpec(_Part):
         return f"{self.architecture} {self.memory_kind}"
 
     def computes_in(self, dtype: str) -> str | None:
-        """The dtype that the matrix unit really multiplies for operands of `dtype`; None where it cannot."""
-        instead = self.runs_as.get(dtype, dtype)  # type: ignore[call-overload]
-        return instead if instead in self.matrix_flops else None
+        """The dtype that the device really multiplies for operands of `dtype`; None where it cannot."""
+        instead = self.runs_as.get(dtype, dtype)
+        return instead if instead in self._rates(sparse=False) else None
 
     def peak_flops(self, precision: str, *, sparse: bool = False) -> float:
-        """The dense matrix rate in FLOP/s for operands of `precision`, or its 2:4 rate where `sparse`.
+        """The dense rate in FLOP/s for operands of `precision`, or its 2:4 rate where `sparse`.
 
         Raises MemboundError where the device has none: a rate is never made up.
         """
-        rates = self.sparse_flops if sparse else self.matrix_flops
-        dtype = self.computes_in(precision)
+        rates = self._rates(sparse=sparse)
+        dtype = self.runs_as.get(precision, precision)
         if dtype in rates:
-            return rates[dtype]  # type: ignore[index]
+            return rates[dtype]
         kind = "2:4 sparse matrix" if sparse else "matrix"
         known = f"it has {', '.join(rates)}" if rates else "it has none"
         raise MemboundError(f"hardware '{self.name}' has no {precision} {kind} rate; {known}")
+
+    def _rates(self, *, sparse: bool) -> dict[str, float]:
+        """The matrix rates; a device that multiplies fp32 only on its vector units has their rate for it."""
+        if sparse:
+            return self.sparse_flops
+        vector = {} if self.vector_flops is None else {"fp32": self.vector_flops}
+        return {**vector, **self.matrix_flops}
 
 
 def parse_hardware(document: Any, origin: str) -> HardwareSpec:
