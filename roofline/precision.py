@@ -108,7 +108,6 @@ def _block_format(name: str, values: str, element_bits: float, block: int, block
 # The block layouts of ggml (ggml-common.h): values, bits of one, elements in a block, bytes of a block.
 GGML_BLOCKS: dict[str, tuple[str, float, int, int]] = {
     "q8_0": ("int8", 8, 32, 34),
-    "q8_1": ("int8", 8, 32, 36),
     "q5_0": ("int5", 5, 32, 22),
     "q5_1": ("int5", 5, 32, 24),
     "q4_0": ("int4", 4, 32, 18),
@@ -141,12 +140,14 @@ class GgmlMix:
     embedding: str
 
 
-# Bits: llama.cpp, tools/quantize/README.md at 311c2c9, measured on Llama-3.1-8B. Formats of the output and embedding
-# tables: src/llama-quant.cpp (from memory).
+# Bits: llama.cpp, tools/quantize/README.md at 311c2c9, measured on Llama-3.1-8B (q3_k_m, which that table lacks, from
+# memory). Formats of the output and embedding tables: src/llama-quant.cpp (from memory; they lead to the published
+# bits of Llama-2-7B too, which a test checks).
 GGML_MIXES: dict[str, GgmlMix] = {
     "q2_k_s": GgmlMix(2.9697, "q6_k", "q2_k"),
     "q2_k_m": GgmlMix(3.1593, "q6_k", "q2_k"),
     "q3_k_s": GgmlMix(3.6429, "q6_k", "q3_k"),
+    "q3_k_m": GgmlMix(3.9960, "q6_k", "q3_k"),
     "q3_k_l": GgmlMix(4.2979, "q6_k", "q3_k"),
     "q4_k_s": GgmlMix(4.6672, "q6_k", "q4_k"),
     "q4_k_m": GgmlMix(4.8944, "q6_k", "q4_k"),
@@ -206,6 +207,8 @@ def _formats() -> Iterator[Precision]:
     yield replace(integer(2, 32, zero_bits=16), name="kivi2", window=128)
     yield replace(integer(4, 32, zero_bits=16), name="kivi4", window=128)
 
+    # llama.cpp's activations: 32 values with a scale and a sum in fp16 (ggml-common.h)
+    yield Precision("q8_1", "int8", 8, (Scale(32, columns=32),))
     yield from (_block_format(name, *layout) for name, layout in GGML_BLOCKS.items())
     yield from map(_mix_body, GGML_MIXES)
 
@@ -233,5 +236,5 @@ def get_precision(name: str) -> Precision:
         # ExLlamaV2 mixes 2 to 8 bits a matrix to meet the bits a weight that its user asked for, scales included
         return Precision(name, "int4", float(match[1]))
     close = difflib.get_close_matches(name, PRECISIONS, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(PRECISIONS)}"
+    hint = f"did you mean {' or '.join(close)}?" if close else "give one such as bf16, fp8, int4_g64, q4_k_m or nvfp4"
     raise MemboundError(f"precision '{name}' is unknown; {hint}")
