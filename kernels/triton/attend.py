@@ -1,0 +1,148 @@
+"""How do a program's query rows attend to a range of one sequence's paged tokens? The loop of all attention kernels.
+
+Every head is two halves, elements [0, D/2) and [D/2, D): so a byte of two int4 numbers feeds both without a shuffle.
+Quantized K and V are never widened to real numbers: a token's scale multiplies its score, or its probability, once,
+instead of each of its elements; int4's minimum adds (sum of q) * minimum to the score and (sum of p * minimum) to the
+result. Online softmax after Milakov and Gimelshein, 2018; in powers of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from membound.kernels.triton.lang import LOG2E, dot, fp8_to, high_nibble, int8_to, low_nibble
+
+
+@triton.jit
+def load_tile(base, scales, block, offset, valid, block_stride, scale_stride, dtype: tl.constexpr,
+              FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, KV_HEADS: tl.constexpr,
+              BLOCK_SIZE: tl.constexpr, FP8_NATIVE: tl.constexpr):  # fmt: skip
+    """Both halves of the tokens' vectors [T, BLOCK_HALF] in `dtype`, and their scales and minima [T].
+
+    `base` and `scales` point at the head's first element in block 0. Scales that a format lacks are 1, minima 0.
+    """
+    STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
+    d = tl.arange(0, BLOCK_HALF)
+    at = base + block[:, None] * block_stride + offset[:, None] * (KV_HEADS * STORED) + d[None, :]
+    inside = valid[:, None]
+    if HALF != BLOCK_HALF:
+        inside = inside & (d[None, :] < HALF)
+    first = tl.load(at, mask=inside, other=0)
+    scale = tl.full(block.shape, 1.0, tl.float32)
+    minimum = tl.zeros(block.shape, tl.float32)
+    if FORMAT == "int4":
+        low, high = low_nibble(first, dtype), high_nibble(first, dtype)
+    else:
+        second = tl.load(at + HALF, mask=inside, other=0)
+        if FORMAT == "int8":
+            low, high = int8_to(first, dtype), int8_to(second, dtype)
+        elif FORMAT == "fp8":
+            low, high = fp8_to(first, dtype, FP8_NATIVE), fp8_to(second, dtype, FP8_NATIVE)
+        else:
+            low, high = first.to(dtype), second.to(dtype)
+    if (FORMAT == "int8") or (FORMAT == "int4"):
+        meta = scales + block * scale_stride + offset
+        scale = tl.load(meta, mask=valid, other=0).to(tl.float32)
+        if FORMAT == "int4":
+            minimum = tl.load(meta + BLOCK_SIZE, mask=valid, other=0).to(tl.float32)
+    return low, high, scale, minimum
+
+
+@triton.jit
+def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, k_scales, v_scales,
+           k_stride, v_stride, k_scale_stride, v_scale_stride, MASK: tl.constexpr, FORMAT: tl.constexpr,
+           HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_T: tl.constexpr, KV_HEADS: tl.constexpr,
+           BLOCK_SIZE: tl.constexpr, FP8_NATIVE: tl.constexpr):  # fmt: skip
+    """Adds the tokens begin to end of a sequence to `state` = (maximum, sum, low half, high half of the result).
+
+    `first` and `last` say per row which tokens it sees. MASK "end": all before `end`. "range": positions `first` to
+    `last`. "tree": all before position `first`, and behind it those whose bit is set in `last` (int64).
+    "full": all, and end - begin is a multiple of BLOCK_T.
+    """
+    peak, total, low, high = state
+    factor = scale * LOG2E
+    if FORMAT == "int4":
+        q_sum = tl.sum(q_low.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
+    for start in range(begin, end, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        valid = t < end
+        block = tl.load(table + t // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        offset = t % BLOCK_SIZE
+        k_low, k_high, k_scale, k_minimum = load_tile(
+            k, k_scales, block, offset, valid, k_stride, k_scale_stride, q_low.dtype,
+            FORMAT, HALF, BLOCK_HALF, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+        scores = dot(q_low, tl.trans(k_low), tl.zeros([q_low.shape[0], BLOCK_T], tl.float32))
+        scores = dot(q_high, tl.trans(k_high), scores)
+        if (FORMAT == "int8") or (FORMAT == "int4"):
+            scores = scores * k_scale[None, :]
+        if FORMAT == "int4":
+            scores += q_sum[:, None] * k_minimum[None, :]
+        scores *= factor
+        if MASK == "end":
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+        if MASK == "range":
+            seen = (t[None, :] >= first[:, None]) & (t[None, :] <= last[:, None]) & valid[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        if MASK == "tree":
+            behind = t[None, :] - first[:, None]
+            bit = (last[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)) & 1
+            seen = ((behind < 0) | (bit == 1)) & valid[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - safe)
+        p = tl.exp2(scores - safe[:, None])
+        total = total * decay + tl.sum(p, 1)
+        peak = new_peak
+        v_low, v_high, v_scale, v_minimum = load_tile(
+            v, v_scales, block, offset, valid, v_stride, v_scale_stride, q_low.dtype,
+            FORMAT, HALF, BLOCK_HALF, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+        low = low * decay[:, None]
+        high = high * decay[:, None]
+        if FORMAT == "int4":
+            shift = tl.sum(p * v_minimum[None, :], 1)
+            low += shift[:, None]
+            high += shift[:, None]
+        if (FORMAT == "int8") or (FORMAT == "int4"):
+            p = p * v_scale[None, :]
+        weights = p.to(q_low.dtype)
+        low = dot(weights, v_low, low)
+        high = dot(weights, v_high, high)
+    return peak, total, low, high
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """The state before the first token."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    zeros = tl.zeros([ROWS, BLOCK_HALF], tl.float32)
+    return peak, tl.zeros([ROWS], tl.float32), zeros, zeros
+
+
+@triton.jit
+def store_rows(out, at, low, high, rows, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Writes both halves [ROWS, BLOCK_HALF] of the rows that exist at element offsets `at` [ROWS]."""
+    d = tl.arange(0, BLOCK_HALF)
+    where = out + at[:, None] + d[None, :]
+    inside = rows[:, None] & (d[None, :] < HALF)
+    tl.store(where, low.to(out.dtype.element_ty), mask=inside)
+    tl.store(where + HALF, high.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_rows(q, at, rows, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Both halves [ROWS, BLOCK_HALF] of the vectors at element offsets `at` [ROWS]; zero where no row is."""
+    d = tl.arange(0, BLOCK_HALF)
+    where = q + at[:, None] + d[None, :]
+    inside = rows[:, None] & (d[None, :] < HALF)
+    return tl.load(where, mask=inside, other=0), tl.load(where + HALF, mask=inside, other=0)
+
+
+@triton.jit
+def normalized(state):
+    """The result's halves and log2 of the softmax's sum; a row that saw nothing is 0 with -inf."""
+    peak, total, low, high = state
+    safe = tl.where(total == 0.0, 1.0, total)
+    return low / safe[:, None], high / safe[:, None], peak + tl.log2(safe)

@@ -1,0 +1,144 @@
+"""How does one new token of each sequence attend to its paged context as fast as memory can be read?
+
+A program serves the query heads that share a KV head, so K and V are read once for all of them: multi-head, grouped
+and multi-query attention differ only in how many rows of its matrix product are filled (at least 16, what a tensor
+core takes). The context is split until every multiprocessor has work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton import check, split
+from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, store_rows
+from membound.kernels.triton.kv_blocks import KvBlocks
+from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+
+NO_WINDOW = 2**30
+
+
+@triton.jit
+def decode_attention_kernel(q, out, log_sum, k, v, k_scales, v_scales, table, context_len, scale, window,
+                            table_stride, k_stride, v_stride, k_scale_stride, v_scale_stride,
+                            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, META: tl.constexpr,
+                            BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                            SPLITS: tl.constexpr, SHORTEST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+                            BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """Program (sequence, KV head and BLOCK_R of its query heads, split)."""
+    sequence = tl.program_id(0).to(tl.int64)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    ROW_BLOCKS: tl.constexpr = (GROUP + BLOCK_R - 1) // BLOCK_R
+    kv_head = tl.program_id(1) // ROW_BLOCKS
+    member = (tl.program_id(1) % ROW_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rows = member < GROUP
+    context = tl.load(context_len + sequence)
+    begin, end = split.part_of(tl.maximum(context - window, 0), context, tl.program_id(2), SPLITS, SHORTEST)
+    if (SPLITS > 1) & (begin >= end):
+        return
+    head = kv_head * GROUP + member
+    at = (sequence * HEADS + head) * (2 * HALF)
+    q_low, q_high = load_rows(q, at, rows, HALF, BLOCK_HALF)
+    STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
+    if FORMAT == "fp8":
+        scale *= tl.load(k_scales + kv_head)
+    state = attend(nothing_seen(BLOCK_R, BLOCK_HALF), q_low, q_high, scale, rows, rows, begin, end,
+                   table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
+                   k_scales + kv_head * (META * BLOCK_SIZE), v_scales + kv_head * (META * BLOCK_SIZE),
+                   k_stride, v_stride, k_scale_stride, v_scale_stride,
+                   "end", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+    low, high, sums = normalized(state)
+    if FORMAT == "fp8":
+        v_scale = tl.load(v_scales + kv_head)
+        low *= v_scale
+        high *= v_scale
+    if SPLITS > 1:
+        row = (tl.program_id(2).to(tl.int64) * tl.num_programs(0) + sequence) * HEADS + head
+        tl.store(log_sum + row, sums, mask=rows)
+        at = row * (2 * HALF)
+    store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
+
+
+def decode_attention(
+    q: Tensor,
+    kv: KvBlocks,
+    block_table: Tensor,
+    context_len: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    splits: int | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Attention of q [sequences, heads, head_dim], the last token of each sequence, over `kv`: the shape of q.
+
+    Sequence i has `context_len[i]` tokens (int32), the query's own included; with 0 its result is 0. Its token t is in
+    block `block_table[i, t // block_size]` (int32). With `window` it sees only its last `window` tokens.
+    """
+    check.tensor("q", q, [None, None, None], check.HALVES)
+    sequences, heads, head_dim = q.shape
+    kv.check(head_dim, q)
+    check.require(heads % kv.kv_heads == 0, "q", f"{heads} heads are not a multiple of {kv.kv_heads} KV heads")
+    check.strided("block_table", block_table, [sequences, None], [torch.int32], q)
+    check.tensor("context_len", context_len, [sequences], [torch.int32], q)
+    check.require(window is None or window > 0, "window", f"is {window}, should be a positive number of tokens")
+    machine = machine_for(q)
+    group = heads // kv.kv_heads
+    config = config or configure("decode_attention", machine, head_dim=head_dim, group=group)
+    rows = config.tiles["BLOCK_R"]
+    programs = sequences * kv.kv_heads * -(-group // rows)
+    longest = min(block_table.shape[1] * kv.block_size, window or NO_WINDOW)
+    shortest = 4 * config.tiles["BLOCK_T"]
+    splits = splits or splits_for(programs, longest, shortest, machine)
+    out = torch.empty_like(q)
+    partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
+    launch(
+        decode_attention_kernel,
+        (sequences, programs // max(sequences, 1), splits),
+        q,
+        partial,
+        log_sum,
+        *kv.pointers,
+        block_table,
+        context_len,
+        scale,
+        window or NO_WINDOW,
+        block_table.stride(0),
+        *kv.strides,
+        config=config,
+        HEADS=heads,
+        **kv.constants(machine),
+        SPLITS=splits,
+        SHORTEST=shortest,
+    )
+    if splits > 1:
+        assert log_sum is not None
+        split.combine(partial, log_sum, out, context_len, window=window or NO_WINDOW, shortest=shortest)
+    return out
+
+
+def decode_attention_reference(
+    q: Tensor, kv: KvBlocks, block_table: Tensor, context_len: Tensor, scale: float, *, window: int | None = None
+) -> Tensor:
+    """The same, sequence by sequence in fp32."""
+    k_blocks, v_blocks = kv.dequantized()
+    out = torch.zeros(q.shape, device=q.device)
+    group = q.shape[1] // kv.kv_heads
+    for i, context in enumerate(context_len.tolist()):
+        used = block_table[i, : -(-context // kv.block_size)].long()
+        begin = max(context - (window or context), 0)
+        k, v = (blocks[used].flatten(0, 1)[begin:context] for blocks in (k_blocks, v_blocks))
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))  # [context, heads, D]
+        scores = torch.einsum("hd,thd->ht", q[i].float(), k) * scale
+        out[i] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+    return out
+
+
+def decode_attention_bytes(q: Tensor, kv: KvBlocks, context: Sequence[int], window: int | None = None) -> int:
+    """Bytes that must move: q and the result once, K and V (with their scales) of the visible tokens once."""
+    visible = sum(min(tokens, window or tokens) for tokens in context)
+    return 2 * q.nbytes + kv.token_bytes() * visible

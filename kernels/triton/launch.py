@@ -1,0 +1,113 @@
+"""How is a kernel launched: with which tile sizes, warps and pipeline stages?
+
+They are data: `launch.json` holds, for each kernel, rules that are tried in order, so that nothing is tuned when the
+process starts and a build without a GPU knows the default of each architecture. A rule names the architectures it is
+for (all, if it names none) and the range of every shape that it needs; the last rule of a kernel fits always.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from membound.kernels.triton.machine import Machine, machine_of
+
+TABLE = Path(__file__).with_name("launch.json")
+
+
+@dataclass(frozen=True)
+class Config:
+    """`tiles` are the kernel's compile-time sizes by name, such as BLOCK_T."""
+
+    tiles: Mapping[str, int]
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the kernel, its grid, its run-time arguments in order, its compile-time ones, its configuration."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+
+@dataclass
+class Recording:
+    """The launches that would have happened on `machine`."""
+
+    machine: Machine
+    launches: list[Launch] = field(default_factory=list)
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+@contextmanager
+def recording(machine: Machine) -> Iterator[Recording]:
+    """Inside, kernels are not launched but listed, as `machine` would run them; tensors may be of device 'meta'."""
+    record = Recording(machine)
+    token = _recording.set(record)
+    try:
+        yield record
+    finally:
+        _recording.reset(token)
+
+
+def machine_for(tensor: torch.Tensor) -> Machine:
+    """The machine that a kernel over `tensor` will run on."""
+    record = _recording.get()
+    return machine_of(tensor.device) if record is None else record.machine
+
+
+def launch(kernel: Any, grid: Sequence[int], *arguments: Any, config: Config, **constants: Any) -> None:
+    """Starts `kernel` on every point of `grid`; an empty grid starts nothing."""
+    record = _recording.get()
+    if record is not None:
+        record.launches.append(Launch(kernel, tuple(grid), arguments, {**config.tiles, **constants}, config))
+    elif all(grid):
+        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        kernel[tuple(grid)](*arguments, **config.tiles, **constants, **options)
+
+
+def configure(kernel: str, machine: Machine, **shape: int) -> Config:
+    """The stored configuration of `kernel` for a machine and the shapes by which its rules choose."""
+    for rule in _rules()[kernel]:
+        if "arch" in rule and machine.arch not in rule["arch"]:
+            continue
+        if all(low <= shape[name] <= high for name, (low, high) in rule.get("when", {}).items()):
+            return Config(rule["tiles"], rule["num_warps"], rule["num_stages"])
+    raise KeyError(f"launch.json has no rule of {kernel} that fits {machine.arch} and {shape}")
+
+
+@cache
+def _rules() -> dict[str, list[dict[str, Any]]]:
+    rules: dict[str, list[dict[str, Any]]] = json.loads(TABLE.read_text("utf-8"))
+    return rules
+
+
+def splits_for(programs: int, longest: int, shortest_part: int, machine: Machine, waves: int = 2) -> int:
+    """In how many parts to cut a sum of `longest` terms so that every multiprocessor has `waves` programs.
+
+    `programs` run without splitting; a part shorter than `shortest_part` costs more to combine than it gains.
+    """
+    wanted = -(-waves * machine.multiprocessors // max(programs, 1))
+    return max(1, min(wanted, -(-longest // shortest_part), MOST_SPLITS))
+
+
+MOST_SPLITS = 64  # the reduction reads one partial result a split

@@ -1,0 +1,50 @@
+"""For which GPU is a kernel launched: its architecture, and how many multiprocessors want work?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # decided when triton is imported: TRITON_INTERPRET=1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`arch` is sm80, sm90, sm100, gfx942, ...; `multiprocessors` are the SMs (NVIDIA) or CUs (AMD)."""
+
+    arch: str
+    multiprocessors: int
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether e4m3 can be converted and multiplied by the hardware (OCP e4m3, which gfx942 has not)."""
+        return self.arch.startswith("sm") and int(self.arch[2:]) >= 89
+
+
+# Multiprocessors of the GPUs whose code is built without one: NVIDIA's A100, H100 SXM and B200 and AMD's MI300X
+# (the vendors' architecture white papers and data sheets; from memory).
+REFERENCE_MACHINES = {
+    machine.arch: machine
+    for machine in (Machine("sm80", 108), Machine("sm90", 132), Machine("sm100", 148), Machine("gfx942", 304))
+}
+_INTERPRETER = Machine("interpreter", 2)
+
+
+def machine_of(device: torch.device) -> Machine:
+    """The machine behind a CUDA (or ROCm) device; under Triton's interpreter the CPU is one too."""
+    if device.type == "cuda":
+        return _cuda_machine(device.index if device.index is not None else torch.cuda.current_device())
+    if INTERPRETED and device.type == "cpu":
+        return _INTERPRETER
+    raise ValueError(f"the Triton kernels run on a GPU, not on device '{device}'")
+
+
+@cache
+def _cuda_machine(index: int) -> Machine:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return Machine(properties.gcnArchName.split(":")[0], properties.multi_processor_count)
+    return Machine(f"sm{properties.major}{properties.minor}", properties.multi_processor_count)

@@ -1,0 +1,48 @@
+"""With which shapes does serving launch each kernel? What is compiled without a GPU and timed with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from membound.kernels.triton.decode_attention import decode_attention
+from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
+from membound.kernels.triton.launch import Launch, recording
+from membound.kernels.triton.machine import Machine
+
+META = torch.device("meta")
+SEQUENCES, BLOCK_SIZE, BLOCKS_A_SEQUENCE = 16, 16, 512
+
+
+def _of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _ints(*shape: int) -> Tensor:
+    return _of(*shape, dtype=torch.int32)
+
+
+def _decode(format: KvFormat, heads: int, kv_heads: int, head_dim: int) -> None:
+    kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, kv_heads, head_dim, META)
+    q = _of(SEQUENCES, heads, head_dim)
+    decode_attention(q, kv, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), head_dim**-0.5)
+
+
+# Heads and widths are those of Llama-3.1-8B where no other model is named; the first of each kernel is its usual case.
+CASES: dict[str, Callable[[], None]] = {
+    "decode_attention bf16": lambda: _decode("bf16", 32, 8, 128),
+    "decode_attention fp8": lambda: _decode("fp8", 32, 8, 128),
+    "decode_attention int8": lambda: _decode("int8", 32, 8, 128),
+    "decode_attention int4": lambda: _decode("int4", 32, 8, 128),
+    "decode_attention bf16 head_dim 256": lambda: _decode("bf16", 16, 8, 256),
+    "decode_attention bf16 one KV head": lambda: _decode("bf16", 64, 1, 128),
+}
+
+
+def launches(case: str, machine: Machine) -> list[Launch]:
+    """What `machine` would launch for a case. No data is needed, so nothing waits for the GPU on the way."""
+    with recording(machine) as record:
+        CASES[case]()
+    return record.launches

@@ -1,0 +1,138 @@
+"""What does a launch take of a multiprocessor: registers, spills, shared memory? No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+from membound.kernels.triton.launch import Launch
+from membound.kernels.triton.machine import INTERPRETED, REFERENCE_MACHINES
+from membound.kernels.triton.production import CASES, launches
+
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one thread: `registers` and `spilled_bytes`; of one program: `shared_bytes` and `threads`.
+
+    `widest_load_bytes` is what one thread reads from global memory by its widest instruction (None on AMD).
+    """
+
+    kernel: str
+    arch: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    threads: int
+    widest_load_bytes: int | None
+
+
+def resources_of(launch: Launch, arch: str) -> Resources:
+    """Compiles a recorded launch as the JIT would, with its alignments, and reads what it takes."""
+    target = TARGETS[arch]
+    options = dict(num_warps=launch.config.num_warps, num_stages=launch.config.num_stages)
+    compiled = triton_compile(_source(launch), target=target, options=options)
+    shared, threads = compiled.metadata.shared, launch.config.num_warps * target.warp_size
+    if target.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers, spills = (_number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count"))
+        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None)
+    registers, spilled = _assemble(compiled.asm["ptx"])
+    return Resources(launch.name, arch, registers, spilled, shared, threads, _widest_load(compiled.asm["ptx"]))
+
+
+def _source(launch: Launch) -> ASTSource:
+    if INTERPRETED:
+        raise RuntimeError("kernels cannot be compiled in a process with TRITON_INTERPRET=1")
+    signature: dict[str, str] = {}
+    constants = {(launch.kernel.arg_names.index(name),): value for name, value in launch.constants.items()}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(launch.kernel.arg_names):
+        value = launch.arguments[index] if index < len(launch.arguments) else None
+        if index >= len(launch.arguments) or value is None or (type(value) is int and value == 1):
+            signature[name] = "constexpr"
+            constants.setdefault((index,), value)
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            if value.storage_offset() * value.itemsize % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def _assemble(ptx: str) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread, from the assembler that is in Triton's wheel."""
+    gpu = re.search(r"\.target (sm_\w+)", ptx)
+    assert gpu is not None
+    newer = int(re.sub(r"\D", "", gpu[1])) >= 100
+    tool = triton.knobs.nvidia.ptxas_blackwell if newer else triton.knobs.nvidia.ptxas
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [tool.path, "-v", f"--gpu-name={gpu[1]}", str(source), "-o", str(Path(folder, "kernel.cubin"))]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return _number(r"Used (\d+) registers", text), _number(r"(\d+) bytes spill stores", text)
+
+
+def _widest_load(ptx: str) -> int:
+    """Bytes of a thread's widest load or asynchronous copy from global memory; a bulk (TMA) copy counts as 16."""
+    widest = 16 if "cp.async.bulk" in ptx else 0
+    for count in re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (?:0x)?(\w+)", ptx):
+        widest = max(widest, int(count, 16))
+    for vector, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+) ", ptx):
+        widest = max(widest, int(vector or 1) * int(bits) // 8)
+    return widest
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"the compiler's report has no '{pattern}'")
+    return int(found[1])
+
+
+def main() -> None:
+    """`python -m membound.kernels.triton.resources ARCH [CASE ...]`: one JSON line a launch, of all cases if none."""
+    arch, *cases = sys.argv[1:]
+    for case in cases or CASES:
+        for launch in launches(case, REFERENCE_MACHINES[arch]):
+            print(json.dumps({"case": case, **asdict(resources_of(launch, arch))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

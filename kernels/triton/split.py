@@ -1,0 +1,96 @@
+"""How is one sequence's attention shared by several programs, and their results combined?
+
+Flash-decoding: each program attends to a part of the context and leaves its normalized result with log2 of its
+softmax's sum; the reduction weighs each part by its share of the whole sum. Source: Dao, Haziza, Massa and Sizov,
+Flash-Decoding for long-context inference, 2023.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton.launch import configure, launch, machine_for
+
+
+@triton.jit
+def part_of(begin, end, split, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
+    """The part of tokens begin to end that program `split` attends to; the last programs' parts may be empty."""
+    tokens = tl.maximum(tl.cdiv(tl.cdiv(end - begin, SPLITS), SHORTEST) * SHORTEST, SHORTEST)
+    first = tl.minimum(begin + split * tokens, end)
+    return first, tl.minimum(first + tokens, end)
+
+
+@triton.jit
+def combine_kernel(partial, log_sum, out, sequence_of, context_len, window, rows, heads,
+                   SPLITS: tl.constexpr, SHORTEST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                   BLOCK_S: tl.constexpr):  # fmt: skip
+    """Program (row, head): the weighted sum of the parts that its sequence really has."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    sequence = row
+    if sequence_of is not None:
+        sequence = tl.load(sequence_of + row).to(tl.int64)
+    context = tl.load(context_len + sequence)
+    begin = tl.maximum(context - window, 0)
+    d = tl.arange(0, BLOCK_D)
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, SPLITS, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        first, last = part_of(begin, context, split, SPLITS, SHORTEST)
+        used = (first < last) & (split < SPLITS)
+        at = (split.to(tl.int64) * rows + row) * heads + head
+        sums = tl.load(log_sum + at, mask=used, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(sums, 0))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight = tl.exp2(sums - safe)
+        decay = tl.exp2(peak - safe)
+        part = tl.load(partial + at[:, None] * D + d[None, :], mask=used[:, None] & (d[None, :] < D), other=0.0)
+        acc = acc * decay + tl.sum(part * weight[:, None], 0)
+        total = total * decay + tl.sum(weight, 0)
+        peak = new_peak
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + (row * heads + head) * D + d, result.to(out.dtype.element_ty), mask=d < D)
+
+
+def partials(splits: int, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Room in fp32 for the parts' results [splits, rows, heads, D] and for the log2 of their sums, of `out`'s rows."""
+    shape = (splits, *out.shape)
+    return (
+        torch.empty(shape, dtype=torch.float32, device=out.device),
+        torch.empty(shape[:-1], dtype=torch.float32, device=out.device),
+    )
+
+
+def combine(
+    partial: Tensor,
+    log_sum: Tensor,
+    out: Tensor,
+    context_len: Tensor,
+    *,
+    window: int,
+    shortest: int,
+    sequence_of: Tensor | None = None,
+) -> None:
+    """Writes `out` [rows, heads, D]; row i belongs to sequence `sequence_of[i]`, or to sequence i if that is None."""
+    rows, heads, head_dim = out.shape
+    launch(
+        combine_kernel,
+        (rows, heads),
+        partial,
+        log_sum,
+        out,
+        sequence_of,
+        context_len,
+        window,
+        rows,
+        heads,
+        config=configure("combine", machine_for(out), head_dim=head_dim),
+        SPLITS=partial.shape[0],
+        SHORTEST=shortest,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+    )

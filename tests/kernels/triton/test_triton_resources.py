@@ -1,0 +1,66 @@
+"""Do the kernels compile for GPUs that are not here, and fit into them without spilling registers?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from membound.kernels.triton.launch import configure
+from membound.kernels.triton.machine import REFERENCE_MACHINES, Machine
+from membound.kernels.triton.production import CASES, launches
+
+# A program's shared memory at most: the CUDA programming guide's table of compute capabilities (163, 227 and 227 KiB)
+# and, for gfx942, the 64 KiB of LDS in AMD's CDNA 3 instruction set manual. From memory.
+SHARED_BYTES = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "gfx942": 64 * 1024}
+REGISTERS = {"sm80": 65536, "sm90": 65536, "sm100": 65536, "gfx942": 131072}  # the same sources
+STREAMING = ("attention", "linear", "moe", "mla", "sparse")  # the kernels whose time is reading weights or the cache
+
+
+def usual_cases() -> list[str]:
+    """The first case of each kernel."""
+    return list({case.split()[0]: case for case in reversed(CASES)}.values())
+
+
+def resources(arch: str, cases: list[str]) -> list[dict]:
+    # Its own process, since a kernel that was defined for the interpreter cannot be compiled.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "membound.kernels.triton.resources", arch, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx942"])
+def test_every_kernel_compiles_fits_and_spills_nothing(arch):
+    cases = list(CASES) if arch == "sm90" else usual_cases()
+    compiled = resources(arch, cases)
+    assert {row["case"] for row in compiled} == set(cases)
+    for row in compiled:
+        assert row["spilled_bytes"] == 0, row
+        assert row["registers"] * row["threads"] <= REGISTERS[arch], row
+        assert row["shared_bytes"] <= SHARED_BYTES[arch], row
+        if arch != "gfx942" and any(word in row["kernel"] for word in STREAMING):
+            assert row["widest_load_bytes"] == 16, row
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_launch_needs_no_data_and_keeps_every_multiprocessor_busy(case):
+    for machine in REFERENCE_MACHINES.values():
+        for launch in launches(case, machine):
+            programs = launch.grid[0] * launch.grid[1] * launch.grid[2] if len(launch.grid) == 3 else 0
+            assert launch.grid
+            if "decode_attention" in launch.name:
+                assert programs >= machine.multiprocessors
+
+
+def test_a_machine_that_no_rule_names_gets_the_general_one():
+    config = configure("decode_attention", Machine("sm121", 20), head_dim=128, group=4)
+    assert config == configure("decode_attention", REFERENCE_MACHINES["sm90"], head_dim=128, group=4)
+    with pytest.raises(KeyError, match="no_such_kernel"):
+        configure("no_such_kernel", REFERENCE_MACHINES["sm90"])
