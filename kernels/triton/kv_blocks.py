@@ -82,8 +82,8 @@ class KvBlocks:
             "kv.k",
             f"head_dim is {self.head_dim}, should be even and equal q's {head_dim}",
         )
-        for name, value in (("kv.k", self.k), ("kv.v", self.v)):
-            check.strided(name, value, self.k.shape, [STORED[self.format]], like)
+        for name, blocks in (("kv.k", self.k), ("kv.v", self.v)):
+            check.strided(name, blocks, self.k.shape, [STORED[self.format]], like)
         meta = PER_TOKEN[self.format]
         for name, value, stored in (("kv.k_scale", self.k_scale, self.k), ("kv.v_scale", self.v_scale, self.v)):
             if self.format != "fp8" and meta == 0:
