@@ -1,0 +1,332 @@
+"""Which kernel, with which amounts, does a row of the operator table time?
+
+A row becomes a `KernelCase`; cases of one device, family and kernel become a `KernelBatch`, whose prediction is one
+vectorised call. The fitter and `validate` read the same batches, so that nothing is fitted that is not predicted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from membound.roofline import efficiency
+from membound.roofline.efficiency import Family
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.power import power_share
+from membound.roofline.validation.tables import Row
+
+Floats = NDArray[np.float64]
+
+# How a table's dtype is multiplied and stored: the kernel of the fits, the dtype of the matrix rate, bytes a weight,
+# bytes an activation in. Group-wise formats count their scales (128 to a group; 32 for mxfp4, 16 for nvfp4).
+_FORMATS: dict[str, tuple[str, str, float, float]] = {
+    "bfloat16": ("bf16", "bf16", 2.0, 2.0),
+    "bf16": ("bf16", "bf16", 2.0, 2.0),
+    "fp16": ("bf16", "fp16", 2.0, 2.0),
+    "float16": ("bf16", "fp16", 2.0, 2.0),
+    "fp32": ("fp32", "fp32", 4.0, 4.0),
+    "fp8": ("fp8", "fp8", 1.0, 1.0),
+    "fp8_static": ("fp8", "fp8", 1.0, 1.0),
+    "fp8_block": ("fp8_block", "fp8", 1.0002, 1.03),
+    "int8": ("int8", "int8", 1.0, 1.0),
+    "sq": ("int8", "int8", 1.0, 1.0),
+    "w8a8": ("int8", "int8", 1.0, 1.0),
+    "int8_wo": ("w8a16", "bf16", 1.0, 2.0),
+    "int4_wo": ("w4a16", "bf16", 0.516, 2.0),
+    "w4a16": ("w4a16", "bf16", 0.516, 2.0),
+    "w4afp8": ("w4a8", "fp8", 0.516, 1.0),
+    "w4a16_mxfp4": ("w4a16", "bf16", 0.53125, 2.0),
+    "w4a8_mxfp4_mxfp8": ("fp8", "fp8", 0.53125, 1.03),
+    "nvfp4": ("nvfp4", "fp4", 0.5625, 0.5625),
+    "mxfp4": ("nvfp4", "fp4", 0.53125, 0.53125),
+}
+_ELEMENTWISE = {  # bytes moved for an element of the row's width, bf16: reads and writes
+    "rmsnorm": 4.0,
+    "layernorm": 4.0,
+    "rope": 4.0,
+    "act": 4.0,
+    "act_mul": 6.0,
+    "residual_add": 6.0,
+    "embedding": 4.0,
+    "softmax": 4.0,
+}
+_COLLECTIVES = {
+    "allreduce": "allreduce",
+    "all_reduce": "allreduce",
+    "allgather": "allgather",
+    "reducescatter": "reducescatter",
+    "alltoall": "alltoall",
+    "sendrecv": "sendrecv",
+    "send_recv": "sendrecv",
+    "p2p": "sendrecv",
+}
+# Boost clocks exceed the data sheet a little (RTX 4090: up to 2.75 GHz where 2.52 is promised).
+CLOCK_MARGIN = 1.09
+LIBRARIES = ("vllm", "sglang", "trtllm", "nccl")
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One timed kernel: its place among the fits, the amounts its time depends on, and the measured seconds."""
+
+    row: Row
+    hardware: HardwareSpec
+    family: Family
+    kernel: str
+    dtype: str
+    library: str
+    amounts: Mapping[str, float]
+    measured_s: float
+
+
+def case_of(row: Row) -> KernelCase:
+    """The kernel of a row; raises MemboundError with the reason where membound has no operator for it."""
+    op, gpu = row.text("op"), row.text("gpu")
+    hardware = get_hardware(gpu)
+    library = _library(row)
+    measured_s = row.measured * 1e-6
+    dtype_text = row.text("dtype").lower()
+    if op in _COLLECTIVES:
+        kernel = _COLLECTIVES[op]
+        return KernelCase(
+            row, hardware, "collective", kernel, "bf16", library, _collective(row, hardware, kernel), measured_s
+        )
+    if dtype_text not in _FORMATS:
+        raise MemboundError(f"dtype '{dtype_text}' is unknown; known are {', '.join(_FORMATS)}")
+    kernel, dtype, weight_bytes, activation_bytes = _FORMATS[dtype_text]
+    if op in ("gemm", "gemm_sparse24"):
+        sparse = op == "gemm_sparse24"
+        bits = 8.0 * weight_bytes
+        kept = (2.0 * bits + 4.0) / (4.0 * bits) if sparse else 1.0
+        amounts = {
+            "m": row.count("m"),
+            "n": row.count("n"),
+            "k": row.count("k"),
+            "weight_bytes": weight_bytes * kept,
+            "activation_bytes": activation_bytes,
+            "sparse": float(sparse),
+            "warm": _warm(row) * (library == "trtllm"),
+        }
+        return KernelCase(row, hardware, "gemm", kernel, dtype, library, amounts, measured_s)
+    if op in ("decode_attention", "prefill_attention"):
+        kv_heads = row.count("n_kv_heads")
+        amounts = {
+            "batch": row.count("batch"),
+            "q_len": row.number("q_len") or 1.0,
+            "kv_len": row.count("kv_len"),
+            "heads": row.count("n_heads"),
+            "kv_heads": kv_heads,
+            "head_dim": row.count("head_dim"),
+            "kv_bytes": weight_bytes,
+            "warm": _warm(row),
+        }
+        family: Family = "decode_attention" if op == "decode_attention" else "prefill_attention"
+        kv_kernel = "fp8" if weight_bytes <= 1.1 else "bf16"
+        compute = "fp8" if kv_kernel == "fp8" and family == "prefill_attention" else "bf16"
+        return KernelCase(row, hardware, family, kv_kernel, compute, library, amounts, measured_s)
+    if op == "moe_ffn":
+        amounts = _moe(row) | {"weight_bytes": weight_bytes}
+        return KernelCase(row, hardware, "moe", kernel, dtype, library, amounts, measured_s)
+    if op in _ELEMENTWISE:
+        width = row.number("n") or (row.count("n_heads") * row.count("head_dim"))
+        amounts = {"bytes": row.count("m") * width * _ELEMENTWISE[op] * activation_bytes / 2.0}
+        return KernelCase(row, hardware, "elementwise", op, "bf16", library, amounts, measured_s)
+    raise MemboundError(f"op '{op}' is unknown; known are gemm, attention, moe_ffn, collectives and elementwise")
+
+
+def _library(row: Row) -> str:
+    text = f"{row.text('notes')} {row.text('source')}".lower()
+    return next((name for name in LIBRARIES if name in text), efficiency.ANY)
+
+
+def _warm(row: Row) -> float:
+    """1 where a micro-benchmark repeats the same buffers, so that the cache may hold them; 0 inside a real layer.
+
+    Of aiconfigurator's GEMM collectors only TensorRT-LLM's shows weights that come from the cache (L40S, 33 MB: 1.5 to
+    2.5 times the memory's bandwidth, the others 0.7 to 0.8); all of its attention collectors repeat their cache.
+    """
+    notes = row.text("notes").lower()
+    return 0.0 if "layerwise" in notes or "kineto" in notes else 1.0
+
+
+def _collective(row: Row, hardware: HardwareSpec, kernel: str) -> dict[str, float]:
+    ranks = row.count("tp")
+    match = re.search(r"devices per node (\d+)", row.text("notes"))
+    per_node = float(match.group(1)) if match else ranks
+    crosses = ranks > per_node
+    link = hardware.scale_out if crosses else hardware.scale_up
+    if link is None:
+        link = hardware.host
+    if link is None:
+        raise MemboundError(f"device '{hardware.name}' has no {'scale_out' if crosses else 'scale_up'} link to time")
+    shared = float(link.topology == "host")
+    return {
+        "ranks": ranks,
+        "bytes": row.count("m"),
+        "bandwidth": link.bandwidth_bytes_per_s,
+        "shared": shared,
+        "crosses": float(crosses),
+        "per_node": per_node,
+    }
+
+
+def _moe(row: Row) -> dict[str, float]:
+    found = dict(re.findall(r"(E|topk|moe_tp|moe_ep|ep)=(\d+)", row.text("notes")))
+    for name in ("E", "topk"):
+        if name not in found:
+            raise MemboundError(f"line {row.line}: notes lack {name}=..., the experts of a moe_ffn row")
+    skew = re.search(r"dist=power_law_([0-9.]+)", row.text("notes"))
+    return {
+        "tokens": row.count("m"),
+        "intermediate": row.count("n"),
+        "hidden": row.count("k"),
+        "experts": float(found["E"]),
+        "top_k": float(found["topk"]),
+        "tp": float(found.get("moe_tp", 1)),
+        "ep": float(found.get("moe_ep", found.get("ep", 1))),
+        "balanced": float("dist=balanced" in row.text("notes")),
+        "skew": float(skew.group(1)) - 1.0 if skew else 0.0,
+    }
+
+
+@dataclass(frozen=True)
+class KernelBatch:
+    """Cases of one device, family, kernel, dtype and library, as arrays."""
+
+    hardware: HardwareSpec
+    family: Family
+    kernel: str
+    dtype: str
+    library: str
+    amounts: Mapping[str, Floats]
+    measured_s: Floats
+    cases: tuple[KernelCase, ...]
+
+    def predict(self, p: Mapping[str, float]) -> Floats:
+        """Seconds of every case under the parameters `p`."""
+        return np.asarray(_PREDICTORS[self.family](p, self), dtype=float)
+
+    def bound_s(self) -> Floats:
+        """Seconds that no kernel can beat: what the cache cannot hold at full bandwidth, or the FLOPs at the full rate.
+
+        A boost clock may exceed the data sheet's by a few percent, which `CLOCK_MARGIN` allows.
+        """
+        zero = ("launch_s", "wave_loss", "half_streams", "tile_tokens", "pad_rows", "hop_s", "small_loss", "contention")
+        perfect = {"matrix_share": CLOCK_MARGIN / self._power_share(), "bandwidth_share": 1.0, "routing_share": 0.0}
+        roomy = self.hardware.model_copy(update={"cache_bytes": 2 * (self.hardware.cache_bytes or 0)})
+        best = replace(self, hardware=roomy)
+        return best.predict(perfect | dict.fromkeys(zero, 0.0) | {"cache_bytes_per_cycle": 1e9})
+
+    def _power_share(self) -> float:
+        return power_share(self.hardware, self.hardware.computes_in(self.dtype) or "fp16")
+
+    def possible(self) -> NDArray[np.bool_]:
+        """Rows that are not faster than physics: the others were timed on other amounts than they say, or in cache."""
+        return self.measured_s >= self.bound_s()
+
+    def only(self, chosen: NDArray[np.bool_]) -> KernelBatch:
+        """The batch of the chosen rows alone."""
+        return replace(
+            self,
+            amounts={name: values[chosen] for name, values in self.amounts.items()},
+            measured_s=self.measured_s[chosen],
+            cases=tuple(case for case, keep in zip(self.cases, chosen, strict=True) if keep),
+        )
+
+
+def batches(cases: Iterable[KernelCase]) -> list[KernelBatch]:
+    """Cases in batches that one call predicts."""
+    groups: dict[tuple[Any, ...], list[KernelCase]] = defaultdict(list)
+    for case in cases:
+        groups[(case.hardware.name, case.family, case.kernel, case.dtype, case.library)].append(case)
+    made = []
+    for (_, family, kernel, dtype, library), members in groups.items():
+        names = members[0].amounts
+        amounts = {name: np.array([case.amounts[name] for case in members]) for name in names}
+        measured = np.array([case.measured_s for case in members])
+        made.append(KernelBatch(members[0].hardware, family, kernel, dtype, library, amounts, measured, tuple(members)))
+    return made
+
+
+def _rate(p: Mapping[str, float], batch: KernelBatch) -> float:
+    dtype = batch.hardware.computes_in(batch.dtype) or "fp16"
+    return efficiency.matrix_rate(p, batch.hardware, dtype)
+
+
+def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+    a, hw = batch.amounts, batch.hardware
+    moved = a["n"] * a["k"] * a["weight_bytes"] + a["m"] * (a["k"] * a["activation_bytes"] + 2.0 * a["n"])
+    rate = _rate(p, batch)
+    doubled = np.where(a["sparse"] > 0, p.get("sparse_speedup", 1.6), 1.0)
+    cached = efficiency.cached_share(hw, moved) * a["warm"]
+    return efficiency.gemm_s(p, hw, rate * doubled, a["m"], a["n"], a["k"], moved, cached)[0]
+
+
+def _decode(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+    a, hw = batch.amounts, batch.hardware
+    streams = a["batch"] * a["kv_heads"]
+    per_token = 2.0 * a["head_dim"] * a["kv_bytes"]
+    kv_tokens = streams * a["kv_len"]
+    cached = efficiency.cached_share(hw, kv_tokens * per_token) * a["warm"]
+    rows = a["q_len"] * a["heads"] / a["kv_heads"]
+    return efficiency.decode_attention_s(
+        p, hw, _rate(p, batch), streams, rows, kv_tokens, per_token, 4.0 * a["head_dim"], cached
+    )[0]
+
+
+def _prefill(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+    a, hw = batch.amounts, batch.hardware
+    tokens = a["batch"] * a["q_len"]
+    past = a["kv_len"] - a["q_len"]
+    attended = a["batch"] * (a["q_len"] * past + a["q_len"] * (a["q_len"] + 1.0) / 2.0)
+    moved = a["batch"] * a["head_dim"] * (4.0 * a["heads"] * a["q_len"] + 4.0 * a["kv_heads"] * a["kv_len"])
+    return efficiency.prefill_attention_s(
+        p, hw, _rate(p, batch), a["heads"], tokens, a["batch"], attended, 4.0 * a["head_dim"], moved
+    )[0]
+
+
+def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+    a, hw = batch.amounts, batch.hardware
+    local, n = a["experts"] / a["ep"], a["intermediate"] / a["tp"]
+    pairs = a["tokens"] * a["top_k"] / a["ep"]
+    uniform = np.array(
+        [
+            efficiency.distinct_experts(e, k, t, s) / ep
+            for e, k, t, s, ep in zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True)
+        ]
+    )
+    active = np.where(a["balanced"] > 0, np.minimum(local, np.maximum(pairs, 1.0)), np.maximum(uniform, 1e-3))
+    elements = 3.0 * n * a["hidden"]
+    routed = pairs * (4.0 * a["hidden"] + 6.0 * n) * 2.0
+    return efficiency.moe_s(
+        p, hw, _rate(p, batch), pairs, active, 2.0 * elements, elements * a["weight_bytes"], routed
+    )[0]
+
+
+def _elementwise(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+    moved, hw = batch.amounts["bytes"], batch.hardware
+    return efficiency.elementwise_s(p, hw, moved, efficiency.cached_share(hw, moved))[0]
+
+
+def _collective_batch(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+    a = batch.amounts
+    inside = efficiency.collective_s(p, batch.kernel, a["bytes"], a["ranks"], a["bandwidth"], False)[0]
+    shared = efficiency.collective_s(p, batch.kernel, a["bytes"], a["ranks"], a["bandwidth"], True)[0]
+    return np.where(a["shared"] > 0, shared, inside)
+
+
+_PREDICTORS = {
+    "gemm": _gemm,
+    "decode_attention": _decode,
+    "prefill_attention": _prefill,
+    "moe": _moe_batch,
+    "elementwise": _elementwise,
+    "collective": _collective_batch,
+}
