@@ -10,6 +10,7 @@ from torch import Tensor
 from membound.kernels.arena import Arena
 from membound.kernels.base import Kernels, PackedWeight, RaggedBatch, WeightFormat
 from membound.roofline.models import ModelSpec
+from membound.runtime.supported import plain_attention
 from membound.runtime.weights import LayerWeights, Weights, rope_frequencies
 
 KvCache = list[tuple[Tensor, Tensor]]  # per layer, K and V blocks [blocks, block_size, kv_heads, head_dim]
@@ -42,6 +43,7 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, format: WeightFormat = "bf16") -> None:
         self.spec = spec
+        self.attention = plain_attention(spec)
         self.kernels = kernels
         self.format = format
         self.device = weights.embed.device
@@ -59,8 +61,7 @@ class Decoder:
     def kv_cache(self, num_blocks: int, block_size: int) -> KvCache:
         """Zeroed K and V blocks for every layer."""
         arena = Arena() if self.device.type == "cpu" else None
-        attention = self.spec.attention
-        shape = (num_blocks, block_size, attention.kv_heads, attention.head_dim)
+        shape = (num_blocks, block_size, self.attention.kv_heads, self.attention.head_dim)
 
         def blocks() -> Tensor:
             if arena is not None:
@@ -75,8 +76,8 @@ class Decoder:
 
         Writes the tokens' K and V into `kv` at `batch.slots` on the way.
         """
-        kernels, eps = self.kernels, self.spec.rms_eps
-        scale = self.spec.attention.head_dim**-0.5
+        kernels, eps = self.kernels, self.spec.norm_eps
+        scale = self.attention.head_dim**-0.5
         next_norms = [layer.attn_norm for layer in self.layers[1:]] + [self.final_norm]
 
         residual = self.embed[token_ids].to(kernels.activation_dtype)  # [tokens, hidden]
@@ -96,11 +97,11 @@ class Decoder:
         if layer.qkv_bias is not None:
             qkv = qkv + layer.qkv_bias
         if layer.q_norm is not None and layer.k_norm is not None:
-            attention = self.spec.attention
+            attention = self.attention
             tokens, q_size = qkv.shape[0], attention.heads * attention.head_dim
             q, k, v = qkv.split([q_size, *2 * (attention.kv_heads * attention.head_dim,)], dim=-1)
-            q = self.kernels.rms_norm(q.reshape(-1, attention.head_dim), layer.q_norm, self.spec.rms_eps)
-            k = self.kernels.rms_norm(k.reshape(-1, attention.head_dim), layer.k_norm, self.spec.rms_eps)
+            q = self.kernels.rms_norm(q.reshape(-1, attention.head_dim), layer.q_norm, self.spec.norm_eps)
+            k = self.kernels.rms_norm(k.reshape(-1, attention.head_dim), layer.k_norm, self.spec.norm_eps)
             qkv = torch.cat([q.view(tokens, -1), k.view(tokens, -1), v], dim=-1)
         return qkv
 

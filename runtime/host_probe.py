@@ -172,6 +172,6 @@ def _tiny_model(vocab: int) -> ModelSpec:
         tie_embeddings=True,
         max_context=1024,
         rope_theta=10000.0,
-        rms_eps=1e-5,
+        norm_eps=1e-5,
         source="made for calibration",
     )

@@ -20,6 +20,7 @@ from membound.kernels.arena import Arena
 from membound.roofline.errors import MemboundError
 from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import Llama3RopeScaling, ModelSpec
+from membound.runtime.supported import plain_attention
 
 _POOL_ELEMENTS = 4_194_301  # prime, so that rows of no length line up with the period of the pool
 
@@ -82,9 +83,9 @@ def load_gguf(path: Path | str) -> tuple[ModelSpec, Weights]:
     file = GgufFile(path)
     tied = "output.weight" not in file.tensors
     spec = ModelSpec.from_gguf_metadata(file.metadata, file.path.stem, tie_embeddings=tied)
-    heads_by_name = {}
+    attention, heads_by_name = plain_attention(spec), {}
     if file.metadata["general.architecture"] == "llama":
-        heads_by_name = {"attn_q.weight": spec.attention.heads, "attn_k.weight": spec.attention.kv_heads}
+        heads_by_name = {"attn_q.weight": attention.heads, "attn_k.weight": attention.kv_heads}
 
     def read(name: str) -> Tensor:
         tensor = torch.from_numpy(file.dequantize(name))
@@ -102,6 +103,7 @@ def load_safetensors(folder: Path | str) -> tuple[ModelSpec, Weights]:
     """
     folder = Path(folder)
     spec = ModelSpec.from_hf_config(_read_json(folder / "config.json"), folder.name)
+    plain_attention(spec)
     index = folder / "model.safetensors.index.json"
     shards = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     where: dict[str, Path] = {}
@@ -123,8 +125,7 @@ def load_safetensors(folder: Path | str) -> tuple[ModelSpec, Weights]:
             )
         return tensor
 
-    factors = None if spec.rope_scaling is None else _llama3_rope_factors(spec, spec.rope_scaling)
-    return spec, _assemble(spec, read, _HF_NAMES, f"{folder.name}, safetensors, matrices in bf16", factors)
+    return spec, _assemble(spec, read, _HF_NAMES, f"{folder.name}, safetensors, matrices in bf16", _rope_factors(spec))
 
 
 def random_weights(spec: ModelSpec, seed: int, layers: int | None = None) -> Weights:
@@ -135,7 +136,7 @@ def random_weights(spec: ModelSpec, seed: int, layers: int | None = None) -> Wei
     """
     generator = torch.Generator().manual_seed(seed)
     pool = torch.randn(_POOL_ELEMENTS, generator=generator).bfloat16()
-    attention, count = spec.attention, spec.layers if layers is None else layers
+    attention, count = plain_attention(spec), spec.layers if layers is None else layers
     arena = Arena()
 
     def matrix(n: int, k: int) -> Tensor:
@@ -163,7 +164,7 @@ def random_weights(spec: ModelSpec, seed: int, layers: int | None = None) -> Wei
         final_norm=torch.ones(spec.hidden),
         lm_head=embed if spec.tie_embeddings else matrix(spec.vocab, spec.hidden),
         origin=f"random weights in the shapes of {spec.name}, seed {seed}, {count} of {spec.layers} layers",
-        rope_factors=None if spec.rope_scaling is None else _llama3_rope_factors(spec, spec.rope_scaling),
+        rope_factors=_rope_factors(spec),
     )
 
 
@@ -217,7 +218,7 @@ def _assemble(
     rope_factors: Tensor | None,
 ) -> Weights:
     """Fuses and checks what `read` returns for the tensors that `names` says a file holds."""
-    attention, linears = spec.attention, {name: (n, k) for name, n, k in spec.layer_linears()}
+    attention, linears = plain_attention(spec), {name: (n, k) for name, n, k in spec.layer_linears()}
     arena = Arena()
 
     def vector(name: str, size: int) -> Tensor:
@@ -283,6 +284,11 @@ def _rotate_half_order(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, n // heads // 2, 2, k).transpose(1, 2).reshape(n, k)
 
 
+def _rope_factors(spec: ModelSpec) -> Tensor | None:
+    scaling = spec.rope_scaling
+    return _llama3_rope_factors(spec, scaling) if isinstance(scaling, Llama3RopeScaling) else None
+
+
 def _llama3_rope_factors(spec: ModelSpec, scaling: Llama3RopeScaling) -> Tensor:
     """How much Llama 3.1 slows each rotation: by `factor` below a frequency, not at all above another.
 
@@ -297,7 +303,7 @@ def _llama3_rope_factors(spec: ModelSpec, scaling: Llama3RopeScaling) -> Tensor:
 
 def rope_frequencies(spec: ModelSpec) -> Tensor:
     """Radians a position by which rotary embedding turns each pair, before any scaling: [head_dim / 2], fp32."""
-    head_dim = spec.attention.head_dim
+    head_dim = plain_attention(spec).head_dim
     return spec.rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 

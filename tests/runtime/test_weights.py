@@ -41,7 +41,7 @@ def write_gguf(folder: Path, path: Path, without: str = "") -> None:
     writer.add_head_count(spec.attention.heads)
     writer.add_head_count_kv(spec.attention.kv_heads)
     writer.add_key_length(spec.attention.head_dim)
-    writer.add_layer_norm_rms_eps(spec.rms_eps)
+    writer.add_layer_norm_rms_eps(spec.norm_eps)
     writer.add_rope_freq_base(spec.rope_theta)
     writer.add_vocab_size(spec.vocab)
     if weights.rope_factors is not None:
@@ -86,7 +86,7 @@ def test_a_gguf_gives_the_weights_of_the_safetensors_it_was_made_from(
     write_gguf(reference / name, tmp_path / "model.gguf")
     spec, weights = load_gguf(tmp_path / "model.gguf")
     expected_spec, expected = load_safetensors(reference / name)
-    provenance = {"name", "source", "rope_scaling", "rms_eps"}  # a GGUF holds the scaling as a tensor, eps in fp32
+    provenance = {"name", "source", "rope_scaling", "norm_eps"}  # a GGUF holds the scaling as a tensor, eps in fp32
     assert spec.model_dump(exclude=provenance) == expected_spec.model_dump(exclude=provenance)
     assert_same(weights, expected)
 

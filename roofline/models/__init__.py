@@ -1,0 +1,44 @@
+"""What is a model, as far as its cost is concerned, and which ones does membound know?"""
+
+from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention, NoMixer, SparseIndexer
+from membound.roofline.models.base import LinearShape, ModelError, TokenMixer
+from membound.roofline.models.catalog import Catalog, catalog, get_model
+from membound.roofline.models.ffn import ChannelMix, DenseFfn, FeedForward, GatedFfn, MoeFfn, NoFfn
+from membound.roofline.models.layers import Attention, Ffn, Layer, LayerGroup, LayerOverride
+from membound.roofline.models.names import normalise_name
+from membound.roofline.models.recurrent import GatedDeltaNet, LightningAttention, Mamba1, Mamba2, Rwkv6, Rwkv7
+from membound.roofline.models.spec import Llama3RopeScaling, ModelSpec, OtherRopeScaling
+
+__all__ = [
+    "Attention",
+    "Catalog",
+    "ChannelMix",
+    "DenseFfn",
+    "FeedForward",
+    "Ffn",
+    "GatedDeltaNet",
+    "GatedFfn",
+    "GroupedQueryAttention",
+    "LatentAttention",
+    "Layer",
+    "LayerGroup",
+    "LayerOverride",
+    "LightningAttention",
+    "LinearShape",
+    "Llama3RopeScaling",
+    "Mamba1",
+    "Mamba2",
+    "ModelError",
+    "ModelSpec",
+    "MoeFfn",
+    "NoFfn",
+    "NoMixer",
+    "OtherRopeScaling",
+    "Rwkv6",
+    "Rwkv7",
+    "SparseIndexer",
+    "TokenMixer",
+    "catalog",
+    "get_model",
+    "normalise_name",
+]

@@ -1,0 +1,70 @@
+"""Which models does membound know by name?"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import cache, cached_property
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from membound.roofline.models.base import ModelError
+from membound.roofline.models.names import normalise_name
+from membound.roofline.models.spec import ModelSpec, build
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Catalog(Mapping[str, ModelSpec]):
+    """Models by name, in the order of their files; each is checked when it is first asked for."""
+
+    def __init__(self, entries: Mapping[str, dict[str, Any]]) -> None:
+        self._entries = entries
+        self._specs: dict[str, ModelSpec] = {}
+
+    def __getitem__(self, name: str) -> ModelSpec:
+        if name not in self._specs:
+            self._specs[name] = build(**self._entries[name])
+        return self._specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @cached_property
+    def by_key(self) -> Mapping[str, str]:
+        """Names by the keys of names and aliases; raises ModelError where two models share a key."""
+        keys: dict[str, str] = {}
+        for name, entry in self._entries.items():
+            for known in (name, *entry.get("aliases", ())):
+                if keys.setdefault(normalise_name(known), name) != name:
+                    other = keys[normalise_name(known)]
+                    raise ModelError(f"{known!r} in the catalog means both {other} and {name}: it must mean one.")
+        return keys
+
+
+@cache
+def catalog() -> Catalog:
+    """All models of `data/models/*.yaml` by name; each file holds a list under `models`."""
+    entries: dict[str, dict[str, Any]] = {}
+    for file in sorted((resources.files("membound.data") / "models").iterdir(), key=lambda entry: entry.name):
+        if file.name.endswith(".yaml"):
+            for fields in yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)["models"]:
+                if fields["name"] in entries:
+                    raise ModelError(f"The model {fields['name']} stands twice in the catalog, again in {file.name}.")
+                entries[fields["name"]] = fields
+    return Catalog(entries)
+
+
+def get_model(name: str) -> ModelSpec:
+    """The catalog's model of that name or alias (`normalise_name`); raises ModelError with close matches otherwise."""
+    known, key = catalog(), normalise_name(name)
+    if key in known.by_key:
+        return known[known.by_key[key]]
+    close = dict.fromkeys(known.by_key[match] for match in difflib.get_close_matches(key, known.by_key, 6, 0.4))
+    hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else f"known are {', '.join(known)}."
+    raise ModelError(f"The model {name!r} is not in the catalog: {hint}")

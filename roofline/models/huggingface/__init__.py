@@ -1,0 +1,87 @@
+"""Which model does a Hugging Face config.json describe?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from membound.roofline.models.base import ModelError
+from membound.roofline.models.huggingface import classic, dense, hybrid, mixture
+from membound.roofline.models.huggingface.config import Config
+from membound.roofline.models.spec import ModelSpec, build
+
+FAMILIES = dense.FAMILIES | classic.FAMILIES | mixture.FAMILIES | hybrid.FAMILIES
+
+# `model_type` where it is not the architecture in lower case, for a config that names no architecture
+_MODEL_TYPES = {
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_oss": "GptOssForCausalLM",
+    "refinedweb": "FalconForCausalLM",
+    "refinedwebmodel": "FalconForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "qwen": "QWenLMHeadModel",
+    "chatglm": "ChatGLMModel",
+    "nemotron-nas": "DeciLMForCausalLM",
+}
+
+
+def read_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The model of a config.json; a multimodal one is read from its `text_config`.
+
+    Raises ModelError with one sentence for another architecture, a missing fact, or one that makes no sense.
+    """
+    architecture = _architecture(config, name)
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        kept = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**kept, **text}
+    return read_family(Config(config, name, architecture), f"Hugging Face config.json of {name}")
+
+
+def read_family(c: Config, source: str) -> ModelSpec:
+    """The model that the reader of the config's architecture makes of it."""
+    try:
+        fields = FAMILIES[c.architecture](c)
+    except ModelError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{source} ({c.architecture}) holds a value of a wrong type: {error}.") from None
+    return build(name=c.name, source=source, **fields)
+
+
+def _architecture(config: Mapping[str, Any], name: str) -> str:
+    listed = config.get("architectures")
+    if listed is not None and not isinstance(listed, list):
+        raise ModelError(f"architectures of {name} is {listed!r:.80}, which must be a list of names.")
+    model_type = str(config.get("model_type", ""))
+    architecture = str(listed[0]) if listed else _by_model_type(model_type)
+    if architecture in FAMILIES:
+        return architecture
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and text.get("architectures", [None])[0] in FAMILIES:
+        return str(text["architectures"][0])
+    what = architecture or model_type or None
+    kind = _what_else(config, f"{architecture} {model_type}")
+    raise ModelError(
+        f"architectures of {name} is {what}, {kind}: it must be a decoder-only language model of a known family, "
+        f"such as LlamaForCausalLM, Qwen3MoeForCausalLM or DeepseekV3ForCausalLM."
+    )
+
+
+def _by_model_type(model_type: str) -> str:
+    if model_type.lower() in _MODEL_TYPES:
+        return _MODEL_TYPES[model_type.lower()]
+    by_lower = {known.removesuffix("ForCausalLM").lower(): known for known in FAMILIES if known.endswith("ForCausalLM")}
+    return by_lower.get(model_type.replace("_", "").lower(), "")
+
+
+def _what_else(config: Mapping[str, Any], words: str) -> str:
+    if "_class_name" in config:
+        return f"a part of an image generator ({config['_class_name']})"
+    if config.get("is_encoder_decoder"):
+        return "which has an encoder beside its decoder"
+    if any(word in words for word in ("Bert", "bert", "MaskedLM", "Encoder", "SequenceClassification")):
+        return "which encodes text and writes none"
+    if any(word in words.lower() for word in ("clip", "vit", "vision", "whisper", "wav2vec", "diffusion")):
+        return "which is no language model"
+    return "which is not supported"
