@@ -7,99 +7,16 @@ import reprlib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.part import Part
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
-
-
-class Part(BaseModel):
-    """A part of a scenario: unknown fields are refused, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-# No model takes more tokens; beyond it a number is a slip of the hand.
-Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
-
-
-class FixedLength(Part):
-    kind: Literal["fixed"] = "fixed"
-    tokens: Tokens
-
-
-class UniformLength(Part):
-    kind: Literal["uniform"] = "uniform"
-    low: Tokens
-    high: Tokens
-
-    @model_validator(mode="after")
-    def _ordered(self) -> UniformLength:
-        _check_order(self.low, self.high)
-        return self
-
-
-class LognormalLength(Part):
-    """exp(N(ln median, sigma)), rounded and clipped to [low, high] tokens."""
-
-    kind: Literal["lognormal"] = "lognormal"
-    median: float = Field(gt=0, le=10_000_000)
-    sigma: float = Field(ge=0, le=10)
-    low: Tokens = 1
-    high: Tokens = 1_000_000
-
-    @model_validator(mode="after")
-    def _ordered(self) -> LognormalLength:
-        _check_order(self.low, self.high)
-        return self
-
-
-def _check_order(low: int, high: int) -> None:
-    if high < low:
-        raise ValueError(f"high is {high}, below low ({low})")
-
-
-Length = Annotated[FixedLength | UniformLength | LognormalLength, Field(discriminator="kind")]
-
-
-class PoissonArrivals(Part):
-    kind: Literal["poisson"] = "poisson"
-    rate_rps: float = Field(gt=0, description="mean arrivals a second")
-
-
-class ClosedLoop(Part):
-    """`concurrency` clients, each of which sends its next request when the last one has been answered."""
-
-    kind: Literal["closed_loop"] = "closed_loop"
-    concurrency: int = Field(ge=1)
-
-
-Arrivals = Annotated[PoissonArrivals | ClosedLoop, Field(discriminator="kind")]
-
-
-class TextPrompts(Part):
-    """Real prompts from a file in `data/prompts/` (or a path); their recorded continuations are the content."""
-
-    kind: Literal["text"] = "text"
-    file: str
-
-
-class SyntheticPrompts(Part):
-    """Random token ids of a given length: nothing repeats, so nothing can be looked up or shared."""
-
-    kind: Literal["synthetic"] = "synthetic"
-    tokens: Length
-
-
-class Workload(Part):
-    arrivals: Arrivals
-    requests: int = Field(ge=1, le=10_000_000)
-    prompts: Annotated[TextPrompts | SyntheticPrompts, Field(discriminator="kind")]
-    output_tokens: Length
-    seed: int = Field(0, ge=0, lt=2**63)
+from membound.roofline.workload import ClosedLoop as ClosedLoop
+from membound.roofline.workload import Workload
 
 
 class Engine(Part):

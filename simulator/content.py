@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from typing import Protocol
 
-from membound.roofline.techniques import NgramDrafts
+from membound.roofline.acceptance import AcceptanceProfile
+from membound.roofline.scenario import Scenario
+from membound.roofline.tasks import acceptance_of
 from membound.simulator.scheduling.request import Sequence, Work
+from membound.simulator.scheduling.workload.acceptance import AcceptanceSampler
 
 
 class Content(Protocol):
@@ -30,17 +32,25 @@ class RecordedContent:
 
 
 class ModelledContent:
-    """Nobody knows the text: each draft is accepted with probability alpha until one is not."""
+    """Nobody knows the text: drafts are accepted as its profile says, until one is not."""
 
-    def __init__(self, drafts: NgramDrafts | None, seed: int) -> None:
-        self.alpha = drafts.alpha if drafts else 0.0
-        self.seed = seed
+    def __init__(self, profile: AcceptanceProfile, seed: int) -> None:
+        self.sampler = AcceptanceSampler(profile, seed)
 
     def emitted(self, work: Work, sequence: Sequence) -> tuple[int, ...]:
         if not work.drafts:
             return (0,)
-        draw = random.Random(f"{self.seed}/{sequence.id}/{sequence.tokens}/accept").random
-        accepted = 0
-        while accepted < len(work.drafts) and draw() < self.alpha:
-            accepted += 1
+        wanted = sequence.request.output_tokens
+        accepted = self.sampler.accepted(sequence.id, wanted, sequence.emitted, len(work.drafts))
+        if sequence.emitted + accepted + 1 >= wanted:
+            self.sampler.ended(sequence.id)
         return (0,) * (accepted + 1)
+
+
+def content_for(scenario: Scenario, recorded: bool) -> Content:
+    """Recorded text, or content like that of the workload's profile or task, else of the technique's alpha."""
+    if recorded:
+        return RecordedContent()
+    drafts = scenario.setup.drafts
+    alpha = AcceptanceProfile.constant(drafts.alpha if drafts else 0.0)
+    return ModelledContent(acceptance_of(scenario.workload, "ngram") or alpha, scenario.workload.seed)

@@ -16,7 +16,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import Times, times_for
-from membound.simulator.content import Content, ModelledContent, RecordedContent
+from membound.simulator.content import Content, content_for
 from membound.simulator.scheduling.build import build_scheduler, num_blocks, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import Executor, serve
@@ -72,7 +72,7 @@ def run(
     times = times_for(hardware or get_hardware(scenario.hardware))
     requests = requests_for(scenario)
     content_known = requests[0].output_ids is not None
-    content = RecordedContent() if content_known else ModelledContent(scenario.setup.drafts, scenario.workload.seed)
+    content = content_for(scenario, content_known)
     blocks = num_blocks(scenario, model, times.hardware.memory_bytes, requests)
     scheduler = build_scheduler(scenario, blocks, content_known)
     recorder = recorder or Recorder(observer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
@@ -12,7 +13,10 @@ from membound.roofline.operators import weights_bytes
 from membound.roofline.result import BOUNDS, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
+from membound.roofline.tasks import found_of
+from membound.roofline.techniques import NgramDrafts
 from membound.roofline.times import Times
+from membound.roofline.workload import Workload
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.drafter import Drafter, ModelledDrafter, NgramDrafter
 from membound.simulator.scheduling.policy import POLICIES
@@ -45,7 +49,7 @@ def num_blocks(scenario: Scenario, model: ModelSpec, memory_bytes: float, reques
                 f"blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
             )
         return engine.num_blocks
-    longest = max(request.prompt_tokens + request.output_tokens for request in requests)
+    longest = max(turn.tokens for request in requests for turn in request.turns())
     useful = engine.max_num_seqs * (-(-longest // engine.block_size))
     return min(fitting, useful)
 
@@ -55,9 +59,15 @@ def build_scheduler(scenario: Scenario, blocks: int, content_known: bool) -> Sch
     setup, engine = scenario.setup, scenario.engine
     drafter: Drafter | None = None
     if setup.drafts is not None:
-        drafter = NgramDrafter(setup.drafts) if content_known else ModelledDrafter(setup.drafts, scenario.workload.seed)
+        drafter = NgramDrafter(setup.drafts) if content_known else _modelled_drafter(scenario.workload, setup.drafts)
     pool = BlockPool(blocks, engine.block_size)
     return Scheduler(POLICIES[setup.policy](), pool, engine.max_num_seqs, engine.max_batched_tokens, drafter)
+
+
+def _modelled_drafter(workload: Workload, drafts: NgramDrafts) -> ModelledDrafter:
+    """Finds a draft as often as in the workload's task, else as often as the technique says."""
+    found = found_of(workload, "ngram")
+    return ModelledDrafter(drafts if found is None else replace(drafts, hit_rate=found), workload.seed)
 
 
 def run_result(

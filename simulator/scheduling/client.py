@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from membound.roofline.scenario import (
-    ClosedLoop,
-    FixedLength,
-    Length,
-    LognormalLength,
-    PoissonArrivals,
-    UniformLength,
-)
-from membound.simulator.scheduling.request import Request
+from membound.roofline.workload import ClosedLoop, OpenArrivals
+from membound.simulator.scheduling.request import Request, Sequence
 
 
 class Client(Protocol):
@@ -29,80 +20,107 @@ class Client(Protocol):
     def next_arrival_s(self) -> float | None:
         """When the next request arrives if nothing ends before; None if none will."""
 
-    def ended(self, now_s: float) -> None:
-        """One request was answered (or refused) at `now_s`."""
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        """A request was answered (or refused, as its status says) at `now_s`."""
 
 
 class OpenLoop:
-    """Requests arrive at their own times, whatever the engine does."""
+    """Requests arrive at their own times, whatever the engine does; follow-ups some time after their answer.
+
+    `requests` may be a stream: it is read one request ahead, in order of arrival.
+    """
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        self._coming = sorted(requests, key=lambda request: (request.arrival_s, request.id), reverse=True)
+        self._coming = iter(requests)
+        self._first = next(self._coming, None)
+        self._follow_ups = _Departures()
 
     def due(self, now_s: float) -> list[Request]:
         arrived = []
-        while self._coming and self._coming[-1].arrival_s <= now_s:
-            arrived.append(self._coming.pop())
+        while (at_s := self.next_arrival_s()) is not None and at_s <= now_s:
+            if self._first is not None and self._first.arrival_s == at_s:
+                arrived.append(self._first)
+                self._first = next(self._coming, None)
+                assert self._first is None or self._first.arrival_s >= at_s, "requests must be in order of arrival"
+            else:
+                arrived.append(self._follow_ups.pop())
         return arrived
 
     def next_arrival_s(self) -> float | None:
-        return self._coming[-1].arrival_s if self._coming else None
+        times = [time for time in (self._first and self._first.arrival_s, self._follow_ups.next_s) if time is not None]
+        return min(times, default=None)
 
-    def ended(self, now_s: float) -> None:
-        pass
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        if (turn := _next_turn(sequence)) is not None:
+            self._follow_ups.add(turn, now_s)
 
 
 class ClosedLoopClients:
-    """`concurrency` users; each sends its next request at the moment its last one was answered."""
+    """`users` users; each sends its next request, thinking first, when its last one (or conversation) has ended."""
 
-    def __init__(self, requests: Iterable[Request], concurrency: int) -> None:
-        self._unsent = list(requests)[::-1]
-        self._send_at: list[float] = [0.0] * min(concurrency, len(self._unsent))
+    def __init__(self, requests: Iterable[Request], users: int) -> None:
+        self._unsent = iter(requests)
+        self._departures = _Departures()
+        for _ in range(users):
+            if not self._send_next(0.0):
+                break
 
     def due(self, now_s: float) -> list[Request]:
         arrived = []
-        while self._unsent and self._send_at and self._send_at[0] <= now_s:
-            arrival_s = heapq.heappop(self._send_at)
-            request = self._unsent.pop()
-            arrived.append(_arriving(request, arrival_s))
+        while (at_s := self._departures.next_s) is not None and at_s <= now_s:
+            arrived.append(self._departures.pop())
         return arrived
 
     def next_arrival_s(self) -> float | None:
-        return self._send_at[0] if self._unsent and self._send_at else None
+        return self._departures.next_s
 
-    def ended(self, now_s: float) -> None:
-        heapq.heappush(self._send_at, now_s)
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        if (turn := _next_turn(sequence)) is not None:
+            self._departures.add(turn, now_s)
+        else:
+            self._send_next(now_s)
+
+    def _send_next(self, now_s: float) -> bool:
+        request = next(self._unsent, None)
+        if request is not None:
+            self._departures.add(request, now_s)
+        return request is not None
 
 
-def _arriving(request: Request, arrival_s: float) -> Request:
-    return Request(
-        request.id, arrival_s, request.prompt_tokens, request.output_tokens, request.prompt_ids, request.output_ids
-    )
+class _Departures:
+    """Requests that will be sent at a known time, the earliest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+
+    @property
+    def next_s(self) -> float | None:
+        return self._heap[0][0] if self._heap else None
+
+    def add(self, request: Request, now_s: float) -> None:
+        """`request` is sent after its user has thought, from `now_s` on."""
+        at_s = now_s + request.think_s
+        heapq.heappush(self._heap, (at_s, request.id, replace(request, arrival_s=at_s)))
+
+    def pop(self) -> Request:
+        return heapq.heappop(self._heap)[2]
 
 
-def client_for(arrivals: PoissonArrivals | ClosedLoop, requests: list[Request]) -> Client:
+def _next_turn(sequence: Sequence) -> Request | None:
+    """The turn that follows an answered one; a refused turn ends its conversation."""
+    turn = sequence.request.follow_up
+    if turn is None or sequence.status == "rejected":
+        return None
+    if turn.prompt_ids is not None:
+        # The history is what the model really wrote, not what stood in for it while nobody knew.
+        assert sequence.token_ids is not None, "a turn with tokens follows one with tokens"
+        said = tuple(sequence.token_ids)
+        turn = replace(turn, prompt_ids=said + turn.prompt_ids[len(said) :])
+    return turn
+
+
+def client_for(arrivals: OpenArrivals | ClosedLoop, requests: Iterable[Request]) -> Client:
     """The client that sends `requests` (whose arrival times are set for open-loop arrivals)."""
     if isinstance(arrivals, ClosedLoop):
         return ClosedLoopClients(requests, arrivals.concurrency)
     return OpenLoop(requests)
-
-
-def sample_lengths(length: Length, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`count` token counts drawn from a length distribution."""
-    match length:
-        case FixedLength():
-            return np.full(count, length.tokens)
-        case UniformLength():
-            return rng.integers(length.low, length.high + 1, count)
-        case LognormalLength():
-            drawn = np.exp(rng.normal(np.log(length.median), length.sigma, count))
-            return np.clip(np.rint(drawn), length.low, length.high).astype(np.int64)
-
-
-def sample_arrivals_s(
-    arrivals: PoissonArrivals | ClosedLoop, count: int, rng: np.random.Generator
-) -> NDArray[np.float64]:
-    """Arrival times in seconds; zeros for a closed loop, whose clients decide as they go."""
-    if isinstance(arrivals, ClosedLoop):
-        return np.zeros(count)
-    return np.cumsum(rng.exponential(1 / arrivals.rate_rps, count))

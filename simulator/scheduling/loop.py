@@ -37,7 +37,7 @@ def serve(
             sequence = scheduler.add(request)
             if sequence.status == "rejected":
                 recorder.rejected(sequence)
-                client.ended(clock.now_s())
+                client.ended(sequence, clock.now_s())
             else:
                 sequences[sequence.id] = sequence
 
@@ -59,5 +59,5 @@ def serve(
         recorder.step(step, outcome, sequences, start_s, end_s)
         for sequence in ended:
             recorder.completed(sequence)
-            client.ended(end_s)
+            client.ended(sequence, end_s)
             del sequences[sequence.id]

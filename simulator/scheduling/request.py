@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from membound.simulator.scheduling.prefix import PrefixChain
 
 Status = Literal["waiting", "running", "completed", "rejected"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a client asks: a prompt, and how many tokens it wants back.
 
     `prompt_ids` and `output_ids` are the content where it is known: the runtime needs the first, the simulator
-    replays the second (recorded earlier) to know which drafts would have been accepted.
+    replays the second (recorded earlier) to know which drafts would have been accepted. `prefix` says which tokens
+    are those of other requests, where any are. `follow_up` is the next turn of a conversation. `think_s` passes
+    between the answer to the turn before and this request; a first turn in a closed loop waits for it too.
     """
 
     id: int
@@ -22,6 +27,21 @@ class Request:
     output_tokens: int
     prompt_ids: tuple[int, ...] | None = None
     output_ids: tuple[int, ...] | None = None
+    prefix: PrefixChain | None = None
+    think_s: float = 0.0
+    follow_up: Request | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output together."""
+        return self.prompt_tokens + self.output_tokens
+
+    def turns(self) -> Iterator[Request]:
+        """This request and those that follow it in its conversation."""
+        turn: Request | None = self
+        while turn is not None:
+            yield turn
+            turn = turn.follow_up
 
 
 @dataclass
