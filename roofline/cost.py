@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from membound.roofline.models import ModelSpec
-from membound.roofline.operators import Operator, step_operators, step_weight_bytes
+from membound.roofline.operators import Operator, step_operators
 from membound.roofline.result import BOUNDS
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.techniques import EngineSetup
@@ -33,15 +35,16 @@ class OperatorCost:
     def seconds_by_bound(self) -> dict[str, Count]:
         """All calls' seconds under the bound that holds, 0 under the others (elementwise for arrays)."""
         op, time = self.operator, self.time
-        memory = "memory_kv" if op.kind == "attention" else "memory_weights"
-        overhead = (time.overhead_s >= time.memory_s) & (time.overhead_s >= time.compute_s)
-        compute = ~np.asarray(overhead) & (np.asarray(time.compute_s) > time.memory_s)
-        total = self.total_s
-        return {
-            memory: np.where(overhead | compute, 0.0, total),
-            "compute": np.where(compute, total, 0.0),
-            "overhead": np.where(overhead, total, 0.0),
-        }
+        memory = "memory_kv" if op.kind in ("attention", "recurrent") else "memory_weights"
+        asked = {memory: time.memory_s, "overhead": time.overhead_s, "compute": time.compute_s, "link": time.link_s}
+        most = np.maximum(np.maximum(time.memory_s, time.overhead_s), np.maximum(time.compute_s, time.link_s))
+        left: Any = np.ones_like(most, dtype=bool)
+        total, seconds = self.total_s, {}
+        for bound in ("overhead", "link", "compute", memory):
+            holds = left & (asked[bound] >= most)
+            seconds[bound] = np.where(holds, total, 0.0)
+            left = left & ~holds
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,18 @@ def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepSha
     The working set that decides between cache and memory is what a step reads again and again: its weights and KV.
     """
     operators = step_operators(model, setup, shape, times.activation_bytes)
-    kv_bytes = model.kv_bytes_per_token(setup.kv.bits) * float(np.mean(shape.kv_tokens))
-    working_set_bytes = step_weight_bytes(model, setup) + kv_bytes
-    costs = tuple(OperatorCost(operator, times.of(operator, working_set_bytes)) for operator in operators)
-    return StepCost(costs, times.relative_error)
+    working_set_bytes = _working_set(operators) if times.needs_working_set else 0.0
+    costs = [OperatorCost(operator, times.of(operator, working_set_bytes)) for operator in operators]
+    waiting_s = times.waiting_s(costs, model, shape)
+    if waiting_s is not None:
+        host = costs[-1]
+        time = OperatorTime(host.time.time_s + waiting_s, 0.0, 0.0, host.time.overhead_s + waiting_s)
+        costs[-1] = OperatorCost(host.operator, time)
+    return StepCost(tuple(costs), times.relative_error)
+
+
+def _working_set(operators: Sequence[Operator]) -> float:
+    """Weights and KV that the step reads, of the mean step where there are many."""
+    return float(
+        sum(np.mean(op.weight_bytes + (op.kv_bytes if op.kind == "attention" else 0.0)) * op.calls for op in operators)
+    )

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from membound.roofline.cost import OperatorCost, StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.memory import MemoryBreakdown, memory_breakdown
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
-from membound.roofline.operators import MemoryBreakdown, memory_breakdown
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
@@ -53,7 +53,7 @@ class OperatingPoint:
 
     @cached_property
     def times(self) -> Times:
-        return times_for(self.hardware)
+        return times_for(self.hardware, self.setup.profile)
 
     @property
     def shape(self) -> StepShape:
@@ -79,7 +79,7 @@ class OperatingPoint:
     def memory(self) -> MemoryBreakdown:
         kv_tokens = float(self.batch * self.context)
         return memory_breakdown(
-            self.model, self.setup, kv_tokens, float(self.shape.tokens), self.times.activation_bytes
+            self.model, self.setup, kv_tokens, float(self.shape.tokens), self.times.activation_bytes, float(self.batch)
         )
 
     @property

@@ -1,27 +1,53 @@
-"""Of which operators does a step consist, and what does each compute and move?
+"""Of which operators does a step consist on one device, and what does each compute, move and send?
 
 Formulas are per operator call and count a multiply-add as two FLOPs. Sources: Williams et al., Roofline, CACM 2009;
-Kaplan et al., Scaling Laws, 2020, appendix (FLOPs of a decoder); Ainslie et al., GQA, 2023 (KV bytes).
+Kaplan et al., Scaling Laws, 2020, appendix (FLOPs of a decoder); Ainslie et al., GQA, 2023 (KV bytes); DeepSeek-V2,
+2024, section 2.1 (MLA and its absorbed form); Dao and Gu, Mamba-2, 2024 (state updates); Shoeybi et al., Megatron-LM,
+2019 (tensor parallelism: two all-reduces a layer).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
+from membound.roofline.efficiency import distinct_experts
+from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
-from membound.roofline.precision import Precision
-from membound.roofline.shape import Count, StepShape
+from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
+from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.models.layers import LayerGroup
+from membound.roofline.precision import PRECISIONS, Precision
+from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.shape import AttentionPart, Count, StepShape
 from membound.roofline.techniques import EngineSetup
 
-Kind = Literal["linear", "attention", "rms_norm", "add_rms_norm", "rope_and_store", "silu_mul", "embed", "host"]
+Kind = Literal[
+    "linear",
+    "attention",
+    "moe",
+    "recurrent",
+    "rms_norm",
+    "add_rms_norm",
+    "rope_and_store",
+    "silu_mul",
+    "embed",
+    "scores",
+    "collective",
+    "host",
+]
+NO_PART = AttentionPart(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Operator:
     """One operator of a step: `calls` equal calls, each with these FLOPs and bytes.
 
-    A linear has its shape [m, k] x [n, k]^T; the others have `elements`, what their time grows with besides bytes.
+    The roofline needs no more than that; the further fields of a kind are what its kernel's efficiency depends on.
+    `elements` is what the time of an elementwise kernel grows with besides bytes.
     """
 
     name: str
@@ -31,48 +57,376 @@ class Operator:
     weight_bytes: Count = 0.0
     kv_bytes: Count = 0.0
     activation_bytes: Count = 0.0
+    link_bytes: Count = 0.0
     m: Count = 0.0
     n: int = 0
     k: int = 0
     precision: Precision | None = None
+    activations: Precision | None = None
     elements: Count = 0.0
     sequences: Count = 0.0
     logits: Count = 0.0
+    heads: AttentionHeads | None = None
+    decode: AttentionPart = NO_PART
+    prefill: AttentionPart = NO_PART
+    experts: ExpertLoad | None = None
+    collective: Collective | None = None
 
     @property
     def bytes(self) -> Count:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
-def linear(name: str, calls: int, m: Count, n: int, k: int, weights: Precision, activation_bytes: float) -> Operator:
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Heads of one device: a KV stream is read once for all of its queries."""
+
+    heads: int
+    kv_heads: int
+    kv_bytes_per_token: float
+    flops_per_pair: float
+    qk_and_v_dims: int
+    kv: Precision
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """What the routed experts of one device compute: (token, expert) pairs, and distinct experts among them."""
+
+    pairs: Count
+    active: Count
+    flops_per_row: float
+    bytes_per_expert: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A message among `ranks` devices; `message_bytes` as nccl-tests counts them."""
+
+    operation: Literal["allreduce", "allgather", "reducescatter", "alltoall", "sendrecv"]
+    message_bytes: Count
+    ranks: int
+
+
+def linear(
+    name: str,
+    calls: int,
+    m: Count,
+    n: int,
+    k: int,
+    weights: Precision,
+    activation_bytes: float,
+    activations: Precision = PRECISIONS["bf16"],
+) -> Operator:
     """y [m, n] = x [m, k] W^T: 2 m n k FLOPs; reads W once whatever m is."""
     return Operator(
         name,
         "linear",
         calls,
         flops=2.0 * m * n * k,
-        weight_bytes=weights.matrix_bytes(n, k),
-        activation_bytes=m * (n + k) * activation_bytes,
+        weight_bytes=_matrix_bytes(weights, n, k),
+        activation_bytes=m * (n + k * min(activations.bits / 16.0, 1.0)) * activation_bytes,
         m=m,
         n=n,
         k=k,
         precision=weights,
+        activations=activations,
     )
 
 
-def attention(model: ModelSpec, shape: StepShape, kv: Precision, activation_bytes: float) -> Operator:
-    """Causal attention of all layers' calls: 4 heads head_dim FLOPs a query-key pair; reads each sequence's K and V."""
-    a = model.attention
-    per_token = a.kv_elements_per_token
-    return Operator(
-        "attention",
-        "attention",
-        model.layers,
-        flops=4.0 * a.heads * a.head_dim * shape.attended,
-        kv_bytes=kv.vector_bytes(per_token) * shape.kv_tokens,
-        activation_bytes=2.0 * shape.tokens * a.heads * a.head_dim * activation_bytes,
-        sequences=shape.sequences,
-    )
+@lru_cache(maxsize=4096)
+def _matrix_bytes(weights: Precision, n: int, k: int) -> float:
+    return weights.matrix_bytes(n, k)
+
+
+def step_operators(
+    model: ModelSpec, setup: EngineSetup, shape: StepShape, activation_bytes: float = 4.0
+) -> tuple[Operator, ...]:
+    """The operators of one step on one device of the deployment, in order.
+
+    `activation_bytes` is what one activation takes (4 on a CPU, 2 on a GPU). The shape is that of the whole replica:
+    data parallelism divides its sequences, context parallelism the tokens that attention reads and, in prefill, the new
+    ones. A pipeline's stages follow each other, so that all layers count; with `pp` stages at work on as many
+    micro-batches the shape is that of one of them.
+    """
+    return tuple(_Step(model, setup, shape, activation_bytes).operators())
+
+
+class _Step:
+    """Collects the operators of one step, so that what they share is worked out once."""
+
+    def __init__(self, model: ModelSpec, setup: EngineSetup, shape: StepShape, width: float) -> None:
+        self.model, self.setup, self.width = model, setup, width
+        self.parallel, self.plan = setup.parallel, setup.precision
+        self.shape = _on_one_rank(shape, setup)
+        self.all_tokens = shape.tokens
+
+    def operators(self) -> list[Operator]:
+        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
+        made = [
+            _elementwise("embed", "embed", 1, t * model.hidden, t * model.hidden * (2 + w)),
+            _elementwise("first_norm", "rms_norm", 1, t * model.hidden, 2 * t * model.hidden * w),
+        ]
+        several = len(model.groups()) > 1
+        for index, group in enumerate(model.groups()):
+            made += self._layers(group, f"{index + 1}." if several else "")
+        head = model.lm_head
+        rows = self.shape.logits_rows
+        plan = self.plan
+        made.append(
+            linear(
+                "lm_head",
+                1,
+                rows,
+                -(-head.n // tp),
+                head.k,
+                plan.weights_of("lm_head"),
+                w,
+                plan.activations_of("lm_head"),
+            )
+        )
+        if tp > 1:
+            made.append(_message("gather_logits", 1, "allgather", rows * model.vocab * w, tp))
+        if self.parallel.pp > 1:
+            stages = self.parallel.pp - 1
+            made.append(_message("next_stage", stages, "sendrecv", t * model.hidden * w / tp, 2))
+        made.append(Operator("host", "host", 1, sequences=self.shape.sequences, elements=t, logits=rows * model.vocab))
+        return made
+
+    def _layers(self, group: LayerGroup, prefix: str) -> list[Operator]:
+        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
+        count, mixer, ffn = group.count, group.attention, group.ffn
+        made: list[Operator] = []
+        made += self._mixer(group, prefix)
+        if tp > 1 and mixer.kind != "none":
+            made.append(_message(f"{prefix}reduce_attention", count, "allreduce", t * model.hidden * w, tp))
+        norms = model.norms_per_layer if mixer.kind != "none" and ffn.kind != "none" else 1
+        moved = 4 * t * model.hidden * w
+        made.append(_elementwise(f"{prefix}norms", "add_rms_norm", norms * count, t * model.hidden, moved))
+        made += self._ffn(group, prefix)
+        return made
+
+    def _mixer(self, group: LayerGroup, prefix: str) -> list[Operator]:
+        mixer = group.attention
+        if isinstance(mixer, GroupedQueryAttention):
+            return self._gqa(mixer, group.count, prefix)
+        if isinstance(mixer, LatentAttention):
+            return self._mla(mixer, group.count, prefix)
+        if mixer.kind == "none":
+            return []
+        return self._recurrent(group, prefix)
+
+    def _linear(self, name: str, calls: int, m: Count, n: int, k: int, part: str) -> Operator:
+        plan = self.plan
+        return linear(name, calls, m, n, k, plan.weights_of(part), self.width, plan.activations_of(part))
+
+    def _gqa(self, a: GroupedQueryAttention, count: int, prefix: str) -> list[Operator]:
+        t, w, tp = self.shape.tokens, self.width, self.parallel.tp
+        heads, kv_heads = a.heads_on_gpu(tp)
+        kv = self.plan.kv_of(sliding=a.window is not None)
+        (_, qkv_n, qkv_k), (_, o_n, o_k) = a.linears(self.model.hidden, tp)
+        rotated = t * (heads + 2 * kv_heads) * a.head_dim
+        stored = kv.vector_bytes(a.kv_elements_on_gpu(tp)) * t
+        per_head = AttentionHeads(
+            heads,
+            kv_heads,
+            kv.vector_bytes(a.head_dim + a.value_dim),
+            2.0 * (a.head_dim + a.value_dim),
+            a.head_dim + a.value_dim,
+            kv,
+        )
+        return [
+            self._linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
+            _elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
+            *self._attention(prefix, count, per_head, a.window),
+            self._linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
+        ]
+
+    def _attention(self, prefix: str, count: int, heads: AttentionHeads, window: int | None) -> list[Operator]:
+        """Attention over the cache; where it is not fused, the scores are written, read, and written again."""
+        shape, cp = self.shape, self.parallel.cp
+        decode, prefill = shape.decode_part.windowed(window), shape.prefill_part.windowed(window)
+        if cp > 1:
+            decode, prefill = _split_context(decode, cp), _split_context(prefill, cp)
+        made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill)]
+        if not self.setup.fused_attention:
+            scores = heads.heads * (decode.attended + prefill.attended)
+            made.append(_elementwise(f"{prefix}scores", "scores", count, scores, 4.0 * scores * self.width))
+        if cp > 1:
+            partial = decode.tokens * heads.heads * heads.qk_and_v_dims * self.width
+            made.append(_message(f"{prefix}reduce_context", count, "allreduce", partial, cp))
+            keys = prefill.kv_tokens * heads.kv_bytes_per_token * heads.kv_heads * cp
+            made.append(_message(f"{prefix}gather_keys", count, "allgather", keys, cp))
+        return made
+
+    def _mla(self, a: LatentAttention, count: int, prefix: str) -> list[Operator]:
+        """Decode on the latents with the up-projection absorbed; prefill with K and V of every head unpacked."""
+        shape, tp, w = self.shape, self.parallel.tp, self.width
+        heads = a.heads_on_gpu(tp)
+        kv = self.plan.kv
+        latent = a.kv_elements_per_token
+        decode, prefill = shape.decode_part, shape.prefill_part
+        unabsorbed = decode if not self.setup.absorbed_mla else NO_PART
+        made = []
+        for name, n, k in a.linears(self.model.hidden, tp):
+            if name == "kv_b":
+                rows = prefill.kv_tokens + unabsorbed.kv_tokens
+                if np.any(np.asarray(rows) > 0):
+                    made.append(self._linear(f"{prefix}kv_b", count, rows, n, k, "attention"))
+            elif name != "o":
+                made.append(self._linear(f"{prefix}{name}", count, shape.tokens, n, k, "attention"))
+        rotated = shape.tokens * (heads * a.qk_rope_head_dim + latent)
+        stored = kv.vector_bytes(latent) * shape.tokens
+        made.append(_elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored))
+        if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
+            for name, n, k in a.absorbed_linears():
+                made.append(self._linear(f"{prefix}{name}", count, decode.tokens, heads * n, k, "attention"))
+        made += self._mla_attention(a, count, prefix, heads)
+        (output,) = (shape for shape in a.linears(self.model.hidden, tp) if shape.name == "o")
+        made.append(self._linear(f"{prefix}o", count, shape.tokens, output.n, output.k, "attention"))
+        return made
+
+    def _mla_attention(self, a: LatentAttention, count: int, prefix: str, heads: int) -> list[Operator]:
+        shape, kv = self.shape, self.plan.kv
+        dims = a.qk_head_dim + a.v_head_dim
+        decode, prefill = shape.decode_part, shape.prefill_part
+        if a.indexer is not None:
+            decode = decode.windowed(a.indexer.top_k)
+            prefill = prefill.windowed(a.indexer.top_k)
+        if self.parallel.cp > 1:
+            decode, prefill = _split_context(decode, self.parallel.cp), _split_context(prefill, self.parallel.cp)
+        made = []
+        if np.any(np.asarray(prefill.tokens) > 0) or not self.setup.absorbed_mla:
+            unpacked = AttentionHeads(heads, heads, 2.0 * dims, 2.0 * dims, dims, PRECISIONS["bf16"])
+            part = decode if not self.setup.absorbed_mla else NO_PART
+            made.append(self._one_attention(f"{prefix}attention_unpacked", count, unpacked, part, prefill))
+        if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
+            flops = 2.0 * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
+            latent = kv.vector_bytes(a.kv_elements_per_token)
+            absorbed = AttentionHeads(heads, 1, latent, flops, a.kv_elements_per_token + a.kv_lora_rank, kv)
+            made.append(self._one_attention(f"{prefix}attention", count, absorbed, decode, NO_PART))
+        return made
+
+    def _one_attention(
+        self, name: str, count: int, heads: AttentionHeads, decode: AttentionPart, prefill: AttentionPart
+    ) -> Operator:
+        tokens = decode.tokens + prefill.tokens
+        return Operator(
+            name,
+            "attention",
+            count,
+            flops=heads.flops_per_pair * heads.heads * (decode.attended + prefill.attended),
+            kv_bytes=heads.kv_bytes_per_token * heads.kv_heads * (decode.kv_tokens + prefill.kv_tokens),
+            activation_bytes=tokens * heads.heads * heads.qk_and_v_dims * self.width,
+            sequences=decode.sequences + prefill.sequences,
+            heads=heads,
+            decode=decode,
+            prefill=prefill,
+        )
+
+    def _recurrent(self, group: LayerGroup, prefix: str) -> list[Operator]:
+        """Linears, then one update of the state a token: 5 FLOPs and, for each sequence, a read and a write of it."""
+        t, tp = self.shape.tokens, self.parallel.tp
+        mixer, count = group.attention, group.count
+        state = mixer.state_elements_on_gpu(tp)
+        made = [
+            self._linear(f"{prefix}{name}", count, t, n, k, "attention")
+            for name, n, k in mixer.linears(self.model.hidden, tp)
+        ]
+        made.append(
+            Operator(
+                f"{prefix}state",
+                "recurrent",
+                count,
+                flops=5.0 * state * t,
+                kv_bytes=2.0 * state * mixer.state_bits / 8 * self.shape.sequences
+                + 2.0 * mixer.conv_elements / tp * 2.0 * self.shape.sequences,
+                activation_bytes=4.0 * t * (state / max(mixer.state_elements, 1)) * self.model.hidden * self.width,
+                elements=t,
+                sequences=self.shape.sequences,
+            )
+        )
+        return made
+
+    def _ffn(self, group: LayerGroup, prefix: str) -> list[Operator]:
+        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
+        count, ffn = group.count, group.ffn
+        if ffn.kind == "none":
+            return []
+        if isinstance(ffn, MoeFfn):
+            return self._moe(ffn, count, prefix)
+        made = []
+        for name, n, k in ffn.linears(model.hidden, tp):
+            made.append(self._linear(f"{prefix}{name}", count, t, n, k, "ffn"))
+            if name in ("gate_up", "up"):
+                made.append(self._activation(f"{prefix}silu_mul", count, t, n, gated=name == "gate_up"))
+        if tp > 1:
+            made.append(_message(f"{prefix}reduce_ffn", count, "allreduce", t * model.hidden * w, tp))
+        return made
+
+    def _activation(self, name: str, count: int, t: Count, n: int, *, gated: bool) -> Operator:
+        out = n // 2 if gated else n
+        return _elementwise(name, "silu_mul", count, t * out, (3 if gated else 2) * t * out * self.width)
+
+    def _moe(self, ffn: MoeFfn, count: int, prefix: str) -> list[Operator]:
+        """Router and shared experts on every device, routed experts spread over `ep` groups of devices."""
+        model, w, parallel, plan = self.model, self.width, self.parallel, self.plan
+        t = self.shape.tokens
+        made = []
+        for name, n, k in ffn.linears(model.hidden, parallel.tp):
+            part = "shared_experts" if name.startswith(("shared_gate_up", "shared_up", "shared_down")) else "router"
+            made.append(self._linear(f"{prefix}{name}", count, t, n, k, part))
+            if name in ("shared_gate_up", "shared_up"):
+                made.append(self._activation(f"{prefix}shared_silu", count, t, n, gated=name == "shared_gate_up"))
+        weights = plan.weights_of("experts")
+        matrices = ffn.expert_linears(model.hidden, parallel.moe_tp)
+        pairs = self.all_tokens * ffn.top_k / parallel.ep
+        read = distinct_experts(float(ffn.experts), float(ffn.top_k), self.all_tokens, self.setup.expert_skew)
+        active = read / parallel.ep
+        elements = sum(n * k for _, n, k in matrices)
+        inner = sum(n for name, n, _ in matrices if name != "down")
+        load = ExpertLoad(pairs, active, 2.0 * elements, sum(_matrix_bytes(weights, n, k) for _, n, k in matrices))
+        made.append(
+            Operator(
+                f"{prefix}experts",
+                "moe",
+                count,
+                flops=2.0 * elements * pairs,
+                weight_bytes=load.bytes_per_expert * active,
+                activation_bytes=pairs * (4.0 * matrices[0].k + 3.0 * inner) * w,
+                precision=weights,
+                activations=plan.activations_of("experts"),
+                experts=load,
+            )
+        )
+        if parallel.dp > 1:
+            # A token goes to the devices of its experts and comes back; ranks that hold several of them get it once.
+            copies = min(float(ffn.top_k), float(parallel.ep))
+            sent = t * model.hidden * copies * min(plan.activations_of("experts").bits / 8, w)
+            made.append(_message(f"{prefix}dispatch", count, "alltoall", sent, parallel.ep))
+            made.append(_message(f"{prefix}combine", count, "alltoall", t * model.hidden * copies * w, parallel.ep))
+        elif parallel.tp > 1:
+            made.append(_message(f"{prefix}reduce_experts", count, "allreduce", t * model.hidden * w, parallel.tp))
+        return made
+
+
+def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
+    """The part of a step that one data-parallel rank has."""
+    dp = setup.parallel.dp
+    if dp == 1:
+        return shape
+    return StepShape(*(value / dp for value in shape.columns().values()))
+
+
+def _split_context(part: AttentionPart, cp: int) -> AttentionPart:
+    return AttentionPart(part.tokens, part.sequences, part.kv_tokens / cp, part.attended / cp)
+
+
+def _message(name: str, calls: int, operation: str, message_bytes: Count, ranks: int) -> Operator:
+    collective = Collective(operation, message_bytes, ranks)  # type: ignore[arg-type]
+    passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
+    share = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
+    return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)
 
 
 def _elementwise(
@@ -81,74 +435,29 @@ def _elementwise(
     return Operator(name, kind, calls, kv_bytes=kv_bytes, activation_bytes=moved_bytes, elements=elements)
 
 
-def step_operators(
-    model: ModelSpec, setup: EngineSetup, shape: StepShape, activation_bytes: float = 4.0
-) -> tuple[Operator, ...]:
-    """The operators of one step in order; `activation_bytes` is what one activation takes (4 on a CPU, 2 on a GPU)."""
-    t, layers, hidden, a = shape.tokens, model.layers, model.hidden, model.attention
-    width = activation_bytes
-    qkv, o, gate_up, down = (
-        linear(name, layers, t, n, k, setup.weights, width) for name, n, k in model.layer_linears()
-    )
-    stored = setup.kv.vector_bytes(a.kv_elements_per_token) * t
-    rope = t * (a.heads + 2 * a.kv_heads) * a.head_dim
-    activated = t * model.ffn.intermediate
-    return (
-        _elementwise("embed", "embed", 1, t * hidden, t * hidden * (2 + width)),
-        _elementwise("first_norm", "rms_norm", 1, t * hidden, 2 * t * hidden * width),
-        qkv,
-        _elementwise("rope_and_store", "rope_and_store", layers, rope, 2 * rope * width, stored),
-        attention(model, shape, setup.kv, width),
-        o,
-        _elementwise("norms", "add_rms_norm", 2 * layers, t * hidden, 4 * t * hidden * width),
-        gate_up,
-        _elementwise("silu_mul", "silu_mul", layers, activated, 3 * activated * width),
-        down,
-        linear("lm_head", 1, shape.logits_rows, model.lm_head.n, model.lm_head.k, setup.weights, width),
-        Operator("host", "host", 1, sequences=shape.sequences, elements=t, logits=shape.logits_rows * model.vocab),
-    )
+def step_weight_bytes(model: ModelSpec, setup: EngineSetup, tokens: float = 1.0) -> float:
+    """Bytes of weights that one step of `tokens` tokens reads on one device: every linear once, distinct experts, the
+    lm_head; of the embedding only single rows."""
+    shape = StepShape.decode(tokens, 1.0)
+    return sum(float(op.weight_bytes) * op.calls for op in step_operators(model, setup, shape))
 
 
-@dataclass(frozen=True)
-class MemoryBreakdown:
-    """Bytes that a deployment holds: weights, KV cache, and the activations of its largest step."""
-
-    weights_bytes: float
-    kv_bytes: float
-    activation_bytes: float
-
-    @property
-    def total_bytes(self) -> float:
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes
-
-
-def weights_bytes(model: ModelSpec, setup: EngineSetup) -> float:
-    """Bytes of all matrices at their precision, of an embedding apart from the lm_head in bf16, of norms in fp32."""
-    matrices = sum(setup.weights.matrix_bytes(n, k) for _, n, k in model.layer_linears()) * model.layers
-    head = setup.weights.matrix_bytes(model.lm_head.n, model.lm_head.k)
-    shares_table = model.tie_embeddings and setup.weights.name == "bf16"
-    table = 0.0 if shares_table else 2.0 * model.vocab * model.hidden
-    vectors = 4.0 * (model.layers * (model.attention.vector_params + 2 * model.hidden) + model.hidden)
-    return matrices + head + table + vectors
+def check_parallel(model: ModelSpec, setup: EngineSetup) -> None:
+    """Raises MemboundError where a deployment cannot divide this model."""
+    parallel = setup.parallel
+    if parallel.pp > model.layers:
+        raise MemboundError(f"parallel.pp is {parallel.pp}, more than the {model.layers} layers of '{model.name}'")
+    has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
+    if parallel.ep > 1 and not has_experts:
+        raise MemboundError(f"parallel.ep is {parallel.ep}, but '{model.name}' has no experts; leave it at 1")
+    for group in model.groups():
+        group.attention.linears(model.hidden, parallel.tp)
+        if isinstance(group.ffn, MoeFfn) and group.ffn.experts % parallel.ep:
+            raise MemboundError(
+                f"parallel.ep is {parallel.ep}, which does not divide the {group.ffn.experts} experts of '{model.name}'"
+            )
 
 
-def step_weight_bytes(model: ModelSpec, setup: EngineSetup) -> float:
-    """Bytes of weights that one step reads: every linear once and the lm_head; of the embedding only single rows."""
-    return sum(float(op.weight_bytes) * op.calls for op in step_operators(model, setup, StepShape.decode(1, 1)))
-
-
-def memory_breakdown(
-    model: ModelSpec, setup: EngineSetup, kv_tokens: float, step_tokens: float, activation_bytes: float = 4.0
-) -> MemoryBreakdown:
-    """What a deployment holds with `kv_tokens` tokens cached and `step_tokens` in its largest step.
-
-    Live activations at their peak: the residual and normed hidden states and the wider of the FFN's and the qkv's
-    intermediates, plus fp32 logits of one row a sequence (bounded here by one a token).
-    """
-    widest = max(3 * model.ffn.intermediate, 2 * model.attention.qkv_rows)
-    activations = step_tokens * (2 * model.hidden + widest) * activation_bytes + 4.0 * model.vocab * min(
-        step_tokens, 64
-    )
-    return MemoryBreakdown(
-        weights_bytes(model, setup), model.kv_bytes_per_token(setup.kv.bits) * kv_tokens, activations
-    )
+def plan_is_uniform(plan: PrecisionPlan) -> bool:
+    """Whether all parts but the embedding have one weight format, as the runtime's decoder needs it."""
+    return all(part == "embedding" or format == plan.weights for part, format in plan.exceptions)

@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Count = float | NDArray[np.float64]
+
+# A sequence with up to this many new tokens decodes or verifies drafts: attention is bound by reading its cache.
+MOST_DECODE_TOKENS = 33
+
+
+class AttentionPart(NamedTuple):
+    """Sums over sequences that each bring `q` new tokens behind `p` cached ones."""
+
+    tokens: Count
+    sequences: Count
+    kv_tokens: Count
+    attended: Count
+
+    def windowed(self, window: int | None) -> AttentionPart:
+        """As a layer sees it that looks `window` tokens back; sequences are taken to be equally long."""
+        if window is None:
+            return self
+        sequences = np.maximum(self.sequences, 1e-9)
+        new = self.tokens / sequences
+        kv_tokens = np.minimum(self.kv_tokens, sequences * (window + new - 1.0))
+        return AttentionPart(self.tokens, self.sequences, kv_tokens, np.minimum(self.attended, self.tokens * window))
 
 
 @dataclass(frozen=True)
@@ -18,7 +39,8 @@ class StepShape:
 
     For sequences that each bring `q` new tokens behind `p` cached ones: `tokens` = sum of q; `sequences`; `kv_tokens`
     = sum of (p + q), what attention reads; `attended` = sum of q*p + q*(q+1)/2, the query-key pairs of causal
-    attention; `logits_rows`, the positions whose logits are needed.
+    attention; `logits_rows`, the positions whose logits are needed. The `prefill_` sums are the part of sequences that
+    bring whole prompts or chunks of them, whose attention is another kernel's.
     """
 
     tokens: Count
@@ -26,6 +48,23 @@ class StepShape:
     kv_tokens: Count
     attended: Count
     logits_rows: Count
+    prefill_tokens: Count = 0.0
+    prefill_sequences: Count = 0.0
+    prefill_kv_tokens: Count = 0.0
+    prefill_attended: Count = 0.0
+
+    @property
+    def prefill_part(self) -> AttentionPart:
+        return AttentionPart(self.prefill_tokens, self.prefill_sequences, self.prefill_kv_tokens, self.prefill_attended)
+
+    @property
+    def decode_part(self) -> AttentionPart:
+        return AttentionPart(
+            self.tokens - self.prefill_tokens,
+            self.sequences - self.prefill_sequences,
+            self.kv_tokens - self.prefill_kv_tokens,
+            self.attended - self.prefill_attended,
+        )
 
     @classmethod
     def decode(cls, batch: Count, context: Count) -> StepShape:
@@ -40,22 +79,30 @@ class StepShape:
         return cls(batch * q, batch, batch * context, batch * (q * cached + q * (q + 1) / 2), batch * q)
 
     @classmethod
-    def prefill(cls, batch: Count, prompt_tokens: Count) -> StepShape:
-        """`batch` prompts of `prompt_tokens` tokens each, nothing cached."""
-        pairs = prompt_tokens * (prompt_tokens + 1) / 2
-        return cls(batch * prompt_tokens, batch, batch * prompt_tokens, batch * pairs, batch)
+    def prefill(cls, batch: Count, prompt_tokens: Count, cached: Count = 0) -> StepShape:
+        """`batch` prompts (or chunks) of `prompt_tokens` tokens each, behind `cached` tokens each."""
+        tokens = batch * prompt_tokens
+        kv_tokens = batch * (prompt_tokens + cached)
+        pairs = batch * (prompt_tokens * cached + prompt_tokens * (prompt_tokens + 1) / 2)
+        return cls(tokens, batch, kv_tokens, pairs, batch, tokens, batch, kv_tokens, pairs)
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int, int]]) -> StepShape:
         """From one (cached tokens, new tokens, logits rows) for each sequence of the step."""
-        tokens = sequences = kv_tokens = attended = logits_rows = 0.0
+        sums = [0.0] * 9
         for cached, new, rows in parts:
-            tokens += new
-            sequences += 1
-            kv_tokens += cached + new
-            attended += new * cached + new * (new + 1) / 2
-            logits_rows += rows
-        return cls(tokens, sequences, kv_tokens, attended, logits_rows)
+            part = (new, 1, cached + new, new * cached + new * (new + 1) / 2)
+            is_prefill = new > MOST_DECODE_TOKENS or (cached == 0 and new > 1)
+            for index, value in enumerate(part):
+                sums[index] += value
+                if is_prefill:
+                    sums[5 + index] += value
+            sums[4] += rows
+        return cls(*sums)
+
+    def __add__(self, other: StepShape) -> StepShape:
+        """Both batches in one step."""
+        return StepShape(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def columns(self) -> dict[str, Any]:
         """The sums by name, for a table of steps."""

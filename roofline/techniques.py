@@ -11,7 +11,9 @@ from typing import Annotated, ClassVar, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.precision import PRECISIONS, Precision
+from membound.roofline.precision_plan import PrecisionPlan
 
 Layer = Literal["weights", "kv", "schedule", "steps"]
 Family = Literal[
@@ -36,10 +38,24 @@ class NgramDrafts:
 class EngineSetup:
     """What the techniques of a scenario leave for the engine to be: the one input of cost and of construction."""
 
-    weights: Precision = PRECISIONS["bf16"]
-    kv: Precision = PRECISIONS["bf16"]
+    precision: PrecisionPlan = PrecisionPlan()
     policy: PolicyName = "static"
     drafts: NgramDrafts | None = None
+    parallel: Parallelism = SINGLE
+    fused_attention: bool = True
+    absorbed_mla: bool = True
+    expert_skew: float = 0.0
+    profile: str = "graphs"
+
+    @property
+    def weights(self) -> Precision:
+        """The weight format of the layers."""
+        return self.precision.weights
+
+    @property
+    def kv(self) -> Precision:
+        """The format of the cache of layers without a window."""
+        return self.precision.kv
 
 
 class Technique(BaseModel):
@@ -78,7 +94,8 @@ class Int8Weights(Technique):
     name: Literal["int8_weights"] = "int8_weights"
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
-        return replace(setup, weights=PRECISIONS["int8"])
+        plan = replace(setup.precision, weights=PRECISIONS["int8"], exceptions=(("embedding", setup.precision.plain),))
+        return replace(setup, precision=plan)
 
 
 class ContinuousBatching(Technique):

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline import efficiency
 from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable
+from membound.roofline.efficiency import Family, KernelFit, find_fit, published_fits
+from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec
+from membound.roofline.hardware import HardwareSpec, Link
+from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
-from membound.roofline.shape import Count
+from membound.roofline.precision import Precision
+from membound.roofline.precision_plan import compute_dtype
+from membound.roofline.shape import Count, StepShape
+
+Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,17 @@ class OperatorTime:
     memory_s: Count
     compute_s: Count
     overhead_s: Count
+    link_s: Count = 0.0
+
+
+class HasTotal(Protocol):
+    """An operator with the seconds of all its calls."""
+
+    @property
+    def operator(self) -> Operator: ...
+
+    @property
+    def total_s(self) -> Count: ...
 
 
 class Times(Protocol):
@@ -32,37 +53,231 @@ class Times(Protocol):
     activation_bytes: float
     relative_error: float
 
+    needs_working_set: bool
+
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         """Seconds of one call where the step as a whole reads `working_set_bytes`."""
 
-
-# The share of a data sheet's rates that kernels reach, as fitted on published tables of bf16 operators: bandwidth
-# 0.73-0.89, matrix rate 0.61-0.81 of peak (A100, H100, L40S, B200; aiconfigurator's measurements). One device's
-# value is replaced by its own calibration; until then the interval says how wide that range is.
-DATASHEET_BANDWIDTH_SHARE = 0.80
-DATASHEET_MATRIX_SHARE = 0.70
-DATASHEET_RELATIVE_ERROR = 0.30
+    def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
+        """Seconds that the device waits for the host beyond the operators' own, None where nothing is known of it."""
 
 
-class DatasheetTimes:
-    """The plain roofline: max(FLOPs / rate, bytes / bandwidth) + launch, with typical shares of the data sheet."""
+# Elementwise kernels of the step under the names of the published tables.
+_ELEMENTWISE = {
+    "rms_norm": "rmsnorm",
+    "add_rms_norm": "rmsnorm",
+    "rope_and_store": "rope",
+    "silu_mul": "act_mul",
+    "embed": "embedding",
+    "scores": "softmax",
+    "recurrent": "act_mul",
+}
 
-    def __init__(self, hardware: HardwareSpec) -> None:
+
+class KernelTimes:
+    """Times from fitted kernel efficiencies: of the device, or of the nearest relative that was measured."""
+
+    needs_working_set = False
+
+    def __init__(self, hardware: HardwareSpec, profile: EngineProfile | None = None, fits: Fits | None = None) -> None:
         self.hardware = hardware
+        self.profile = profile or get_profile("graphs")
         self.activation_bytes = 4.0 if hardware.kind == "cpu" else 2.0
-        self.relative_error = DATASHEET_RELATIVE_ERROR
+        self._fits = published_fits() if fits is None else fits
+        self._found: dict[tuple[Family, str], KernelFit] = {}
+        self._rates: dict[tuple[Precision, Precision], tuple[str, str]] = {}
+        # What a device that nobody measured may be off by beyond its relatives' spread.
+        self.relative_error = max(self.profile.spread, self.fit("gemm", "bf16").spread)
+
+    @property
+    def measured_device(self) -> bool:
+        """Whether the device's own kernels are among the fits."""
+        return self.fit("gemm", "bf16").scope == self.hardware.name
+
+    def fit(self, family: Family, kernel: str) -> KernelFit:
+        """The fit that a family's kernel takes on this device."""
+        key = (family, kernel)
+        if key not in self._found:
+            self._found[key] = find_fit(self._fits, self.hardware, family, kernel, self.profile.library)
+        return self._found[key]
 
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
-        hw = self.hardware
-        memory_s = operator.bytes / (hw.bandwidth_bytes_per_s * DATASHEET_BANDWIDTH_SHARE)
-        # Weight-only quantization computes in 16 bits after dequantizing in registers.
-        compute_s = operator.flops / (hw.peak_flops("bf16") * DATASHEET_MATRIX_SHARE)
-        overhead_s = 0.0 if operator.kind == "host" else hw.launch_s
-        return OperatorTime(np.maximum(memory_s, compute_s) + overhead_s, memory_s, compute_s, overhead_s)
+        time = self._kernel(operator)
+        gap = self.profile.gap_s
+        return replace(time, time_s=time.time_s + gap, overhead_s=time.overhead_s + gap) if gap else time
+
+    def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
+        """What launches take beyond the kernels that they overlap with, and kernels that are not fused."""
+        profile = self.profile
+        calls = sum(cost.operator.calls for cost in costs) + profile.extra_kernels * model.layers
+        unfused_s = profile.extra_kernels * model.layers * self._elementwise_launch_s
+        prefills = (
+            np.asarray(shape.prefill_sequences) > 0 if np.ndim(shape.tokens) else float(shape.prefill_sequences > 0)
+        )
+        waiting = unfused_s + profile.prefill_s * prefills
+        if profile.graphs and np.all(np.asarray(shape.prefill_sequences) == 0):
+            captured = shape.sequences <= profile.most_graph_sequences
+            if np.all(captured):
+                return waiting
+            launching: Count = np.where(captured, 0.0, 1.0)
+        else:
+            launching = prefills if profile.graphs else 1.0
+        device_s = sum((cost.total_s for cost in costs), start=0.0) + unfused_s
+        return waiting + launching * np.maximum(calls * profile.launch_s - device_s, 0.0)
+
+    @cached_property
+    def _elementwise_launch_s(self) -> float:
+        return efficiency.launch_s(self.fit("elementwise", "rmsnorm").parameters, self.hardware)
+
+    def _kernel(self, operator: Operator) -> OperatorTime:
+        if operator.kind == "linear":
+            return self._linear(operator)
+        if operator.kind == "attention":
+            return self._attention(operator)
+        if operator.kind == "moe":
+            return self._moe(operator)
+        if operator.kind == "collective":
+            return self._collective(operator)
+        if operator.kind == "host":
+            seconds = self.profile.step_s + self.profile.sequence_s * operator.sequences
+            return OperatorTime(seconds, 0.0, 0.0, seconds)
+        p = self.fit("elementwise", _ELEMENTWISE[operator.kind]).parameters
+        time_s, memory_s = efficiency.elementwise_s(p, self.hardware, operator.bytes)
+        return OperatorTime(time_s, memory_s, 0.0, efficiency.launch_s(p, self.hardware))
+
+    def _kernel_of(self, weights: Precision, activations: Precision) -> tuple[str, str]:
+        """The fitted kernel of two formats, and the dtype that the device multiplies them in."""
+        if (weights, activations) not in self._rates:
+            compute = compute_dtype(weights, activations, self.hardware)
+            self._rates[weights, activations] = (_kernel_name(weights, compute.dtype), compute.dtype)
+        return self._rates[weights, activations]
+
+    def _linear(self, operator: Operator) -> OperatorTime:
+        assert operator.precision is not None and operator.activations is not None
+        kernel, dtype = self._kernel_of(operator.precision, operator.activations)
+        p = self.fit("gemm", kernel).parameters
+        rate = efficiency.matrix_rate(p, self.hardware, dtype)
+        if operator.precision.sparse and dtype in self.hardware.sparse_flops:
+            rate *= efficiency.SPARSE_SPEEDUP
+        time_s, memory_s, compute_s = efficiency.gemm_s(
+            p, self.hardware, rate, operator.m, operator.n, operator.k, operator.bytes
+        )
+        return OperatorTime(time_s, memory_s, compute_s, efficiency.launch_s(p, self.hardware))
+
+    def _attention(self, operator: Operator) -> OperatorTime:
+        heads = operator.heads
+        assert heads is not None
+        kernel = "fp8" if heads.kv.width <= 8 else "bf16"
+        parts = []
+        if np.any(np.asarray(operator.decode.sequences) > 0):
+            p = self.fit("decode_attention", kernel).parameters
+            part = operator.decode
+            streams = part.sequences * heads.kv_heads
+            rows = part.tokens / np.maximum(part.sequences, 1e-9) * heads.heads / heads.kv_heads
+            rate = efficiency.matrix_rate(p, self.hardware, self._plain_dtype)
+            times = efficiency.decode_attention_s(
+                p,
+                self.hardware,
+                rate,
+                streams,
+                rows,
+                part.kv_tokens * heads.kv_heads,
+                heads.kv_bytes_per_token,
+                heads.flops_per_pair,
+            )
+            parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
+        if np.any(np.asarray(operator.prefill.sequences) > 0):
+            p = self.fit("prefill_attention", "bf16").parameters
+            part = operator.prefill
+            rate = efficiency.matrix_rate(p, self.hardware, self._plain_dtype)
+            moved = part.kv_tokens * heads.kv_heads * heads.kv_bytes_per_token
+            moved = moved + part.tokens * heads.heads * heads.qk_and_v_dims * self.activation_bytes
+            times = efficiency.prefill_attention_s(
+                p,
+                self.hardware,
+                rate,
+                heads.heads,
+                part.tokens,
+                part.sequences,
+                part.attended,
+                heads.flops_per_pair,
+                moved,
+            )
+            parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
+        total = OperatorTime(0.0, 0.0, 0.0, 0.0)
+        for sequences, (time_s, memory_s, compute_s), overhead_s in parts:
+            there = np.asarray(sequences) > 0 if np.ndim(sequences) else 1.0
+            total = OperatorTime(
+                total.time_s + time_s * there,
+                total.memory_s + memory_s * there,
+                total.compute_s + compute_s * there,
+                total.overhead_s + overhead_s * there,
+            )
+        return total
+
+    @property
+    def _plain_dtype(self) -> str:
+        return "bf16" if self.hardware.computes_in("bf16") else "fp16"
+
+    def _moe(self, operator: Operator) -> OperatorTime:
+        load = operator.experts
+        assert load is not None and operator.precision is not None and operator.activations is not None
+        kernel, dtype = self._kernel_of(operator.precision, operator.activations)
+        p = self.fit("moe", kernel).parameters
+        time_s, memory_s, compute_s = efficiency.moe_s(
+            p,
+            self.hardware,
+            efficiency.matrix_rate(p, self.hardware, dtype),
+            load.pairs,
+            load.active,
+            load.flops_per_row,
+            load.bytes_per_expert,
+            operator.activation_bytes,
+        )
+        return OperatorTime(time_s, memory_s, compute_s, efficiency.launch_s(p, self.hardware))
+
+    def _collective(self, operator: Operator) -> OperatorTime:
+        message = operator.collective
+        assert message is not None
+        p = self.fit("collective", message.operation).parameters
+        link, shared = link_for(self.hardware, message.ranks)
+        time_s, link_s = efficiency.collective_s(
+            p, message.operation, message.message_bytes, float(message.ranks), link.bandwidth_bytes_per_s, shared
+        )
+        return OperatorTime(time_s, 0.0, 0.0, time_s - link_s, link_s)
+
+
+def link_for(hardware: HardwareSpec, ranks: int) -> tuple[Link, bool]:
+    """The link that the slowest hop of `ranks` devices crosses, and whether they share one bus through the host.
+
+    Raises MemboundError where the device has no link that reaches so many.
+    """
+    near, far = hardware.scale_up or hardware.host, hardware.scale_out
+    link = near if near is not None and ranks <= near.max_devices else far
+    if link is None:
+        raise MemboundError(
+            f"hardware '{hardware.name}' has no link between {ranks} devices; give scale_up or scale_out"
+        )
+    return link, link.topology == "host"
+
+
+def _kernel_name(weights: Precision, dtype: str) -> str:
+    """How the published tables call a kernel of these weights that multiplies in `dtype`."""
+    if dtype in ("fp8", "int8", "fp4", "int4") and weights.width < 16:
+        if dtype == "fp8":
+            if weights.width <= 4:
+                return "w4a8"
+            return "fp8_block" if "block" in weights.name else "fp8"
+        return "nvfp4" if dtype == "fp4" else "int8"
+    if weights.width >= 16:
+        return "fp32" if dtype in ("fp32", "tf32") else "bf16"
+    return "w4a16" if weights.width <= 5 else "w8a16"
 
 
 class CalibratedTimes:
     """Times from a machine's own tables, between their points by interpolation."""
+
+    needs_working_set = True
 
     def __init__(self, hardware: HardwareSpec, calibration: Calibration) -> None:
         self.hardware = hardware
@@ -70,6 +285,9 @@ class CalibratedTimes:
         self.activation_bytes = 4.0 if hardware.kind == "cpu" else 2.0
         self.relative_error = max(calibration.residual, calibration.repeatability)
         self._linears: dict[str, _LinearTimes] = {}
+
+    def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
+        return None
 
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         bandwidth = self.calibration.bandwidth_at(working_set_bytes)
@@ -160,8 +378,8 @@ def _bracket(axis: NDArray[np.float64], value: float) -> tuple[int, float]:
     return low, float(np.clip(fraction, 0.0, 1.0))
 
 
-def times_for(hardware: HardwareSpec) -> Times:
-    """The best times that are known for a device: its calibration, else its data sheet."""
+def times_for(hardware: HardwareSpec, profile: str | EngineProfile = "graphs") -> Times:
+    """The best times that are known for a device: its own calibration, else the kernels of it or of its relatives."""
     if hardware.calibration is not None:
         return CalibratedTimes(hardware, hardware.calibration)
-    return DatasheetTimes(hardware)
+    return KernelTimes(hardware, get_profile(profile) if isinstance(profile, str) else profile)

@@ -17,9 +17,9 @@ from membound.kernels.dispatch import kernels_for, why_not_cpp
 from membound.roofline.errors import MemboundError
 from membound.roofline.gguf_file import GgufFile
 from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.memory import weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
-from membound.roofline.operators import weights_bytes
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.times import times_for

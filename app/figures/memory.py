@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from membound.app import text
 from membound.app.figures.template import BOUND_COLORS, GREEN, GREY, PATTERNS, VERMILLION, figure
 from membound.app.i18n import Translate
-from membound.roofline.operators import MemoryBreakdown
+from membound.roofline.memory import MemoryBreakdown
 
 _COLORS = {
     "weights": BOUND_COLORS["memory_weights"],

@@ -264,7 +264,7 @@ def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Floats:
     a, hw = batch.amounts, batch.hardware
     moved = a["n"] * a["k"] * a["weight_bytes"] + a["m"] * (a["k"] * a["activation_bytes"] + 2.0 * a["n"])
     rate = _rate(p, batch)
-    doubled = np.where(a["sparse"] > 0, p.get("sparse_speedup", 1.6), 1.0)
+    doubled = np.where(a["sparse"] > 0, efficiency.SPARSE_SPEEDUP, 1.0)
     cached = efficiency.cached_share(hw, moved) * a["warm"]
     return efficiency.gemm_s(p, hw, rate * doubled, a["m"], a["n"], a["k"], moved, cached)[0]
 

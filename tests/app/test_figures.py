@@ -13,8 +13,8 @@ from membound.app.i18n import Translate
 from membound.roofline import hardware, models
 from membound.roofline.calibration import Calibration
 from membound.roofline.comparison import Comparison
+from membound.roofline.memory import MemoryBreakdown
 from membound.roofline.operating_point import PHASES, OperatingPoint, Phase
-from membound.roofline.operators import MemoryBreakdown
 from membound.roofline.result import BOUNDS
 from membound.roofline.techniques import EngineSetup
 

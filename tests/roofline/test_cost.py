@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from membound.roofline.cost import step_cost
 from membound.roofline.hardware import catalog as devices
 from membound.roofline.hardware import get_hardware
+from membound.roofline.memory import memory_breakdown
 from membound.roofline.models import catalog as models
 from membound.roofline.models import get_model
-from membound.roofline.operators import memory_breakdown, step_operators, step_weight_bytes
-from membound.roofline.precision import PRECISIONS
+from membound.roofline.operators import step_operators, step_weight_bytes
 from membound.roofline.shape import StepShape
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import EngineSetup, Int8Weights, engine_setup
 from membound.roofline.times import times_for
 
 PLAIN = EngineSetup()
-INT8 = EngineSetup(weights=PRECISIONS["int8"])
+INT8 = engine_setup((Int8Weights(),))
 LLAMA = get_model("Llama-3.1-8B")
 H100 = times_for(get_hardware("H100-SXM5"))
 
@@ -31,7 +31,7 @@ def test_a_decode_shape_is_the_sum_of_its_sequences(batch, context):
     assert StepShape.decode(batch, context) == StepShape.of([(context - 1, 1, 1)] * batch)
 
 
-@given(batch=st.integers(1, 8), tokens=st.integers(1, 2000))
+@given(batch=st.integers(1, 8), tokens=st.integers(2, 2000))
 def test_a_prefill_shape_is_the_sum_of_its_prompts(batch, tokens):
     assert StepShape.prefill(batch, tokens) == StepShape.of([(0, tokens, 1)] * batch)
 

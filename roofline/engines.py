@@ -1,0 +1,71 @@
+"""What does a serving engine add to its kernels: launches, gaps, host work, kernels that are not fused?
+
+A profile is a named property of an engine and its way of launching, the same for every model, device and row. The
+shipped ones are files in `data/engines/`, each with its source.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from importlib import resources
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from membound.roofline.errors import MemboundError
+
+
+class EngineProfile(BaseModel):
+    """Times that a step has beside its kernels, on the host that they were fitted on.
+
+    `library` names the kernels' fits. With `graphs` decode steps of up to `most_graph_sequences` are captured and need
+    no launches; otherwise the host takes `launch_s` for each kernel and the step is no shorter than all of them.
+    `gap_s` passes on the device between two kernels. `step_s` is host work that the device waits for in each step,
+    `sequence_s` that for each sequence of the batch, `prefill_s` that of a step with a prompt. An unfused engine runs
+    `extra_kernels` more elementwise kernels in each layer. `spread` is the 80 % quantile of |ln(predicted / measured)|
+    of the steps it was fitted on.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+    library: str = "any"
+    graphs: bool = True
+    most_graph_sequences: int = Field(512, ge=1)
+    launch_s: float = Field(6e-6, ge=0)
+    gap_s: float = Field(0.0, ge=0)
+    step_s: float = Field(0.0, ge=0)
+    sequence_s: float = Field(0.0, ge=0)
+    prefill_s: float = Field(0.0, ge=0)
+    extra_kernels: float = Field(0.0, ge=0)
+    spread: float = Field(0.15, ge=0)
+    source: str = Field(min_length=1)
+
+
+@cache
+def profiles() -> dict[str, EngineProfile]:
+    """Every profile of `data/engines/`, by name."""
+    folder = resources.files("membound.data") / "engines"
+    found = {}
+    for entry in sorted(folder.iterdir(), key=lambda item: item.name):
+        if entry.name.endswith(".yaml"):
+            for document in yaml.safe_load(entry.read_text("utf-8"))["profiles"]:
+                try:
+                    profile = EngineProfile.model_validate(document)
+                except ValidationError as error:
+                    raise MemboundError(
+                        f"engine profile in {entry.name} is not valid: {error.errors()[0]['msg']}"
+                    ) from None
+                found[profile.name] = profile
+    return found
+
+
+def get_profile(name: str) -> EngineProfile:
+    """The profile called `name`; raises MemboundError with the closest names otherwise."""
+    known = profiles()
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
+    raise MemboundError(f"engine profile '{name}' is unknown; {hint}")
