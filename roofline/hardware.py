@@ -151,6 +151,11 @@ class HardwareSpec(_Part):
         """What devices share that behave alike: an architecture with HBM differs from the same with GDDR."""
         return f"{self.architecture} {self.memory_kind}"
 
+    def to_yaml(self) -> str:
+        """The device as YAML that `read_hardware` reads back to an equal one."""
+        document = self.model_dump(mode="json", exclude_defaults=True)
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
     def computes_in(self, dtype: str) -> str | None:
         """The dtype that the device really multiplies for operands of `dtype`; None where it cannot."""
         instead = self.runs_as.get(dtype, dtype)
@@ -220,7 +225,10 @@ def local_hardware() -> HardwareSpec:
 
 # --- the catalog ---
 
-_VENDOR_WORDS = re.compile(r"\b(nvidia|amd|intel|apple|google|aws|tesla|geforce|instinct|radeon|gpu|graphics)\b|\(tm\)")
+_VENDOR_WORDS = re.compile(
+    r"\b(nvidia|amd|intel|apple|google|amazon|aws|tesla|geforce|instinct|radeon|gpu|graphics)\b|\(tm\)"
+)
+_MEMORY_SIZE = re.compile(r"\b(\d+) ?gi?b\b")
 _ALIASES = re.compile(r"^aliases: \[(.*)\]$", re.MULTILINE)
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -277,24 +285,47 @@ def user_hardware() -> dict[str, HardwareSpec]:
 def get_hardware(name: str) -> HardwareSpec:
     """The device called `name`: `local`, the path of a YAML file, one of the user's, or one of the catalog.
 
-    A user's device comes before the catalog's of the same name. Raises MemboundError with the closest names otherwise.
+    A user's device comes before the catalog's of the same name. A memory size in the name must be the device's.
+    Raises MemboundError with the closest names otherwise.
     """
     if name == "local":
         return local_hardware()
     if name.endswith((".yaml", ".yml")):
         return read_hardware(Path(name).expanduser())
-    wanted = normalised(name)
     own = user_hardware()
-    for spec in own.values():
-        if wanted in map(normalised, (spec.name, *spec.aliases)):
-            return spec
-    if wanted in _shipped_names():
-        return _shipped(_shipped_names()[wanted])
-    known = [*own, *catalog()]
+    for wanted, gigabytes in _readings(name):
+        for spec in (*own.values(), *_shipped_as(wanted)):
+            spellings = map(normalised, (spec.name, *spec.aliases))
+            if wanted in spellings and (gigabytes is None or _holds(spec, gigabytes)):
+                return spec
+    raise MemboundError(f"hardware '{name}' is unknown; {_closest(name, own)}")
+
+
+def _readings(name: str) -> Iterator[tuple[str, int | None]]:
+    """The normalised name, and the same without a memory size in it, which then has to be checked."""
+    wanted = normalised(name)
+    yield wanted, None
+    if sizes := _MEMORY_SIZE.findall(name.lower()):
+        yield normalised(_MEMORY_SIZE.sub(" ", name.lower())), int(sizes[0])
+
+
+def _holds(spec: HardwareSpec, gigabytes: int) -> bool:
+    """Whether a device has the memory that a name claims; what it reports is up to a fourteenth less."""
+    return 0.93 * gigabytes <= spec.memory_bytes / 2**30 <= 1.07 * gigabytes
+
+
+def _shipped_as(wanted: str) -> tuple[HardwareSpec, ...]:
+    stem = _shipped_names().get(wanted)
+    return (_shipped(stem),) if stem else ()
+
+
+def _closest(name: str, own: dict[str, HardwareSpec]) -> str:
+    """What somebody who wrote `name` may have meant."""
     spellings = {
-        normalised(spelling): device for device, spec in catalog().items() for spelling in (device, *spec.aliases)
+        normalised(spelling): spec.name
+        for spec in (*catalog().values(), *own.values())
+        for spelling in (spec.name, *spec.aliases)
     }
-    spellings |= {normalised(device): device for device in own}
-    close = dict.fromkeys(spellings[n] for n in difflib.get_close_matches(wanted, spellings, n=5, cutoff=0.5))
-    hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else f"known are local, {', '.join(known)}"
-    raise MemboundError(f"hardware '{name}' is unknown; {hint}")
+    close = difflib.get_close_matches(normalised(name), spellings, n=6, cutoff=0.5)
+    devices = list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
+    return f"did you mean {' or '.join(devices)}?" if devices else f"known are local, {', '.join([*own, *catalog()])}"

@@ -1,0 +1,314 @@
+"""Is each device possible and sourced, found by the names people write, and is bad YAML refused in one sentence?"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membound.roofline import hardware as hw
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, catalog, get_hardware, normalised, parse_hardware, read_hardware
+
+FACTS = Path(__file__).parents[3] / "shared" / "facts"
+DATA = Path(__file__).parents[2] / "data" / "hardware"
+DEVICE: dict[str, Any] = dict(
+    name="Card",
+    vendor="Somebody",
+    kind="gpu",
+    memory_bytes=2**34,
+    bandwidth_bytes_per_s=1e12,
+    matrix_flops={"bf16": 1e14},
+    source="a test",
+)
+FIGURES = ("memory_bytes", "bandwidth_bytes_per_s", "cache_bytes", "cache_bandwidth_bytes_per_s", "compute_units")
+FIGURES += ("clock_hz", "matrix_flops", "sparse_flops", "vector_flops", "runs_as", "scale_up", "scale_out", "host")
+FIGURES += ("power_w",)
+
+
+def facts(file: str) -> list[dict[str, str]]:
+    with (FACTS / file).open(encoding="utf-8") as table:
+        return list(csv.DictReader(table))
+
+
+needs_facts = pytest.mark.skipif(not FACTS.is_dir(), reason="../shared/facts is not here")
+
+
+# --- every device ---
+
+
+@pytest.mark.parametrize("name", catalog())
+def test_every_figure_has_a_source_and_what_is_verified_is_there(name: str) -> None:
+    spec = catalog()[name]
+    given_figures = {figure for figure in FIGURES if getattr(spec, figure)}
+    assert given_figures <= spec.sources.keys()
+    assert not {figure for figure in spec.verified if figure.partition(".")[0] not in given_figures}
+    for figure in spec.verified:
+        table, _, key = figure.partition(".")
+        assert not key or key in (getattr(spec, table) if table.endswith("flops") else vars(getattr(spec, table)))
+    assert spec.price is None or (spec.price.source and spec.price.date.year >= 2025)
+
+
+@pytest.mark.parametrize("name", catalog())
+def test_narrower_numbers_are_not_slower_and_memory_is_slower_than_cache(name: str) -> None:
+    spec = catalog()[name]
+    rates = spec.matrix_flops
+    for wide, narrow in (("fp32", "fp16"), ("tf32", "bf16"), ("bf16", "fp8"), ("fp8", "fp6"), ("fp8", "fp4")):
+        if wide in rates and narrow in rates:
+            assert rates[narrow] >= rates[wide]
+    assert spec.cache_bandwidth_bytes_per_s is None or spec.cache_bandwidth_bytes_per_s > spec.bandwidth_bytes_per_s
+    if spec.scale_up and spec.scale_out:
+        assert spec.scale_out.bandwidth_bytes_per_s <= 2 * spec.scale_up.bandwidth_bytes_per_s
+    assert spec.scale_up is None or spec.scale_up.bandwidth_bytes_per_s < spec.bandwidth_bytes_per_s
+
+
+# Dense fp16 FLOP a clock and SM or CU with fp32 accumulation, at most: the vendors' architecture whitepapers.
+FLOP_A_CLOCK = {
+    "Volta HBM": 1024,
+    "Turing GDDR": 1024,
+    "Ampere HBM": 2048,
+    "Ampere GDDR": 1024,
+    "Ada GDDR": 1024,
+    "Hopper HBM": 4096,
+    "Blackwell HBM": 8192,
+    "Blackwell GDDR": 1024,
+    "CDNA2 HBM": 1024,
+    "CDNA3 HBM": 2048,
+    "CDNA4 HBM": 4096,
+    "RDNA3 GDDR": 512,
+}
+
+
+@pytest.mark.parametrize("name", [n for n, d in catalog().items() if d.clock_hz and d.generation in FLOP_A_CLOCK])
+def test_no_dense_rate_is_above_what_the_units_multiply_at_boost(name: str) -> None:
+    """A sparse figure in the place of a dense one, or a rate with fp16 accumulation on a GeForce, would be."""
+    spec = catalog()[name]
+    assert spec.compute_units and spec.clock_hz
+    most = FLOP_A_CLOCK[spec.generation] * spec.compute_units * spec.clock_hz
+    assert 0.2 * most < spec.matrix_flops["fp16"] <= 1.02 * most
+    if "GeForce" in spec.notes:
+        assert spec.matrix_flops["fp16"] <= 0.51 * most
+
+
+@needs_facts
+def test_the_devices_of_the_facts_table_carry_its_figures() -> None:
+    rows = facts("hardware.csv")
+    assert len(rows) == 34
+    for row in rows:
+        spec = get_hardware(row["gpu"])
+        assert spec.memory_bytes / 2**30 == pytest.approx(float(row["memory_gb"]), rel=0.075)
+        assert spec.bandwidth_bytes_per_s / 1e9 == pytest.approx(float(row["bandwidth_gbs"]), rel=0.01)
+        columns = {"bf16_dense_tflops": "bf16", "fp8_dense_tflops": "fp8", "int8_dense_tops": "int8"}
+        for column, dtype in columns.items():
+            if row[column] and row["arch"] != "Apple":
+                assert spec.peak_flops(dtype) / 1e12 == pytest.approx(float(row[column]), rel=0.01)
+        if row["tdp_w"]:
+            assert spec.power_w == float(row["tdp_w"])
+
+
+def test_the_traps_of_data_sheets_are_avoided() -> None:
+    """facts/hardware.csv: B300 loses int8, GeForce halves fp32 accumulation, L40S and H200 pages list sparse rates."""
+    assert get_hardware("B300").peak_flops("int8") < get_hardware("B200").peak_flops("int8") / 25
+    assert get_hardware("RTX4090").peak_flops("bf16") == 165.2e12
+    assert get_hardware("L40S").peak_flops("fp8") == 733e12
+    assert get_hardware("H200").peak_flops("fp8") == get_hardware("H100").peak_flops("fp8") == 1978.9e12
+    half, whole = get_hardware("MI250X-1GCD"), get_hardware("MI250X")
+    assert half.bandwidth_bytes_per_s == pytest.approx(whole.bandwidth_bytes_per_s / 2, rel=0.001)
+
+
+def test_links_are_one_way_and_per_device() -> None:
+    """aiconfigurator-core, systems/*.yaml: NVLink 300, 450 and 900 GB/s one way, 72 GB200s in one domain."""
+    for name, one_way in {"A100": 300e9, "H100": 450e9, "B200": 900e9, "L40S": 32e9}.items():
+        link = get_hardware(name).scale_up
+        assert link and link.bandwidth_bytes_per_s == one_way and link.max_devices == 8
+    rack, hgx = get_hardware("GB200").scale_up, get_hardware("H100").scale_out
+    assert rack and rack.max_devices == 72
+    assert hgx and hgx.bandwidth_bytes_per_s == 50e9
+
+
+def test_a_device_without_bf16_runs_it_in_fp16_or_refuses_it() -> None:
+    v100 = get_hardware("V100")
+    assert "bf16" not in v100.matrix_flops
+    assert v100.computes_in("bf16") == "fp16" and v100.peak_flops("bf16") == 125e12
+    old = parse_hardware({**DEVICE, "matrix_flops": {"fp16": 1e13}}, "test")
+    assert old.computes_in("bf16") is None
+    with pytest.raises(MemboundError, match="'Card' has no bf16 matrix rate; it has fp16"):
+        old.peak_flops("bf16")
+
+
+def test_fp32_falls_to_the_vector_units() -> None:
+    spec = parse_hardware({**DEVICE, "vector_flops": 2e13}, "test")
+    assert spec.peak_flops("fp32") == 2e13
+    with pytest.raises(MemboundError, match="no bf16 2:4 sparse matrix rate; it has none"):
+        spec.peak_flops("bf16", sparse=True)
+
+
+# --- names ---
+
+
+@needs_facts
+@pytest.mark.parametrize("file", ["measured_ops_dev.csv", "measured_e2e_dev.csv"])
+def test_every_single_device_of_the_development_tables_is_found(file: str) -> None:
+    names = {row["gpu"] for row in facts(file)}
+    assert len(names) > 10
+    for name in names:
+        if "+" not in name:
+            assert get_hardware(name).kind in ("gpu", "accelerator")
+
+
+@pytest.mark.parametrize(
+    ("written", "device"),
+    {
+        "NVIDIA H200": "H200-SXM",
+        "NVIDIA H100 80GB HBM3": "H100-SXM5",
+        "NVIDIA GeForce RTX 4090": "RTX-4090",
+        "nvidia_a100-sxm4-80gb": "A100-SXM4-80GB",
+        "A100-80GB-SXM(330W)": "A100-SXM4-80GB-330W",
+        "A100-80GB-SXM?": "A100-SXM4-80GB",
+        "MI355X-288GB": "MI355X",
+        "AMD Instinct MI300X": "MI300X",
+        "B200-192GB": "B200-SXM",
+        "Apple-M1Max-32c": "M1-Max-32c",
+        "RTX 3090 24GB": "RTX-3090",
+    }.items(),
+)
+def test_spellings_that_people_write(written: str, device: str) -> None:
+    assert get_hardware(written).name == device
+
+
+@pytest.mark.parametrize(
+    "name", ["RTX 4090 Laptop GPU", "RTX 4090 Mobile", "RTX 3080-12GB", "RTX 5090 24GB", "H100-SXM9", "L400", "A100X"]
+)
+def test_a_part_of_a_name_is_not_the_device(name: str) -> None:
+    with pytest.raises(MemboundError, match=f"hardware '{name}' is unknown; (did you mean|known are)"):
+        get_hardware(name)
+
+
+def test_a_near_miss_names_the_device_and_a_far_one_all() -> None:
+    with pytest.raises(MemboundError, match=r"did you mean .*RTX-4090"):
+        get_hardware("RTX 4900")
+    with pytest.raises(MemboundError, match="known are local, A10"):
+        get_hardware("toaster!")
+
+
+@pytest.mark.parametrize("name", catalog())
+def test_a_device_is_found_by_its_name_and_aliases_and_by_nothing_of_another(name: str) -> None:
+    spec = catalog()[name]
+    for spelling in (name, name.lower(), name.replace("-", " "), f"{spec.vendor} {name}", *spec.aliases):
+        assert get_hardware(spelling) == spec
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_scanned_aliases_are_those_of_the_file(path: Path) -> None:
+    document = yaml.safe_load(path.read_text("utf-8"))
+    assert normalised(path.stem) == normalised(document["name"])
+    names = {normalised(name) for name in (document["name"], *document.get("aliases", ()))}
+    assert names == {name for name, stem in hw._shipped_names().items() if stem == path.stem}
+
+
+@given(name=st.sampled_from(sorted(catalog())), extra=st.text("abcdefghij0123456789", min_size=1, max_size=6))
+def test_a_longer_name_is_never_the_same_device(name: str, extra: str) -> None:
+    with contextlib.suppress(MemboundError):
+        assert get_hardware(name + extra).name != name
+
+
+def test_one_device_is_found_without_reading_all() -> None:
+    code = """
+import time
+from membound.roofline import hardware
+start = time.perf_counter()
+hardware.get_hardware("A100-80GB-SXM")
+print(time.perf_counter() - start, hardware._shipped.cache_info().misses)
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    seconds, parsed = zip(*(run.stdout.split() for run in runs), strict=True)
+    assert set(parsed) == {"1"}
+    assert min(map(float, seconds)) < 0.02
+
+
+# --- a user's own device ---
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "card.yaml"
+    path.write_text(yaml.safe_dump({**DEVICE, **changes}), "utf-8")
+    return path
+
+
+def test_a_device_is_read_from_a_path_and_from_the_home_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    assert get_hardware(str(write(tmp_path))).name == "Card"
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "home"))
+    write(tmp_path / "home" / "hardware", aliases=["My Card"])
+    assert get_hardware("my-card").bandwidth_bytes_per_s == 1e12
+    write(tmp_path / "home" / "hardware", name="H100-SXM5")
+    assert get_hardware("H100-SXM5").vendor == "Somebody"
+
+
+@pytest.mark.parametrize("name", ["H100-SXM5", "MI300X", "V100-SXM2-16GB", "TPU-v5e"])
+def test_a_device_written_as_yaml_reads_back_equal(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "device.yaml"
+    path.write_text(get_hardware(name).to_yaml(), "utf-8")
+    assert read_hardware(path) == get_hardware(name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bandwidth_bytes_per_s": -1.0}, "field 'bandwidth_bytes_per_s' is -1.0: input should be greater than 0"),
+        ({"bandwidth_bytes_per_s": math.nan}, "field 'bandwidth_bytes_per_s' is nan: input should be a finite number"),
+        ({"matrix_flops": {"bf16": math.inf}}, "field 'matrix_flops.bf16' is inf: input should be a finite number"),
+        ({"matrix_flops": {"fp7": 1e12}}, "matrix_flops names the dtype 'fp7'; known are fp32, tf32, bf16"),
+        ({"matrix_flops": {"bf16": -1e12}}, "matrix_flops.bf16 is -1e+12; give a rate in FLOP/s above zero"),
+        ({"sparse_flops": {"bf16": 4e14}}, "sparse_flops.bf16 is 4e+14, 4.00 times the dense 1e+14"),
+        ({"sparse_flops": {"int8": 4e14}}, "sparse_flops.int8 has no dense rate beside it"),
+        ({"runs_as": {"fp16": "fp8"}}, "runs_as.fp16 is fp8; it must lead from a dtype without a matrix rate"),
+        ({"bandwidth": 1e12}, "field 'bandwidth' is unknown; remove it or check its spelling"),
+        ({"architecture": "Hoper"}, "field 'architecture' is 'Hoper': input should be"),
+        ({"price": {"usd_per_h": 1, "date": "soon", "source": "x"}}, "field 'price.date' is 'soon'"),
+    ],
+)
+def test_bad_yaml_is_refused_with_field_and_value(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(MemboundError) as error:
+        get_hardware(str(write(tmp_path, **changes)))
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "name: [", "", "\x00"])
+def test_a_file_that_is_no_device_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "device.yaml"
+    path.write_text(text, "utf-8")
+    with pytest.raises(MemboundError, match=r"hardware file '.*device.yaml'"):
+        get_hardware(str(path))
+
+
+def test_a_missing_field_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_text(yaml.safe_dump({k: v for k, v in DEVICE.items() if k != "memory_bytes"}), "utf-8")
+    with pytest.raises(MemboundError, match="field 'memory_bytes' is missing"):
+        get_hardware(str(path))
+    with pytest.raises(MemboundError, match="cannot be read: No such file"):
+        get_hardware(str(tmp_path / "none.yaml"))
+
+
+@given(
+    dense=st.floats(1e9, 1e17),
+    ratio=st.floats(0.01, 10),
+)
+def test_sparse_rates_are_between_once_and_twice_the_dense(dense: float, ratio: float) -> None:
+    document = {**DEVICE, "matrix_flops": {"bf16": dense}, "sparse_flops": {"bf16": dense * ratio}}
+    if 1.0001 < ratio < 2.049:
+        assert HardwareSpec.model_validate(document).peak_flops("bf16", sparse=True) == dense * ratio
+    elif ratio < 0.9999 or ratio > 2.051:
+        with pytest.raises(MemboundError, match="one of the two is the other kind of figure"):
+            parse_hardware(document, "test")
