@@ -68,9 +68,11 @@ class Precision:
     def cache_bytes(self, tokens: Count, vectors: int, length: int, sequences: Count = 1) -> Count:
         """Bytes of a KV cache: of each of `tokens` tokens `vectors` vectors (2 x kv heads x layers) of `length`.
 
-        `tokens` counts those of all `sequences`, which are taken to be equally long where there is a window.
+        `tokens` counts those of all `sequences`, which are taken to be equally long where there is a window. Scales of
+        a whole tensor are left out.
         """
-        vector = self.matrix_bytes(1, length)
+        scales = sum(scale.bits * _blocks(length, scale.columns) for scale in self.scales if scale.rows == 1)
+        vector = (length * self.element_bits + scales) / 8
         if not self.window:
             return tokens * (vectors * vector)
         newest = np.minimum(tokens, np.asarray(sequences) * self.window)

@@ -150,9 +150,10 @@ def test_cache_bytes_take_arrays() -> None:
         np.testing.assert_allclose(together, [precision.cache_bytes(float(t), 16, 128) for t in tokens])
 
 
-def test_llama_2_7b_caches_512_kib_a_token_and_a_quarter_in_kivi_is_not_reached() -> None:
+def test_llama_2_7b_caches_512_kib_a_token_and_half_of_it_in_fp8() -> None:
     """Llama-2-7B: 32 layers x 32 heads x 128, keys and values: 512 KiB in fp16 (facts/models.csv)."""
     assert get_precision("fp16").cache_bytes(1, 2 * 32 * 32, 128) == 512 * 1024
+    assert get_precision("fp8").cache_bytes(1, 2 * 32 * 32, 128) == 256 * 1024
 
 
 @pytest.mark.parametrize("name", ["bf17", "int9_g32", "int4_g0", "exl2_40", "q4_k_x", "int4_g64_sparse23", ""])
