@@ -32,7 +32,8 @@ def load_tile(base, scales, block, offset, valid, block_stride, scale_stride, dt
     scale = tl.full(block.shape, 1.0, tl.float32)
     minimum = tl.zeros(block.shape, tl.float32)
     if FORMAT == "int4":
-        low, high = low_nibble(first, dtype), high_nibble(first, dtype)
+        nothing = tl.zeros([1, 1], tl.float32)
+        low, high = low_nibble(first, dtype, nothing), high_nibble(first, dtype, nothing)
     else:
         second = tl.load(at + HALF, mask=inside, other=0)
         if FORMAT == "int8":

@@ -36,31 +36,30 @@ def fp8_to(byte, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def low_nibble(byte, dtype: tl.constexpr):
-    """Bits 0 to 3 of a uint8 as the number 0 to 15 in `dtype`."""
-    return small_to(byte & 0xF, dtype)
+def low_nibble(byte, dtype: tl.constexpr, minus):
+    """Bits 0 to 3 of a uint8 as the number 0 to 15 in `dtype`, less `minus`."""
+    return small_to(byte & 0xF, dtype, minus)
 
 
 @triton.jit
-def high_nibble(byte, dtype: tl.constexpr):
-    """Bits 4 to 7 of a uint8 as the number 0 to 15 in `dtype`."""
-    return small_to(byte >> 4, dtype)
+def high_nibble(byte, dtype: tl.constexpr, minus):
+    """Bits 4 to 7 of a uint8 as the number 0 to 15 in `dtype`, less `minus`."""
+    return small_to(byte >> 4, dtype, minus)
 
 
 @triton.jit
-def small_to(value, dtype: tl.constexpr):
-    """A uint8 below 128 as `dtype`, without the slow conversion from an integer: the bits of 128 + v, minus 128.
+def small_to(value, dtype: tl.constexpr, minus):
+    """A uint8 below 128, less `minus` (fp32, of whole numbers up to 127), as `dtype`.
 
-    In bf16 the mantissa's 7 bits below 128.0 count ones, in fp16 the 10 bits below 1024.0 do.
+    No slow conversion from an integer: the bits of 128 + value, less 128 + minus. In bf16 the mantissa's 7 bits below
+    128.0 count ones, in fp16 the 10 bits below 1024.0 do.
     """
-    if dtype == tl.bfloat16:
-        shifted = (value.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-        if INTERPRETED:  # computes with the bits of bf16, so there the subtraction is in fp32
-            shifted = shifted.to(tl.float32)
-        number = shifted - 128.0
-    else:
-        number = (value.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
-    return number.to(dtype)
+    ONE_MORE: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    BITS: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    shifted = (value.to(tl.int16) | BITS).to(dtype, bitcast=True)
+    offset = minus + ONE_MORE
+    # The interpreter computes with the bits of bf16, so there the subtraction is in fp32.
+    return (shifted.to(tl.float32) - offset).to(dtype) if INTERPRETED else shifted - offset.to(dtype)
 
 
 @triton.jit
@@ -69,3 +68,16 @@ def int8_to(value, dtype: tl.constexpr):
     if INTERPRETED:
         value = value.to(tl.float32)
     return value.to(dtype)
+
+
+@triton.jit
+def e2m1_to_bf16(nibble):
+    """OCP e2m1, bits 0 to 3 of a uint8: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+    Exponent and mantissa move to where bf16 has them, and 2**126 makes up for the other bias, subnormals included.
+    """
+    bits = nibble.to(tl.int16)
+    number = (((bits & 8) << 12) | ((bits & 7) << 6)).to(tl.bfloat16, bitcast=True)
+    if INTERPRETED:
+        number = number.to(tl.float32)
+    return (number * 8.507059173023462e37).to(tl.bfloat16)

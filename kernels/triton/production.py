@@ -10,6 +10,8 @@ from torch import Tensor
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.launch import Launch, recording
+from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
+from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
 from membound.kernels.triton.machine import Machine
 
 META = torch.device("meta")
@@ -30,6 +32,19 @@ def _decode(format: KvFormat, heads: int, kv_heads: int, head_dim: int) -> None:
     decode_attention(q, kv, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), head_dim**-0.5)
 
 
+def _linear_int4(m: int, *, zero: bool) -> None:
+    n, k, group = 4096, 14336, 128
+    data = _of(n // PACK_ROWS, k // group, PACK_ROWS, group // 2, dtype=torch.uint8)
+    zeros = _of(k // group, n, dtype=torch.uint8) if zero else None
+    linear_int4(_of(m, k), Int4Weight(data, _of(k // group, n), zeros))
+
+
+def _linear_byte(format: ByteFormat, m: int) -> None:
+    n, k = 4096, 14336
+    data = _of(n, k, dtype=torch.int8 if format == "int8" else torch.uint8)
+    linear_byte(_of(m, k), ByteWeight(format, data, _of(n, dtype=torch.float32)))
+
+
 # Heads and widths are those of Llama-3.1-8B where no other model is named; the first of each kernel is its usual case.
 CASES: dict[str, Callable[[], None]] = {
     "decode_attention bf16": lambda: _decode("bf16", 32, 8, 128),
@@ -38,6 +53,14 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_attention int4": lambda: _decode("int4", 32, 8, 128),
     "decode_attention bf16 head_dim 256": lambda: _decode("bf16", 16, 8, 256),
     "decode_attention bf16 one KV head": lambda: _decode("bf16", 64, 1, 128),
+    "linear_int4 m 1": lambda: _linear_int4(1, zero=False),
+    "linear_int4 m 16 with zeros": lambda: _linear_int4(16, zero=True),
+    "linear_int4 m 64": lambda: _linear_int4(64, zero=False),
+    "linear_int4 m 512": lambda: _linear_int4(512, zero=False),
+    "linear_byte int8 m 1": lambda: _linear_byte("int8", 1),
+    "linear_byte fp8 m 16": lambda: _linear_byte("fp8", 16),
+    "linear_byte int8 m 64": lambda: _linear_byte("int8", 64),
+    "linear_byte fp8 m 512": lambda: _linear_byte("fp8", 512),
 }
 
 

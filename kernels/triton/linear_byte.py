@@ -1,0 +1,131 @@
+"""How fast is a linear layer whose weights take one byte each: int8 or fp8 (e4m3), with a scale a row?
+
+They are widened in registers, exactly, to the activations' type; the row's scale multiplies the sum once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton import check
+from membound.kernels.triton.lang import dot, fp8_to, int8_to
+from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+
+ByteFormat = Literal["int8", "fp8"]
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+
+
+@dataclass(frozen=True)
+class ByteWeight:
+    """A weight [n, k] as data * scale[row]; `data` [n, k] is int8, or e4m3 in uint8; `scale` [n] is fp32."""
+
+    format: ByteFormat
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.data.shape
+        return n, k
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    @classmethod
+    def quantize(cls, weight: Tensor, format: ByteFormat) -> ByteWeight:
+        """Round to nearest; a row's largest weight becomes the format's largest number."""
+        w = weight.float()
+        scale = (w.abs().amax(-1) / LARGEST[format]).clamp(min=torch.finfo(torch.float32).tiny)
+        scaled = w / scale[:, None]
+        if format == "int8":
+            return cls(format, scaled.round().to(torch.int8), scale)
+        return cls(format, scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale)
+
+    def dequantized(self) -> Tensor:
+        """The weight [n, k] in fp32."""
+        data = self.data if self.format == "int8" else self.data.view(torch.float8_e4m3fn)
+        return data.float() * self.scale[:, None]
+
+
+@triton.jit
+def linear_byte_kernel(x, data, scale, out, rows, columns, k_size, x_stride, split_stride,
+                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Program (tile of n, tile of m, split of k)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2), SPLITS)
+    row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
+    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
+    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(begin, end):
+        start = step * BLOCK_K
+        if EVEN_K:
+            byte = tl.load(data_at + start)
+            token = tl.load(x_at + start, mask=m[:, None] < rows, other=0.0)
+        else:
+            inside = k[None, :] < k_size - start
+            byte = tl.load(data_at + start, mask=inside, other=0)
+            token = tl.load(x_at + start, mask=(m[:, None] < rows) & inside, other=0.0)
+        wide = int8_to(byte, token.dtype) if FORMAT == "int8" else fp8_to(byte, token.dtype, FP8_NATIVE)
+        acc = dot(wide, tl.trans(token), acc)
+    acc *= tl.load(scale + row)[:, None]
+    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+
+
+def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
+    """x [m, k] times the weight [n, k] transposed, summed in fp32: [m, n] in x's dtype."""
+    n, k = weight.shape
+    check.strided("x", x, [None, k], check.HALVES)
+    check.require(weight.format in LARGEST, "weight.format", f"is {weight.format}, should be int8 or fp8")
+    check.tensor("weight.data", weight.data, [n, k], [torch.int8 if weight.format == "int8" else torch.uint8], x)
+    check.tensor("weight.scale", weight.scale, [n], [torch.float32], x)
+    m = x.shape[0]
+    machine = machine_for(x)
+    config = config or configure("linear_byte", machine, m=m, n=n)
+    block_k = config.tiles["BLOCK_K"]
+
+    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+        launch(
+            linear_byte_kernel,
+            grid,
+            x,
+            weight.data,
+            weight.scale,
+            out,
+            m,
+            n,
+            k,
+            x.stride(0),
+            m * n,
+            config=config,
+            FORMAT=weight.format,
+            FP8_NATIVE=machine.has_fp8,
+            EVEN_K=k % block_k == 0,
+            SPLITS=grid[2],
+        )
+
+    tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
+    steps, shortest = -(-k // block_k), max(1, 512 // block_k)
+    return with_split_k(x, n, tiles=tiles, steps=steps, shortest=shortest, splits=splits, start=start)
+
+
+def linear_byte_reference(x: Tensor, weight: ByteWeight) -> Tensor:
+    """The same in fp32."""
+    return x.float() @ weight.dequantized().t()
+
+
+def linear_byte_bytes(m: int, weight: ByteWeight, activation_bytes: int = 2) -> int:
+    """Bytes that must move: the weight with its scales, x and y once each."""
+    n, k = weight.shape
+    return weight.nbytes + m * (n + k) * activation_bytes

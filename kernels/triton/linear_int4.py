@@ -1,0 +1,173 @@
+"""How fast is a linear layer whose weights are 4-bit integers with a scale (and a zero point) a group?
+
+Unpacked in registers: a nibble becomes bf16 by two bit operations and one subtraction, which also takes off the zero
+point; the group's scale multiplies the sum of the group's products instead of each weight. Weights are the left operand
+of the tensor cores, so a batch of up to 16 tokens fills their narrow side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton import check
+from membound.kernels.triton.lang import dot, high_nibble, low_nibble
+from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+
+PACK_ROWS = 64  # rows whose bytes of one group lie together, so that a program reads kilobytes in a row
+GROUPS = (32, 64, 128, 256)
+SYMMETRIC_ZERO = 8
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight [n, k] as (q - zero) * scale with q from 0 to 15, a scale for each row and `group` columns.
+
+    `data` is [ceil(n / 64), k / group, 64, group / 2] uint8: byte j of a group holds its column j (low bits) and
+    j + group / 2 (high bits). `scale` [k / group, n] is bf16 or fp16, `zero` [k / group, n] uint8; without it, 8.
+    """
+
+    data: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @property
+    def group(self) -> int:
+        return 2 * self.data.shape[3]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scale.shape[1], self.scale.shape[0] * self.group
+
+    @property
+    def nbytes(self) -> int:
+        n, k = self.shape
+        return n * k // 2 + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
+
+    @classmethod
+    def pack(cls, q: Tensor, scale: Tensor, zero: Tensor | None = None) -> Int4Weight:
+        """From q [n, k] (uint8, 0 to 15) and scale and zero [n, k / group]."""
+        n, k = q.shape
+        check.strided("scale", scale, [n, None], check.HALVES, q, free=2)
+        group = k // max(scale.shape[1], 1)
+        check.require(
+            group in GROUPS and group * scale.shape[1] == k,
+            "scale",
+            f"{scale.shape[1]} groups of {k} columns are not groups of {', '.join(map(str, GROUPS))}",
+        )
+        check.strided("q", q, [n, k], [torch.uint8], free=2)
+        if zero is not None:
+            check.strided("zero", zero, scale.shape, [torch.uint8], q, free=2)
+            zero = zero.t().contiguous()
+        rows = -(-n // PACK_ROWS) * PACK_ROWS
+        padded = torch.nn.functional.pad(q, (0, 0, 0, rows - n)).view(rows // PACK_ROWS, PACK_ROWS, k // group, group)
+        low, high = padded.transpose(1, 2).chunk(2, dim=-1)
+        return cls((low | (high << 4)).contiguous(), scale.t().contiguous(), zero)
+
+    @classmethod
+    def quantize(cls, weight: Tensor, group: int, *, symmetric: bool) -> Int4Weight:
+        """Round to nearest: scale is amax / 7 or (max - min) / 15, in bf16, and q is of that rounded scale."""
+        n, k = weight.shape
+        check.require(k % group == 0, "group", f"{group} does not divide the {k} columns")
+        w = weight.float().view(n, k // group, group)
+        low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+        span = torch.maximum(high, -low) / 7 if symmetric else (high - low) / 15
+        scale = span.clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
+        zero = torch.full_like(scale, SYMMETRIC_ZERO, dtype=torch.float32) if symmetric else (-low / scale).round()
+        zero = zero.clamp(0, 15)
+        q = ((w / scale[..., None]).round() + zero[..., None]).clamp(0, 15)
+        packed_zero = None if symmetric else zero.to(torch.uint8)
+        return cls.pack(q.view(n, k).to(torch.uint8), scale, packed_zero)
+
+    def dequantized(self) -> Tensor:
+        """The weight [n, k] in fp32."""
+        n, k = self.shape
+        q = torch.cat([self.data & 0xF, self.data >> 4], dim=-1).transpose(1, 2).reshape(-1, k)[:n]
+        grouped = q.view(n, -1, self.group).float()
+        zero = SYMMETRIC_ZERO if self.zero is None else self.zero.t().float()[..., None]
+        return ((grouped - zero) * self.scale.t().float()[..., None]).view(n, k)
+
+
+@triton.jit
+def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_stride, split_stride,
+                       GROUP: tl.constexpr, PACK_N: tl.constexpr, HAS_ZERO: tl.constexpr, SPLITS: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Program (tile of n, tile of m, split of the groups)."""
+    HALF: tl.constexpr = GROUP // 2
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, HALF)
+    begin, end = split_range(groups, tl.program_id(2), SPLITS)
+    # Rows behind the last are read again from the last: no mask on the weights, and their results are not stored.
+    row = tl.minimum(n, columns - 1)
+    bytes_at = data + ((row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N)[:, None] * HALF + j[None, :]
+    bytes_at += begin.to(tl.int64) * (PACK_N * HALF)
+    x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for group in range(begin, end):
+        byte = tl.load(bytes_at)
+        bytes_at += PACK_N * HALF
+        s = tl.load(scale + group * columns + row).to(tl.float32)
+        z = tl.full([BLOCK_N], 8.0, tl.float32)
+        if HAS_ZERO:
+            z = tl.load(zero + group * columns + row).to(tl.float32)
+        x_low = tl.load(x_at + group * GROUP, mask=m[:, None] < rows, other=0.0)
+        x_high = tl.load(x_at + group * GROUP + HALF, mask=m[:, None] < rows, other=0.0)
+        part = dot(low_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_low), nothing)
+        part = dot(high_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_high), part)
+        acc += part * s[:, None]
+    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+
+
+def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
+    """x [m, k] times the weight [n, k] transposed, summed in fp32: [m, n] in x's dtype."""
+    n, k = weight.shape
+    check.strided("x", x, [None, k], check.HALVES)
+    check.tensor("weight.data", weight.data, [-(-n // PACK_ROWS), k // weight.group, PACK_ROWS, None], [torch.uint8], x)
+    check.tensor("weight.scale", weight.scale, [None, n], check.HALVES, x)
+    if weight.zero is not None:
+        check.tensor("weight.zero", weight.zero, weight.scale.shape, [torch.uint8], x)
+    m = x.shape[0]
+    config = config or configure("linear_int4", machine_for(x), m=m, n=n)
+
+    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+        launch(
+            linear_int4_kernel,
+            grid,
+            x,
+            weight.data,
+            weight.scale,
+            weight.zero,
+            out,
+            m,
+            n,
+            k // weight.group,
+            x.stride(0),
+            m * n,
+            config=config,
+            GROUP=weight.group,
+            PACK_N=PACK_ROWS,
+            HAS_ZERO=weight.zero is not None,
+            SPLITS=grid[2],
+        )
+
+    tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
+    steps = k // weight.group
+    return with_split_k(x, n, tiles=tiles, steps=steps, shortest=512 // weight.group, splits=splits, start=start)
+
+
+def linear_int4_reference(x: Tensor, weight: Int4Weight) -> Tensor:
+    """The same in fp32."""
+    return x.float() @ weight.dequantized().t()
+
+
+def linear_int4_bytes(m: int, weight: Int4Weight, activation_bytes: int = 2) -> int:
+    """Bytes that must move: the weight with its metadata, x and y once each."""
+    n, k = weight.shape
+    return weight.nbytes + m * (n + k) * activation_bytes
