@@ -132,9 +132,10 @@ def _scopes_of(batch: KernelBatch) -> tuple[str, str, str, str]:
 def fit_all(batches: Sequence[KernelBatch]) -> list[KernelFit]:
     """Fits of every family and kernel that the batches hold, from all devices down to each with its libraries.
 
-    Rows that beat the roofs are left out: they were timed on other amounts than they state.
+    Rows that beat the roofs are left out, because they were timed on other amounts than they state, and so are the
+    best of a search over shapes.
     """
-    batches = [batch.only(batch.possible()) for batch in batches]
+    batches = [batch.only(batch.possible() & batch.usual()) for batch in batches]
     batches = [batch for batch in batches if len(batch.measured_s)]
     made: list[KernelFit] = []
     for family in FAMILIES:

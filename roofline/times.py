@@ -15,7 +15,8 @@ from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTa
 from membound.roofline.efficiency import Family, KernelFit, find_fit, published_fits
 from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, Link
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.links import link_for
 from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
 from membound.roofline.precision import Precision
@@ -245,20 +246,6 @@ class KernelTimes:
             p, message.operation, message.message_bytes, float(message.ranks), link.bandwidth_bytes_per_s, shared
         )
         return OperatorTime(time_s, 0.0, 0.0, time_s - link_s, link_s)
-
-
-def link_for(hardware: HardwareSpec, ranks: int) -> tuple[Link, bool]:
-    """The link that the slowest hop of `ranks` devices crosses, and whether they share one bus through the host.
-
-    Raises MemboundError where the device has no link that reaches so many.
-    """
-    near, far = hardware.scale_up or hardware.host, hardware.scale_out
-    link = near if near is not None and ranks <= near.max_devices else far
-    if link is None:
-        raise MemboundError(
-            f"hardware '{hardware.name}' has no link between {ranks} devices; give scale_up or scale_out"
-        )
-    return link, link.topology == "host"
 
 
 def _kernel_name(weights: Precision, dtype: str) -> str:

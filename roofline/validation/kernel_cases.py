@@ -19,6 +19,7 @@ from membound.roofline import efficiency
 from membound.roofline.efficiency import Family
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.links import link_for
 from membound.roofline.power import power_share
 from membound.roofline.validation.tables import Row
 
@@ -84,6 +85,11 @@ class KernelCase:
     library: str
     amounts: Mapping[str, float]
     measured_s: float
+
+    @property
+    def is_best_of_many(self) -> bool:
+        """Whether the row is the best of a search over shapes, which says what is possible and not what is usual."""
+        return "best shape" in self.row.text("notes")
 
 
 def case_of(row: Row) -> KernelCase:
@@ -160,20 +166,12 @@ def _collective(row: Row, hardware: HardwareSpec, kernel: str) -> dict[str, floa
     ranks = row.count("tp")
     match = re.search(r"devices per node (\d+)", row.text("notes"))
     per_node = float(match.group(1)) if match else ranks
-    crosses = ranks > per_node
-    link = hardware.scale_out if crosses else hardware.scale_up
-    if link is None:
-        link = hardware.host
-    if link is None:
-        raise MemboundError(f"device '{hardware.name}' has no {'scale_out' if crosses else 'scale_up'} link to time")
-    shared = float(link.topology == "host")
+    link, shared = link_for(hardware, ranks, per_node)
     return {
         "ranks": ranks,
         "bytes": row.count("m"),
         "bandwidth": link.bandwidth_bytes_per_s,
-        "shared": shared,
-        "crosses": float(crosses),
-        "per_node": per_node,
+        "shared": float(shared),
     }
 
 
@@ -230,6 +228,10 @@ class KernelBatch:
     def possible(self) -> NDArray[np.bool_]:
         """Rows that are not faster than physics: the others were timed on other amounts than they say, or in cache."""
         return self.measured_s >= self.bound_s()
+
+    def usual(self) -> NDArray[np.bool_]:
+        """Rows that are not the best of many."""
+        return np.array([not case.is_best_of_many for case in self.cases])
 
     def only(self, chosen: NDArray[np.bool_]) -> KernelBatch:
         """The batch of the chosen rows alone."""
