@@ -69,3 +69,24 @@ def get_profile(name: str) -> EngineProfile:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
     raise MemboundError(f"engine profile '{name}' is unknown; {hint}")
+
+
+# Which profile an engine's name in a table means: the first pattern that its name and version match.
+_ENGINES: tuple[tuple[str, str], ...] = (
+    (r"megatron", "eager"),
+    (r"hf transformers|^transformers|lightning|accelerate|deepspeed|ctransformers|onnx", "eager"),
+)
+
+
+def profile_of_engine(engine: str, version: str = "", year: float | None = None, *, eager: bool = False) -> EngineProfile:
+    """The profile of an engine as a table names it; that of its eager way where `eager`.
+
+    An engine that no profile is of has the general one: captured graphs, or eager launches.
+    """
+    import re
+
+    text = f"{engine} {version}".lower()
+    for pattern, name in _ENGINES:
+        if re.search(pattern, text) and name in profiles():
+            return get_profile(name)
+    return get_profile("eager" if eager else "graphs")

@@ -1,0 +1,168 @@
+"""How fast is a deployment under a steady load: time per token, time to the first, tokens a second?
+
+A closed form for static batches and for a closed loop of clients, good enough to compare with published tables and to
+search a plan; queues, bursts and tails are the simulator's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.models import ModelSpec
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.times import Times, times_for
+
+# What engines leave free of the device's memory, and what they need beside weights and cache.
+USABLE_MEMORY = 0.90
+# Tokens that an engine takes into one step at most where nobody says: vLLM's and TensorRT-LLM's default for serving.
+CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on devices with an engine: one replica, whose parallelism is in the set-up."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    setup: EngineSetup
+    chunk_tokens: int = CHUNK_TOKENS
+
+    @cached_property
+    def times(self) -> Times:
+        return times_for(self.hardware, self.setup.profile)
+
+    def step(self, shape: StepShape) -> StepCost:
+        return step_cost(self.model, self.setup, self.times, shape)
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of one step of the whole replica; a pipeline works on as many micro-batches as it has stages."""
+        return float(self.step(shape).time_s)
+
+    def decode_s(self, batch: float, context: float) -> float:
+        """Seconds between two tokens of each of `batch` sequences of `context` tokens."""
+        return self.step_s(StepShape.decode(batch, context))
+
+    def prefill_s(self, batch: float, prompt_tokens: float) -> float:
+        """Seconds to process `batch` prompts, in steps of at most `chunk_tokens` tokens."""
+        total, done = 0.0, 0.0
+        if batch * prompt_tokens <= self.chunk_tokens:
+            return self.step_s(StepShape.prefill(batch, prompt_tokens))
+        if prompt_tokens <= self.chunk_tokens:
+            at_once = max(1.0, self.chunk_tokens // prompt_tokens)
+            whole, rest = divmod(batch, at_once)
+            total = whole * self.step_s(StepShape.prefill(at_once, prompt_tokens))
+            return total + (self.step_s(StepShape.prefill(rest, prompt_tokens)) if rest else 0.0)
+        while done < prompt_tokens:
+            chunk = min(float(self.chunk_tokens), prompt_tokens - done)
+            total += self.step_s(StepShape.prefill(1.0, chunk, done))
+            done += chunk
+        return total * batch
+
+    def largest_batch(self, context: float) -> float:
+        """Sequences of `context` tokens whose caches fit beside the weights; 0 where the weights do not fit."""
+        free = self.hardware.memory_bytes * USABLE_MEMORY - weights_bytes(self.model, self.setup)
+        each = float(kv_bytes(self.model, self.setup, context, 1.0))
+        return max(0.0, free // each) if each > 0 else float("inf")
+
+    def with_batch_that_fits(self, batch: float, context: float) -> float:
+        """The batch, or as much of it as fits."""
+        return max(1.0, min(batch, self.largest_batch(context)))
+
+
+@dataclass(frozen=True)
+class StaticBatch:
+    """A batch that starts together and generates `output_tokens` for each prompt, nothing joining it."""
+
+    deployment: Deployment
+    batch: float
+    prompt_tokens: float
+    output_tokens: float
+
+    @cached_property
+    def prefill_s(self) -> float:
+        return self.deployment.prefill_s(self.batch, self.prompt_tokens)
+
+    @cached_property
+    def tpot_s(self) -> float:
+        """Seconds a token at the mean context; a step's time is nearly linear in it."""
+        return self.deployment.decode_s(self.batch, self.prompt_tokens + (self.output_tokens + 1.0) / 2.0)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds until the whole batch has its last token; prefill makes the first one."""
+        return self.prefill_s + max(self.output_tokens - 1.0, 0.0) * self.tpot_s
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.batch * self.output_tokens / self.latency_s
+
+
+@dataclass(frozen=True)
+class SteadyLoad:
+    """`concurrency` clients in a closed loop on one replica: as one request ends the next one's prompt joins a step.
+
+    Each decode step of a request is shared with the prompts of others: while it makes its `output_tokens`, each of the
+    others ends once and starts once, so that `concurrency - 1` prompts pass.
+    """
+
+    deployment: Deployment
+    concurrency: float
+    prompt_tokens: float
+    output_tokens: float
+
+    @cached_property
+    def batch(self) -> float:
+        """Sequences that decode together: what fits of the clients' requests."""
+        return self.deployment.with_batch_that_fits(self.concurrency, self._context)
+
+    @property
+    def _context(self) -> float:
+        return self.prompt_tokens + (self.output_tokens + 1.0) / 2.0
+
+    @cached_property
+    def decode_s(self) -> float:
+        """Seconds of a step in which nothing but decoding happens: the median inter-token latency."""
+        return self.deployment.decode_s(self.batch, self._context)
+
+    @cached_property
+    def prompt_s(self) -> float:
+        """Seconds that a prompt adds to the steps that it joins."""
+        others = StepShape.decode(max(self.batch - 1.0, 1e-3), self._context)
+        plain = self.deployment.step_s(others)
+        total, done = 0.0, 0.0
+        while done < self.prompt_tokens:
+            chunk = min(float(self.deployment.chunk_tokens), self.prompt_tokens - done)
+            total += self.deployment.step_s(others + StepShape.prefill(1.0, chunk, done)) - plain
+            done += chunk
+        return max(total, 0.0)
+
+    @cached_property
+    def tpot_s(self) -> float:
+        """Mean seconds a token after the first, with the prompts that pass meanwhile."""
+        others = self.batch - 1.0
+        return self.decode_s + others * self.prompt_s / max(self.output_tokens, 1.0)
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token: half a step until one starts, prompts that arrive together, the own prompt."""
+        cycle_s = self.tpot_s * self.output_tokens + self.prompt_s
+        busy = min(self.batch * self.prompt_s / cycle_s, 0.95)
+        queued_s = self.prompt_s * busy / (2.0 * (1.0 - busy))
+        waiting_s = (self.concurrency / self.batch - 1.0) * cycle_s
+        return self.decode_s * 1.5 + self.prompt_s + queued_s + waiting_s
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        in_service_s = self.tpot_s * (self.output_tokens - 1.0) + self.prompt_s + self.decode_s * 1.5
+        return self.batch * self.output_tokens / in_service_s
+
+
+def with_parallel(deployment: Deployment, **changes: int) -> Deployment:
+    """The deployment with other degrees of parallelism."""
+    parallel = deployment.setup.parallel.model_copy(update=changes)
+    return replace(deployment, setup=replace(deployment.setup, parallel=parallel))

@@ -1,0 +1,225 @@
+"""Which deployment, load and quantity does a row of the end-to-end table measure?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from membound.roofline.engines import profile_of_engine
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.models import get_model
+from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.parallel import Parallelism
+from membound.roofline.precision_names import parse_plan
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.validation.tables import Row
+
+# Mean prompt lengths of data sets that tables name instead of a length. MLPerf: the means of its published sets
+# (OpenOrca 294 in and out; CNN/DailyMail 870 in, 128 out at most; the mixed set of Mixtral). The others are assumed.
+_DATASET_TOKENS = {
+    "openorca": 294.0,
+    "gpqa": 250.0,
+    "lm-arena-chat": 120.0,
+    "sourcegraph-fim": 900.0,
+    "mt-bench": 200.0,
+    "sharegpt": 220.0,
+    "cnn": 870.0,
+    "dataset": 294.0,
+}
+# Sequences in a step at most where an engine is only told to take what fits.
+_MOST_SEQUENCES = 1024.0
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A row with the deployment of one replica and the load on it."""
+
+    row: Row
+    deployment: Deployment
+    replicas: float
+    batch: float
+    prompt_tokens: float
+    output_tokens: float
+    metric: str
+    steady: bool
+
+    @property
+    def phase(self) -> str:
+        """decode, prefill, serving or ratio: what the metric is mostly made of."""
+        if self.metric == "speedup_x":
+            return "ratio"
+        if self.metric in ("prefill_ms", "prefill_tok_s_total", "prefill_tok_s_per_gpu", "ttft_ms"):
+            return "prefill"
+        return "serving" if self.steady or self.metric.startswith(("throughput", "req", "e2e", "joules")) else "decode"
+
+    def predict(self) -> float:
+        """The metric's value in the table's unit; raises MemboundError where membound has no model of it."""
+        try:
+            return _METRICS[self.metric](self)
+        except KeyError:
+            raise MemboundError(f"metric '{self.metric}' is unknown; known are {', '.join(_METRICS)}") from None
+
+    @property
+    def static(self) -> StaticBatch:
+        return StaticBatch(self.deployment, self.batch, self.prompt_tokens, self.output_tokens)
+
+    @property
+    def load(self) -> SteadyLoad:
+        return SteadyLoad(self.deployment, self.batch, self.prompt_tokens, self.output_tokens)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(flag for flag in self.row.text("flags").split(";") if flag)
+
+
+def case_of(row: Row) -> StepCase:
+    """The deployment and load of a row; raises MemboundError with the reason where they cannot be told."""
+    technique = row.text("technique").lower()
+    if "offload" in technique:
+        raise MemboundError("weights or cache are offloaded, which the steady step does not model")
+    if row.text("metric") == "speedup_x":
+        raise MemboundError("speed-ups are predicted by their own rule")
+    hardware, model = get_hardware(row.text("gpu")), get_model(row.text("model"))
+    plan = parse_plan(row.text("weight_dtype"), row.text("act_dtype"), row.text("kv_dtype"))
+    engine, version = row.text("engine"), row.text("engine_version")
+    if "kv" in plan.assumed and plan.activations.width <= 8 and "tensorrt" in engine.lower():
+        plan = replace(plan, kv=parse_plan("fp8", "fp8", "fp8").kv)
+    eager = any(flag in row.text("flags") for flag in ("eager", "host_bound")) or "enforce" in row.text("notes").lower()
+    profile = profile_of_engine(engine, version, row.number("year"), eager=eager)
+    parallel, replicas = _parallel(row, any(isinstance(group.ffn, MoeFfn) for group in model.groups()))
+    setup = EngineSetup(precision=plan, policy="continuous", parallel=parallel, profile=profile.name)
+    deployment = Deployment(model, hardware, setup)
+    prompt = _tokens(row.text("input_len"), row, 32.0)
+    output = _tokens(row.text("output_len"), row, 128.0)
+    if "range ratio 0.8" in row.text("notes"):
+        prompt, output = 0.9 * prompt, 0.9 * output
+    steady = "online" in row.text("flags") or "queueing" in row.text("flags") or "concurrency" in row.text("notes")
+    batch = _batch(row, deployment, replicas, prompt + output / 2.0)
+    return StepCase(row, deployment, replicas, batch, prompt, output, row.text("metric"), steady)
+
+
+def _tokens(text: str, row: Row, default: float) -> float:
+    """A length in tokens, of a number, an approximate one or a data set's name."""
+    if match := re.search(r"\d+(?:\.\d+)?", text):
+        return max(float(match.group()), 1.0)
+    for name, tokens in _DATASET_TOKENS.items():
+        if name in text.lower():
+            return tokens
+    return default
+
+
+def _parallel(row: Row, has_experts: bool) -> tuple[Parallelism, float]:
+    """The parallelism of one replica and how many replicas there are."""
+    devices = row.number("n_gpu") or 1.0
+    tp, pp = int(row.number("tp") or 0), int(row.number("pp") or 1) or 1
+    notes = row.text("notes")
+    found = {name: int(float(value)) for name, value in re.findall(r"(attn DP|MoE TP|EP) ?([0-9.]+)", notes)}
+    dp, ep = max(found.get("attn DP", 1), 1), max(found.get("EP", 1), 1)
+    if not tp:
+        tp = int(devices) if devices <= 8 else 8
+    if has_experts and tp * dp < ep <= devices:
+        tp = ep // dp if ep % dp == 0 else ep
+    if not has_experts or (tp * dp) % ep:
+        ep = 1
+    pp = min(pp, int(max(devices // (tp * dp), 1)))
+    parallel = Parallelism(tp=tp, pp=pp, dp=dp if has_experts else 1, ep=ep)
+    return parallel, max(devices / parallel.devices, 1.0)
+
+
+def _batch(row: Row, deployment: Deployment, replicas: float, context: float) -> float:
+    """Sequences at a time in one replica."""
+    text = row.text("batch_or_concurrency")
+    measured = re.search(r"measured average batch ([0-9.]+)", row.text("notes"))
+    if measured:
+        return max(float(measured.group(1)) / replicas, 1.0)
+    if match := re.fullmatch(r"[0-9.]+", text):
+        return max(float(match.group()) / replicas, 1.0)
+    if not text and not row.text("metric").startswith("throughput"):
+        return 1.0
+    most = deployment.with_batch_that_fits(_MOST_SEQUENCES, context)
+    return max(0.5 * most, 1.0) if "server" in text else most
+
+
+def _tpot_ms(case: StepCase) -> float:
+    if not case.steady:
+        return 1e3 * case.static.tpot_s
+    return 1e3 * (case.load.decode_s if "itl_median" in case.flags else case.load.tpot_s)
+
+
+def _decode_rate(case: StepCase) -> float:
+    """Tokens a second of one sequence; with its prompt's time where the table's rate includes it."""
+    if "includes_prefill" in case.flags:
+        return case.static.output_tokens / case.static.latency_s
+    return 1.0 / case.static.tpot_s
+
+
+def _ttft_ms(case: StepCase) -> float:
+    if "includes_queueing" in case.flags or "concurrency" in case.row.text("notes"):
+        return 1e3 * (case.load.ttft_s if case.steady and case.batch > 1 else case.static.prefill_s)
+    return 1e3 * case.static.prefill_s
+
+
+def _throughput(case: StepCase) -> float:
+    """Output tokens a second of all replicas."""
+    load = case.load if case.steady or "batch_unknown" in case.flags or "dataset_lengths" in case.flags else case.static
+    return case.replicas * load.output_tokens_per_s
+
+
+def _devices(case: StepCase) -> float:
+    return case.replicas * case.deployment.setup.parallel.devices
+
+
+def _prefill_rate(case: StepCase) -> float:
+    return case.replicas * case.batch * case.prompt_tokens / case.static.prefill_s
+
+
+def _decode_total(case: StepCase) -> float:
+    return case.replicas * case.batch / case.static.tpot_s
+
+
+# Mean draw of a device that serves, as a share of its board power: idle parts draw some, memory traffic most of it.
+_IDLE_SHARE, _BUSY_SHARE = 0.25, 0.50
+
+
+def _joules(case: StepCase) -> float:
+    """Energy of the devices for an output token: the power between idle and full by how busy the roofs are."""
+    power_w = case.deployment.hardware.power_w
+    if power_w is None:
+        raise MemboundError(f"device '{case.deployment.hardware.name}' has no power_w, so that energy is unknown")
+    drawn_w = power_w * (_IDLE_SHARE + _BUSY_SHARE * _roof_share(case))
+    return drawn_w * _devices(case) / _throughput(case)
+
+
+def _roof_share(case: StepCase) -> float:
+    cost = case.deployment.step(_decode_shape(case))
+    memory_s = sum(float(op.time.memory_s) * op.operator.calls for op in cost.operators)
+    compute_s = sum(float(op.time.compute_s) * op.operator.calls for op in cost.operators)
+    return min(max(memory_s, compute_s) / float(cost.time_s), 1.0)
+
+
+def _decode_shape(case: StepCase):  # type: ignore[no-untyped-def]
+    from membound.roofline.shape import StepShape
+
+    return StepShape.decode(case.batch, case.prompt_tokens + case.output_tokens / 2.0)
+
+
+_METRICS: Mapping[str, Callable[[StepCase], float]] = {
+    "tpot_ms": _tpot_ms,
+    "prefill_ms": lambda case: 1e3 * case.static.prefill_s,
+    "ttft_ms": _ttft_ms,
+    "e2e_latency_ms": lambda case: 1e3 * case.static.latency_s,
+    "decode_tok_s_per_user": _decode_rate,
+    "decode_tok_s_total": _decode_total,
+    "decode_tok_s_per_gpu": lambda case: _decode_total(case) / _devices(case),
+    "prefill_tok_s_total": _prefill_rate,
+    "prefill_tok_s_per_gpu": lambda case: _prefill_rate(case) / _devices(case),
+    "throughput_tok_s_total": _throughput,
+    "throughput_tok_s_per_gpu": lambda case: _throughput(case) / _devices(case),
+    "throughput_inout_tok_s_total": lambda case: _throughput(case) * (1.0 + case.prompt_tokens / case.output_tokens),
+    "req_s": lambda case: _throughput(case) / case.output_tokens,
+    "ms_per_token_aggregate": lambda case: 1e3 / _decode_total(case),
+    "joules_per_token": _joules,
+}
