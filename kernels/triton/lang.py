@@ -81,3 +81,25 @@ def e2m1_to_bf16(nibble):
     if INTERPRETED:
         number = number.to(tl.float32)
     return (number * 8.507059173023462e37).to(tl.bfloat16)
+
+
+@triton.jit
+def fp8_from(number):
+    """fp32 rounded to the nearest e4m3 (ties to even, beyond 448 to 448) in a uint8; the inverse of `fp8_to`.
+
+    Times 2**-120 an e4m3 number has its exponent where fp32 has it, and what is rounded off are the low 20 bits.
+    """
+    bits = number.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(number), 448.0) * 7.52316384526264e-37
+    code = size.to(tl.int32, bitcast=True)
+    rounded = (code + 0x7FFFF + ((code >> 20) & 1)) >> 20
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def quantize_rows(rows, FORMAT: tl.constexpr):
+    """Rows [R, N] in fp32 as int8, or e4m3 in uint8, and the scale [R] of each: its largest size / 127, or / 448."""
+    LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
+    scale = tl.max(tl.abs(rows), 1) / LARGEST
+    scaled = rows / tl.where(scale > 0.0, scale, 1.0)[:, None]
+    return tl.floor(scaled + 0.5).to(tl.int8) if FORMAT == "int8" else fp8_from(scaled), scale

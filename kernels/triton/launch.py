@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ class Config:
     tiles: Mapping[str, int]
     num_warps: int = 4
     num_stages: int = 2
+
+    def with_tiles(self, **tiles: int) -> Config:
+        """This configuration with other sizes, for those that follow from the shapes."""
+        return replace(self, tiles={**self.tiles, **tiles})
 
 
 @dataclass(frozen=True)

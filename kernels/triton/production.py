@@ -7,12 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from membound.kernels.triton.activation import ActivationFormat
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.launch import Launch, recording
 from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
 from membound.kernels.triton.machine import Machine
+from membound.kernels.triton.rms_norm import rms_norm
+from membound.kernels.triton.rope_store import rope_store
+from membound.kernels.triton.silu_mul import silu_mul
 
 META = torch.device("meta")
 SEQUENCES, BLOCK_SIZE, BLOCKS_A_SEQUENCE = 16, 16, 512
@@ -45,6 +49,28 @@ def _linear_byte(format: ByteFormat, m: int) -> None:
     linear_byte(_of(m, k), ByteWeight(format, data, _of(n, dtype=torch.float32)))
 
 
+def _rms_norm(tokens: int, width: int, quantize: ActivationFormat | None) -> None:
+    gain = _of(width, dtype=torch.float32)
+    if quantize:
+        rms_norm(_of(tokens, width), gain, 1e-5, residual=_of(tokens, width), quantize=quantize)
+    else:
+        rms_norm(_of(tokens, width), gain, 1e-5, residual=_of(tokens, width))
+
+
+def _silu_mul(quantize: ActivationFormat | None) -> None:
+    gate_up = _of(SEQUENCES, 2 * 14336)
+    if quantize:
+        silu_mul(gate_up, quantize=quantize)
+    else:
+        silu_mul(gate_up)
+
+
+def _rope_store(format: KvFormat) -> None:
+    kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, 8, 128, META)
+    table, longs = _of(131072, 64, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
+    rope_store(_of(SEQUENCES, (32 + 16) * 128), table, table, longs, longs, kv)
+
+
 # Heads and widths are those of Llama-3.1-8B where no other model is named; the first of each kernel is its usual case.
 CASES: dict[str, Callable[[], None]] = {
     "decode_attention bf16": lambda: _decode("bf16", 32, 8, 128),
@@ -61,6 +87,15 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_byte fp8 m 16": lambda: _linear_byte("fp8", 16),
     "linear_byte int8 m 64": lambda: _linear_byte("int8", 64),
     "linear_byte fp8 m 512": lambda: _linear_byte("fp8", 512),
+    "rms_norm": lambda: _rms_norm(SEQUENCES, 4096, None),
+    "rms_norm of heads": lambda: _rms_norm(512, 128, None),
+    "rms_norm to fp8, width 16384": lambda: _rms_norm(SEQUENCES, 16384, "fp8"),
+    "silu_mul": lambda: _silu_mul(None),
+    "silu_mul to int8": lambda: _silu_mul("int8"),
+    "rope_store bf16": lambda: _rope_store("bf16"),
+    "rope_store fp8": lambda: _rope_store("fp8"),
+    "rope_store int8": lambda: _rope_store("int8"),
+    "rope_store int4": lambda: _rope_store("int4"),
 }
 
 
