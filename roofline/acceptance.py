@@ -98,4 +98,7 @@ class AcceptanceProfile(Part):
             reached = reached @ accepted @ step
         moved = found * (moved + reached @ step) + (1 - found) * step
         to_surprising, to_predictable = moved[0, 1], moved[1, 0]
+        if to_surprising + to_predictable == 0:
+            # stretches of one token and steps of two: the first position's state is that of all first positions
+            return np.array([self.predictable_share, 1 - self.predictable_share])
         return np.array([to_predictable, to_surprising]) / (to_predictable + to_surprising)

@@ -21,7 +21,7 @@ from membound.roofline.workload import (
     SessionPrompts,
     SyntheticPrompts,
     TaskName,
-    TextPrompts,
+    TracePrompts,
     Workload,
 )
 
@@ -73,20 +73,18 @@ def resolve(workload: Workload) -> Workload:
         return workload
     profile = task_profiles()[workload.task]
     prompts = workload.prompts or profile.prompts
-    drawn = isinstance(prompts, SyntheticPrompts | SessionPrompts)
-    filled = {"prompts": prompts}
-    if drawn or isinstance(prompts, TextPrompts):
-        filled["output_tokens"] = workload.output_tokens or profile.output_tokens
-    own_lengths = workload.prompts is None and workload.output_tokens is None
-    if workload.rank_correlation is None and own_lengths:
-        filled["rank_correlation"] = profile.rank_correlation
-    resolved = workload.model_copy(update=filled)
-    lengths = (getattr(resolved.prompts, "tokens", None), resolved.output_tokens)
-    if resolved.rank_correlation and any(isinstance(length, FixedLength) for length in lengths):
+    output_tokens, rank_correlation = workload.output_tokens, workload.rank_correlation
+    if output_tokens is None and not isinstance(prompts, TracePrompts):
+        output_tokens = profile.output_tokens
+        if rank_correlation is None and workload.prompts is None:
+            rank_correlation = profile.rank_correlation
+    lengths = (getattr(prompts, "tokens", None), output_tokens)
+    if rank_correlation and any(isinstance(length, FixedLength) for length in lengths):
         raise MemboundError(
-            f"field 'workload.rank_correlation' is {resolved.rank_correlation}, but a fixed length follows nothing"
+            f"field 'workload.rank_correlation' is {rank_correlation}, but a fixed length follows nothing"
         )
-    return resolved
+    update = {"prompts": prompts, "output_tokens": output_tokens, "rank_correlation": rank_correlation}
+    return workload.model_copy(update=update)
 
 
 def acceptance_of(workload: Workload, drafter: DrafterKind) -> AcceptanceProfile | None:

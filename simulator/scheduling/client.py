@@ -47,8 +47,11 @@ class OpenLoop:
         return arrived
 
     def next_arrival_s(self) -> float | None:
-        times = [time for time in (self._first and self._first.arrival_s, self._follow_ups.next_s) if time is not None]
-        return min(times, default=None)
+        first_s = None if self._first is None else self._first.arrival_s
+        follow_up_s = self._follow_ups.next_s
+        if first_s is None or follow_up_s is None:
+            return follow_up_s if first_s is None else first_s
+        return min(first_s, follow_up_s)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         if (turn := _next_turn(sequence)) is not None:

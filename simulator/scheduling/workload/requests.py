@@ -87,7 +87,7 @@ def request_columns(workload: Workload) -> Iterator[RequestColumns]:
     first_id, left = 0, sys.maxsize if workload.requests is None else workload.requests
     for lengths in _lengths(workload):
         size = min(left, len(lengths.prompt_tokens))
-        arrival_s = lengths.time_s[:size] if workload.rows_of_trace else times.take(size)
+        arrival_s = lengths.time_s[:size] / _trace_of(workload).speed if workload.rows_of_trace else times.take(size)
         size = len(arrival_s)
         if size:
             yield RequestColumns(
@@ -133,15 +133,19 @@ def _lengths(workload: Workload) -> Iterator[_Lengths]:
 
 def _row_chunks(workload: Workload) -> Iterator[list[TraceRow]]:
     """Rows of the trace that says the lengths: once with its own times, else again and again."""
-    if isinstance(workload.arrivals, TraceArrivals) and workload.rows_of_trace:
-        speed = workload.arrivals.speed
-        rows: Iterator[TraceRow] = (row._replace(time_s=row.time_s / speed) for row in read_trace(workload.arrivals))
-    else:
-        assert isinstance(workload.prompts, TracePrompts)
-        prompts = workload.prompts
-        rows = chain.from_iterable(read_trace(prompts) for _ in count())
+    prompts = workload.prompts
+    rows = (
+        chain.from_iterable(read_trace(prompts) for _ in count())
+        if isinstance(prompts, TracePrompts)
+        else read_trace(_trace_of(workload))
+    )
     while chunk := list(islice(rows, CHUNK)):
         yield chunk
+
+
+def _trace_of(workload: Workload) -> TraceArrivals:
+    assert isinstance(workload.arrivals, TraceArrivals), "without prompts the arrivals are a trace"
+    return workload.arrivals
 
 
 def _times(workload: Workload) -> Column:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -41,7 +42,8 @@ class TraceFormat:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.time, self.input, self.output, self.hash_ids) if name)
+        """The columns that are read, in the order of a record's values."""
+        return tuple(name for name in (self.input, self.output, self.time, self.hash_ids) if name)
 
 
 FORMATS = (
@@ -56,7 +58,7 @@ FORMATS = (
     # LLMServingSim (casys-kaist/LLMServingSim): lengths of ShareGPT requests
     TraceFormat("llmservingsim", "lines", "input_toks", "output_toks", "arrival_time_ns", 1e9),
     # ShareGPT: text without times; the first question of a conversation and its answer
-    TraceFormat("sharegpt", "array", "conversations", "conversations"),
+    TraceFormat("sharegpt", "array", "question", "answer"),
 )
 
 
@@ -69,11 +71,23 @@ class TraceRow(NamedTuple):
     prefix: PrefixChain | None
 
 
-class _Record(NamedTuple):
-    """A row as it stands in the file: where, and its values by column."""
+# A row as it stands in the file: its line (or item) and the values of the format's columns, in their order.
+_Record = tuple[int, Sequence[Any]]
 
-    place: str
-    values: dict[str, Any]
+
+@dataclass(frozen=True)
+class _Source:
+    """A file and its format, and how its errors name a place in it."""
+
+    trace: TraceFile
+    form: TraceFormat
+
+    def place(self, number: int) -> str:
+        unit = "conversation" if self.form.container == "array" else "line"
+        return f"trace '{self.trace.file}' {unit} {number}"
+
+    def bad(self, number: int, column: str, value: Any, advice: str) -> MemboundError:
+        return MemboundError(f"{self.place(number)}, column {column} is {str(repr(value))[:60]}{advice}")
 
 
 def read_trace(trace: TraceFile) -> Iterator[TraceRow]:
@@ -91,28 +105,27 @@ def read_trace(trace: TraceFile) -> Iterator[TraceRow]:
 
 
 def _rows(trace: TraceFile, file: TextIO) -> Iterator[TraceRow]:
-    form = _format_of(trace, file)
+    source = _Source(trace, _format_of(trace, file))
+    form = source.form
     _check_options(trace, form)
     first = last = None
     last_s, end_s = 0.0, math.inf if trace.duration_s is None else trace.start_s + trace.duration_s
     some = False
-    for place, values in _records(trace, form, file):
-        ticks = _ticks(form, place, values)
+    for number, values in _records(source, file):
+        ticks = 0.0 if form.time is None else _ticks(source, number, values[2])
         if last is not None and ticks < last:
-            raise MemboundError(
-                f"{place}, column {form.time} is {values[form.time]!r}, earlier than the row before; "
-                "sort the rows by time"
-            )
+            raise source.bad(number, form.time or "", values[2], ", earlier than the row before; sort the rows by time")
         first, last = ticks if first is None else first, ticks
         last_s = (ticks - first) / form.ticks_per_s
         if last_s >= end_s:
             break
         if last_s < trace.start_s:
             continue
-        row = _row(trace, form, place, values, last_s - trace.start_s)
-        if row is not None:
+        counts = _token_counts(source, number, values)
+        if counts is not None:
             some = True
-            yield row
+            prefix = None if form.hash_ids is None else _prefix(source, number, values[3], counts[0])
+            yield TraceRow(last_s - trace.start_s, *counts, prefix)
     if last is None:
         raise MemboundError(f"trace '{trace.file}' holds no request")
     if not some:
@@ -140,9 +153,13 @@ def _format_of(trace: TraceFile, file: TextIO) -> TraceFormat:
     """The given format, else the one whose columns the first line has."""
     if trace.format != "auto":
         return next(form for form in FORMATS if form.name == trace.format)
-    head = file.read(MAX_LINE)
+    line = file.readline(READ)
+    while line and not line.strip():
+        line = file.readline(READ)
+    if line.lstrip().startswith("{") and len(line) == READ:
+        line += file.readline(MAX_LINE)
     file.seek(0)
-    line = head.lstrip().split("\n", 1)[0].strip()
+    line = line.strip()
     if not line:
         raise MemboundError(f"trace '{trace.file}' is empty")
     if line.startswith("version https://git-lfs"):
@@ -151,7 +168,7 @@ def _format_of(trace: TraceFile, file: TextIO) -> TraceFormat:
     if container == "array" or '"conversations"' in line:
         return next(form for form in FORMATS if form.name == "sharegpt")
     if container == "lines":
-        present = _parsed(line, f"trace '{trace.file}' line 1").keys()
+        present = list(_parsed(line, trace.file, 1))
     else:
         present = [name.strip() for name in next(csv.reader([line]))]
     for form in FORMATS:
@@ -164,63 +181,66 @@ def _format_of(trace: TraceFile, file: TextIO) -> TraceFormat:
     )
 
 
-def _records(trace: TraceFile, form: TraceFormat, file: TextIO) -> Iterator[_Record]:
-    match form.container:
+def _records(source: _Source, file: TextIO) -> Iterator[_Record]:
+    match source.form.container:
         case "csv":
-            return _csv_records(trace, form, file)
+            return _csv_records(source, file)
         case "lines":
-            return _line_records(trace, form, file)
+            return _line_records(source, file)
         case "array":
-            return _conversation_records(trace, file)
+            return _conversation_records(source, file)
 
 
-def _csv_records(trace: TraceFile, form: TraceFormat, file: TextIO) -> Iterator[_Record]:
-    reader = csv.reader(_lines(trace, file))
+def _csv_records(source: _Source, file: TextIO) -> Iterator[_Record]:
+    form = source.form
+    reader = csv.reader(_lines(source.trace, file))
     try:
         header = [name.strip() for name in next(reader, [])]
         if missing := [name for name in form.columns if name not in header]:
             raise MemboundError(
-                f"trace '{trace.file}' line 1 lacks the column {missing[0]}, which {form.name} has; "
+                f"{source.place(1)} lacks the column {missing[0]}, which {form.name} has; "
                 f"it has {', '.join(header)[:200] or 'none'}"
             )
-        at = [(name, header.index(name)) for name in form.columns]
+        pick, columns = itemgetter(*(header.index(name) for name in form.columns)), len(header)
         for cells in reader:
-            if not cells:
-                continue
-            place = f"trace '{trace.file}' line {reader.line_num}"
-            if len(cells) != len(header):
-                raise MemboundError(f"{place} has {len(cells)} columns, the header has {len(header)}")
-            yield _Record(place, {name: cells[index] for name, index in at})
+            if len(cells) == columns:
+                yield reader.line_num, pick(cells)
+            elif cells:
+                raise MemboundError(
+                    f"{source.place(reader.line_num)} has {len(cells)} columns, the header has {columns}"
+                )
     except csv.Error as error:
-        raise MemboundError(f"trace '{trace.file}' line {reader.line_num} is not CSV: {error}") from None
+        raise MemboundError(f"{source.place(reader.line_num)} is not CSV: {error}") from None
 
 
-def _line_records(trace: TraceFile, form: TraceFormat, file: TextIO) -> Iterator[_Record]:
-    for number, line in enumerate(_lines(trace, file), start=1):
+def _line_records(source: _Source, file: TextIO) -> Iterator[_Record]:
+    columns = source.form.columns
+    for number, line in enumerate(_lines(source.trace, file), start=1):
         if not line.strip():
             continue
-        place = f"trace '{trace.file}' line {number}"
-        values = _parsed(line, place)
-        if missing := [name for name in form.columns if name not in values]:
-            raise MemboundError(f"{place} lacks {missing[0]}, which {form.name} has")
-        yield _Record(place, values)
+        row = _parsed(line, source.trace.file, number)
+        try:
+            yield number, [row[name] for name in columns]
+        except KeyError as error:
+            raise MemboundError(f"{source.place(number)} lacks {error.args[0]}, which {source.form.name} has") from None
 
 
-def _conversation_records(trace: TraceFile, file: TextIO) -> Iterator[_Record]:
-    """Text of the first question and its answer, from a JSON array of conversations or one on each line."""
-    for number, item in enumerate(_json_items(trace, file), start=1):
-        place = f"trace '{trace.file}' conversation {number}"
+def _conversation_records(source: _Source, file: TextIO) -> Iterator[_Record]:
+    """Tokens of the first question and its answer, from a JSON array of conversations or one on each line."""
+    chars_per_token = source.trace.chars_per_token
+    assert chars_per_token is not None, "checked with the options"
+    for number, item in enumerate(_json_items(source.trace, file), start=1):
         turns = item.get("conversations") if isinstance(item, dict) else None
         if not isinstance(turns, list):
-            raise MemboundError(f"{place} has no list 'conversations'")
+            raise MemboundError(f"{source.place(number)} has no list 'conversations'")
         try:
             said = [(str(turn["from"]), str(turn["value"])) for turn in turns]
         except (TypeError, KeyError):
-            raise MemboundError(f"{place} has a turn without 'from' and 'value'") from None
+            raise MemboundError(f"{source.place(number)} has a turn without 'from' and 'value'") from None
         asked = next((i for i, (who, _) in enumerate(said) if who in ("human", "user")), len(said))
         answered = len(said) > asked + 1 and said[asked + 1][0] not in ("human", "user", "system")
-        question, answer = (said[asked][1], said[asked + 1][1]) if answered else ("", "")
-        yield _Record(place, {"question": question, "answer": answer})
+        texts = (said[asked][1], said[asked + 1][1]) if answered else ("", "")
+        yield number, [math.ceil(len(text) / chars_per_token) for text in texts]
 
 
 def _json_items(trace: TraceFile, file: TextIO) -> Iterator[Any]:
@@ -261,59 +281,61 @@ def _lines(trace: TraceFile, file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _parsed(line: str, place: str) -> dict[str, Any]:
+def _parsed(line: str, file: str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
-        raise MemboundError(f"{place} is not a complete JSON object: {line.strip()[:60]!r}") from None
+        raise MemboundError(
+            f"trace '{file}' line {number} is not a complete JSON object: {line.strip()[:60]!r}"
+        ) from None
     if not isinstance(values, dict):
-        raise MemboundError(f"{place} is {type(values).__name__}, not a JSON object")
+        raise MemboundError(f"trace '{file}' line {number} is {type(values).__name__}, not a JSON object")
     return values
 
 
-def _row(trace: TraceFile, form: TraceFormat, place: str, values: dict[str, Any], time_s: float) -> TraceRow | None:
-    if form.container == "array":
-        assert trace.chars_per_token is not None
-        counts = [math.ceil(len(values[part]) / trace.chars_per_token) for part in ("question", "answer")]
-    else:
-        counts = [_token_count(place, name, values[name]) for name in (form.input, form.output)]
-    if 0 in counts:
-        match trace.zero_tokens:
-            case "drop":
-                return None
-            case "refuse":
-                names = ("question", "answer") if form.container == "array" else (form.input, form.output)
-                raise MemboundError(
-                    f"{place}, column {names[counts.index(0)]} is 0, as for a failed request; set zero_tokens to "
-                    "'drop' to leave such rows out, or to 'one' to count them as one token"
-                )
-    prompt, output = (max(1, count) for count in counts)
-    prefix = None if form.hash_ids is None else _prefix(place, form.hash_ids, values[form.hash_ids], prompt)
-    return TraceRow(time_s, prompt, output, prefix)
+def _token_counts(source: _Source, number: int, values: Sequence[Any]) -> tuple[int, int] | None:
+    """Input and output tokens of a row, at least one of each; None for a row that is dropped."""
+    form = source.form
+    prompt = _token_count(source, number, form.input, values[0])
+    output = _token_count(source, number, form.output, values[1])
+    if prompt and output:
+        return prompt, output
+    match source.trace.zero_tokens:
+        case "drop":
+            return None
+        case "one":
+            return max(1, prompt), max(1, output)
+        case "refuse":
+            column = form.output if prompt else form.input
+            raise source.bad(
+                number,
+                column,
+                0,
+                ", as for a failed request; set zero_tokens to 'drop' to leave such rows out, or to 'one' to count "
+                "them as one token",
+            )
 
 
-def _token_count(place: str, column: str, value: Any) -> int:
-    number = _number(value)
-    if not (number.is_integer() and 0 <= number <= MAX_TOKENS):
-        raise MemboundError(f"{place}, column {column} is {value!r}: give a whole number from 0 to {MAX_TOKENS}")
-    return int(number)
+def _token_count(source: _Source, number: int, column: str, value: Any) -> int:
+    if type(value) is str and len(value) < 8 and value.isdecimal() and value.isascii():
+        return int(value)
+    tokens = _number(value)
+    if not (tokens.is_integer() and 0 <= tokens <= MAX_TOKENS):
+        raise source.bad(number, column, value, f": give a whole number from 0 to {MAX_TOKENS}")
+    return int(tokens)
 
 
-def _ticks(form: TraceFormat, place: str, values: dict[str, Any]) -> float:
-    if form.time is None:
-        return 0
-    value = values[form.time]
-    if not form.dated:
-        number = _number(value)
-        if not 0 <= number < math.inf:
-            raise MemboundError(f"{place}, column {form.time} is {value!r}: give a number that is not negative")
-        return number
+def _ticks(source: _Source, number: int, value: Any) -> float:
+    column = source.form.time or ""
+    if not source.form.dated:
+        ticks = _number(value)
+        if not 0 <= ticks < math.inf:
+            raise source.bad(number, column, value, ": give a number that is not negative")
+        return ticks
     try:
         moment = datetime.fromisoformat(value.strip())
     except ValueError:
-        raise MemboundError(
-            f"{place}, column {form.time} is {value!r}: give date and time such as 2023-11-16 18:17:03.979960"
-        ) from None
+        raise source.bad(number, column, value, ": give date and time such as 2023-11-16 18:17:03.979960") from None
     # a time without zone is taken as UTC: only differences count
     since = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - EPOCH
     return (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
@@ -329,14 +351,14 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _prefix(place: str, column: str, hash_ids: Any, prompt_tokens: int) -> PrefixChain:
-    blocks = -(-prompt_tokens // MOONCAKE_BLOCK)
+def _prefix(source: _Source, number: int, hash_ids: Any, prompt_tokens: int) -> PrefixChain:
+    column, blocks = source.form.hash_ids or "", -(-prompt_tokens // MOONCAKE_BLOCK)
     if not isinstance(hash_ids, list) or not all(type(id) is int and 0 <= id < 2**63 for id in hash_ids):
-        raise MemboundError(f"{place}, column {column} is {str(hash_ids)[:60]}: give a list of whole numbers")
+        raise source.bad(number, column, hash_ids, ": give a list of whole numbers")
     if len(hash_ids) != blocks:
         raise MemboundError(
-            f"{place}, column {column} has {len(hash_ids)} ids, but {prompt_tokens} tokens fill {blocks} blocks of "
-            f"{MOONCAKE_BLOCK}"
+            f"{source.place(number)}, column {column} has {len(hash_ids)} ids, but {prompt_tokens} tokens fill "
+            f"{blocks} blocks of {MOONCAKE_BLOCK}"
         )
     ends = (*range(MOONCAKE_BLOCK, prompt_tokens, MOONCAKE_BLOCK), prompt_tokens)
     return PrefixChain(tuple(hash_ids), ends)
