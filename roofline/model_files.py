@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from membound.roofline.models import ModelError, ModelSpec, get_model
+from membound.roofline.models.spec import build
 
 
 def resolve_model(name_or_path: str) -> ModelSpec:
-    """The catalog's model of that name, or the one that a Hugging Face `config.json` or a GGUF describes.
+    """The catalog's model of that name, or the one of a Hugging Face `config.json` (or its folder), a GGUF or a YAML.
 
-    Raises ModelError with one sentence for an unknown name, an unreadable file or an unsupported architecture.
+    The YAML holds the fields of one model as the catalog does. Raises ModelError with one sentence for an unknown
+    name, an unreadable file or an unsupported architecture.
     """
     path = Path(name_or_path)
     if path.suffix == ".gguf":
@@ -22,14 +27,26 @@ def resolve_model(name_or_path: str) -> ModelSpec:
         return ModelSpec.from_gguf_metadata(
             file.metadata, path.stem, tie_embeddings="output.weight" not in file.tensors
         )
-    if path.suffix != ".json":
-        return get_model(name_or_path)
+    if path.is_dir() and (path / "config.json").is_file():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        return ModelSpec.from_hf_config(_mapping(path, name_or_path), path.resolve().parent.name or path.stem)
+    if path.suffix in (".yaml", ".yml"):
+        return build(**{"source": f"{path.name}, a file of the user"} | _mapping(path, name_or_path))
+    return get_model(name_or_path)
+
+
+def _mapping(path: Path, given: str) -> dict[str, Any]:
+    """The object that a JSON or YAML file holds, with names as keys."""
+    is_json = path.suffix == ".json"
+    want = "a Hugging Face config.json" if is_json else "a YAML file with the fields of one model"
     try:
-        config = json.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
+        content = json.loads(text) if is_json else yaml.safe_load(text)
     except OSError as error:
-        raise ModelError(f"model '{name_or_path}' cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError):
-        raise ModelError(f"model '{name_or_path}' is not JSON; give the path of a Hugging Face config.json") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"model '{name_or_path}' is JSON, but not the object that a config.json is")
-    return ModelSpec.from_hf_config(config, path.parent.name or path.stem)
+        raise ModelError(f"model '{given}' cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError):
+        raise ModelError(f"model '{given}' is not {path.suffix[1:].upper()}; give the path of {want}") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ModelError(f"model '{given}' is not {want}: it must hold names with their values")
+    return content

@@ -14,6 +14,7 @@ from membound.roofline.models.base import ModelError
 from membound.roofline.models.names import normalise_name
 from membound.roofline.models.spec import ModelSpec, build
 
+_EXAMPLES = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b")
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -63,8 +64,12 @@ def catalog() -> Catalog:
 def get_model(name: str) -> ModelSpec:
     """The catalog's model of that name or alias (`normalise_name`); raises ModelError with close matches otherwise."""
     known, key = catalog(), normalise_name(name)
-    if key in known.by_key:
-        return known[known.by_key[key]]
+    for found in (key, normalise_name(name, release=False)):
+        if found in known.by_key:
+            return known[known.by_key[found]]
     close = dict.fromkeys(known.by_key[match] for match in difflib.get_close_matches(key, known.by_key, 6, 0.4))
-    hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else f"known are {', '.join(known)}."
+    some = (
+        f"known are {len(known)} models, such as {', '.join(_EXAMPLES)}; a path of a config.json or GGUF will do too."
+    )
+    hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else some
     raise ModelError(f"The model {name!r} is not in the catalog: {hint}")

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import re
 
-# What follows a name without changing a shape: how it was tuned, what it was quantized to, when it was made.
-_SUFFIXES = (
-    r"instruct|chat|it|base|hf|thinking|reasoning|sft|dpo|pt|preview|hybrid",
-    r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|awq|gptq|gguf|bnb|\d+bit|\d+bits",
-    r"q\d(_[\dk]|_k_[sml])?|quantized|dynamic|kv|marlin|block|tensor|static|per|g\d+|g?ptq",
-    r"v0\.\d|\d{4}|tp\d|hf",
+# Words that follow or interrupt a name without changing a shape: how it was tuned, and what it was quantized to.
+_TUNING = "instruct|chat|it|base|hf|thinking|reasoning|sft|dpo|pt|preview"
+_QUANTIZATION = (
+    r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|quantized|dynamic|static|pertensor|kv"
 )
-_TAIL = re.compile(rf"[-_. :](?:{'|'.join(_SUFFIXES)})$")
+_IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}")
+_GGUF_FORMAT = re.compile(r"[-_. ]i?q\d(_[0-9a-z]+)*$")
+_RELEASE = re.compile(r"v\d+(\.\d+)*|\d{4}")
 
 
-def normalise_name(name: str) -> str:
+def normalise_name(name: str, *, release: bool = True) -> str:
     """The key under which a model is looked up.
 
-    Case, an organisation before the last slash, separators, a leading "Meta-" and suffixes of tuning, quantization
-    and date do not count: `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8` and `Llama3.1 8B` are the same model.
+    Case, an organisation before the last slash, separators, a remark in brackets, a leading "Meta-" and words of
+    tuning and quantization do not count: `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8` and `Llama3.1 8B` have the same key. Neither does, without
+    `release`, a version or a date (`-v1.3`, `-2507`).
     """
-    text = name.strip().lower().rsplit("/", 1)[-1]
-    text = text.removeprefix("meta-")
-    while (shorter := _TAIL.sub("", text)) != text:
-        text = shorter
-    return re.sub(r"[-_ :]", "", text)
+    text = re.sub(r"\(.*\)", "", name).strip().lower().rsplit("/", 1)[-1]
+    text = _GGUF_FORMAT.sub("", text)
+    words = [word for word in re.split(r"[-_ :]+", text.removeprefix("meta-")) if not _IGNORED.fullmatch(word)]
+    if not release:
+        words = [word for word in words if not _RELEASE.fullmatch(word)]
+    key = ""
+    for word in words:
+        # numbers stay apart: Llama-2-13B is not Llama-213B
+        key += ("-" if key[-1:].isdigit() and word[:1].isdigit() else "") + word
+    return key

@@ -137,7 +137,8 @@ def model(c: Config, attention: Fields | Sequence[Fields], ffn: Fields | Sequenc
 
 def stack(attention: Fields | Sequence[Fields], ffn: Fields | Sequence[Fields], layers: int) -> Fields:
     """The usual layer (the most frequent) and the overrides of a stack that is given layer by layer."""
-    found: Fields = {"overrides": []}
+    found: Fields = {}
+    overrides: dict[tuple[int, ...], Fields] = {}
     for part, given in (("attention", attention), ("ffn", ffn)):
         each = [given] * layers if isinstance(given, dict) else list(given)
         keys = [tuple(sorted(fields.items(), key=str)) for fields in map(_hashable, each)]
@@ -145,9 +146,9 @@ def stack(attention: Fields | Sequence[Fields], ffn: Fields | Sequence[Fields], 
         found[part] = each[keys.index(usual)]
         for key in dict.fromkeys(keys):
             if key != usual:
-                indices = [index for index, other in enumerate(keys) if other == key]
-                found["overrides"].append({"layers": indices, part: each[indices[0]]})
-    return found
+                indices = tuple(index for index, other in enumerate(keys) if other == key)
+                overrides.setdefault(indices, {"layers": indices})[part] = each[indices[0]]
+    return found | {"overrides": tuple(overrides.values())}
 
 
 def _hashable(fields: Fields) -> Fields:

@@ -14,7 +14,7 @@ def _experts(c: Config, **changes: Any) -> Fields:
         "kind": "moe",
         "experts": c.count("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
         "top_k": c.count("num_experts_per_tok", "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k"),
-        "intermediate": c.count("moe_intermediate_size", "intermediate_size"),
+        "intermediate": changes.get("intermediate") or c.count("moe_intermediate_size", "intermediate_size"),
         **changes,
     }
 

@@ -1,0 +1,140 @@
+"""Does the catalog hold the models that tables name, under all their names, with the published sizes?"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from membound.roofline.model_files import resolve_model
+from membound.roofline.models import ModelError, catalog, get_model, normalise_name
+from membound.roofline.models.catalog import catalog as load_catalog
+
+FACTS = Path(__file__).parents[3] / "shared" / "facts"
+
+
+def rows(name: str) -> Iterator[dict[str, str]]:
+    path = FACTS / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    with path.open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+@pytest.mark.parametrize("name", [name for name in catalog() if get_model(name).published_params_b])
+def test_parameters_are_within_half_a_percent_of_the_published_count(name: str) -> None:
+    spec = get_model(name)
+    assert spec.published_params_source
+    assert spec.params / 1e9 == pytest.approx(spec.published_params_b, rel=0.005)
+
+
+def test_most_models_have_a_published_count() -> None:
+    without = [name for name in catalog() if get_model(name).published_params_b is None]
+    assert len(without) < 0.07 * len(catalog())
+
+
+def test_the_facts_models_are_here_with_their_parameters_and_kv_bytes() -> None:
+    for row in rows("models.csv"):
+        spec = get_model(row["model"])
+        assert spec.published_params_b is not None, spec.name
+        assert spec.kv_bytes_per_token(16) == float(row["kv_bytes_per_token_fp16"]), spec.name
+        assert spec.params / 1e9 == pytest.approx(float(row["total_params_B(computed)"]), rel=0.006), spec.name
+        assert spec.active_params / 1e9 == pytest.approx(float(row["active_params_B(computed)"]), rel=0.01), spec.name
+        assert (spec.layers, spec.hidden) == (int(row["layers"]), int(row["hidden"]))
+
+
+@pytest.mark.parametrize("table", ["measured_e2e_dev.csv", "measured_ops_dev.csv", "peer_predictions.csv"])
+def test_every_model_that_a_table_names_is_known(table: str) -> None:
+    for name in {row["model"] for row in rows(table)} - {""}:
+        get_model(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("smollm2-135m", "SmolLM2-135M"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct-FP8", "Llama-3.1-8B"),
+        ("Llama 2-13B", "Llama-2-13B"),
+        ("llama2-70b-99.9", "Llama-2-70B"),
+        ("LLaMA 70B", "Llama-2-70B"),
+        ("Vicuna-7B-v1.3", "Llama-7B"),
+        ("Mistral-7B-Instruct-v0.1", "Mistral-7B-v0.1"),
+        ("Mistral-7B-Instruct-v0.3", "Mistral-7B-v0.3"),
+        ("Qwen/Qwen3-235B-A22B-Thinking-2507-FP8", "Qwen3-235B-A22B"),
+        ("Qwen2.5-72B-Instruct-GPTQ-Int4", "Qwen2.5-72B"),
+        ("gemma-2b-it", "Gemma-2B"),
+        ("gemma-2-2b-it", "Gemma-2-2B"),
+        ("nvidia/DeepSeek-R1-0528-NVFP4", "DeepSeek-V3"),
+        ("Qwen2.5-7B-Instruct.Q4_K_M", "Qwen2.5-7B"),
+        ("GPT-J 6B", "GPT-J-6B"),
+    ],
+)
+def test_a_name_is_found_with_what_does_not_change_a_shape(name: str, known: str) -> None:
+    assert get_model(name) is get_model(known)
+
+
+def test_numbers_in_names_are_not_run_together() -> None:
+    assert normalise_name("Llama-2-13B") == normalise_name("llama2_13b") == "llama2-13b"
+    assert normalise_name("Llama-213B") == "llama213b"
+    assert normalise_name("Qwen3-8B-2507") != normalise_name("Qwen3-8B")
+    assert normalise_name("Qwen3-8B-2507", release=False) == normalise_name("Qwen3-8B")
+
+
+def test_an_unknown_name_gets_close_matches_or_examples() -> None:
+    with pytest.raises(ModelError, match=r"'Llama-3\.1-9B' is not in the catalog: did you mean .*Llama-3\.1-8B"):
+        get_model("Llama-3.1-9B")
+    with pytest.raises(ModelError, match=r"known are \d+ models, such as Llama-3\.1-8B"):
+        get_model("zzzz")
+    with pytest.raises(ModelError, match="''"):
+        get_model("")
+
+
+def test_every_name_and_alias_means_one_model() -> None:
+    for name in catalog():
+        for alias in (name, *get_model(name).aliases):
+            assert get_model(alias).name == name
+
+
+def test_loading_is_quick_and_one_model_does_not_check_the_others() -> None:
+    load_catalog.cache_clear()
+    start_s = time.perf_counter()
+    get_model("Qwen3-8B")
+    assert time.perf_counter() - start_s < 0.5  # 0.06 s alone on two cores
+    assert len(load_catalog()._specs) == 1
+
+
+def test_a_model_is_also_a_folder_or_a_yaml_file(tmp_path: Path) -> None:
+    config = '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99, '
+    config += '"num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 512}'
+    (tmp_path / "config.json").write_text(config)
+    assert resolve_model(str(tmp_path)) == resolve_model(str(tmp_path / "config.json"))
+    yaml = "name: mine\nlayers: 2\nhidden: 64\nvocab: 99\ntie_embeddings: false\nmax_context: 512\n"
+    yaml += "attention: {kind: gqa, heads: 4, kv_heads: 4, head_dim: 16}\nffn: {kind: gated, intermediate: 128}\n"
+    (tmp_path / "mine.yaml").write_text(yaml)
+    mine = resolve_model(str(tmp_path / "mine.yaml"))
+    assert mine.groups() == resolve_model(str(tmp_path)).groups() and "mine.yaml" in mine.source
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", "{", ["a.json", "not JSON", "config.json"]),
+        ("a.json", "[1]", ["a.json", "config.json"]),
+        ("a.yaml", "a: [", ["a.yaml", "not YAML"]),
+        ("a.yaml", "1: 2", ["a.yaml", "fields"]),
+        ("a.yaml", "name: x", ["layers", "x", "required"]),
+        ("a.json", None, ["a.json", "cannot be read"]),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused_in_one_sentence(
+    name: str, content: str | None, words: list[str], tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as refusal:
+        resolve_model(str(tmp_path / name))
+    message = str(refusal.value)
+    assert all(word in message for word in words) and "\n" not in message, message
