@@ -68,8 +68,6 @@ def get_model(name: str) -> ModelSpec:
         if found in known.by_key:
             return known[known.by_key[found]]
     close = dict.fromkeys(known.by_key[match] for match in difflib.get_close_matches(key, known.by_key, 6, 0.4))
-    some = (
-        f"known are {len(known)} models, such as {', '.join(_EXAMPLES)}; a path of a config.json or GGUF will do too."
-    )
+    some = f"known are {len(known)} models, such as {', '.join(_EXAMPLES)}; the path of a config.json or GGUF will do."
     hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else some
     raise ModelError(f"The model {name!r} is not in the catalog: {hint}")

@@ -18,8 +18,8 @@ def normalise_name(name: str, *, release: bool = True) -> str:
     """The key under which a model is looked up.
 
     Case, an organisation before the last slash, separators, a remark in brackets, a leading "Meta-" and words of
-    tuning and quantization do not count: `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8` and `Llama3.1 8B` have the same key. Neither does, without
-    `release`, a version or a date (`-v1.3`, `-2507`).
+    tuning and quantization do not count: `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8` and `Llama3.1 8B` have the same
+    key. Neither does, without `release`, a version or a date (`-v1.3`, `-2507`).
     """
     text = re.sub(r"\(.*\)", "", name).strip().lower().rsplit("/", 1)[-1]
     text = _GGUF_FORMAT.sub("", text)

@@ -124,10 +124,6 @@ class ModelSpec(Frozen):
         """The projection to logits, read once a step whether or not it is tied to the embedding."""
         return LinearShape("lm_head", self.vocab, self.hidden)
 
-    def linear_shapes(self) -> tuple[LinearShape, ...]:
-        """`layer_linears()` once, then the lm_head; a step runs the former `layers` times and the latter once."""
-        return (*self.layer_linears(), self.lm_head)
-
     def kv_bytes_per_token(self, kv_bits: float) -> float:
         """Bytes that one token leaves in the caches of all layers, at `kv_bits` bits an element of K and V.
 
