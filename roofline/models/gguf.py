@@ -10,7 +10,7 @@ from typing import Any
 
 from membound.roofline.models.base import ModelError
 from membound.roofline.models.huggingface import read_family
-from membound.roofline.models.huggingface.config import Config
+from membound.roofline.models.huggingface.facts import Config
 from membound.roofline.models.spec import ModelSpec
 
 _ARCHITECTURES = {

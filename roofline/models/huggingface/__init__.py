@@ -7,7 +7,7 @@ from typing import Any
 
 from membound.roofline.models.base import ModelError
 from membound.roofline.models.huggingface import classic, dense, hybrid, mixture
-from membound.roofline.models.huggingface.config import Config
+from membound.roofline.models.huggingface.facts import Config
 from membound.roofline.models.spec import ModelSpec, build
 
 FAMILIES = dense.FAMILIES | classic.FAMILIES | mixture.FAMILIES | hybrid.FAMILIES

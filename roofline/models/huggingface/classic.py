@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from membound.roofline.models.huggingface.config import Config, Fields, gqa, model
+from membound.roofline.models.huggingface.facts import Config, Fields, gqa, model
 
 _UNROTATED = {"rotary_fraction": 1.0, "rope_scaling": None}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from membound.roofline.models.huggingface.config import Config, Fields, gqa, model, windowed
+from membound.roofline.models.huggingface.facts import Config, Fields, gqa, model, windowed
 
 
 def _gated(c: Config, **changes: Any) -> Fields:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from membound.roofline.models.huggingface.config import Config, Fields, gqa, model, windowed
 from membound.roofline.models.huggingface.dense import qwen_windows
+from membound.roofline.models.huggingface.facts import Config, Fields, gqa, model, windowed
 
 
 def _experts(c: Config, **changes: Any) -> Fields:
