@@ -15,7 +15,6 @@ STEP_COLUMNS = (
     "start_s",
     "time_s",
     *StepShape.__dataclass_fields__,
-    "prefill_tokens",
     "drafted",
     "accepted",
     "emitted",
@@ -46,7 +45,7 @@ class Recorder:
         """A step ran from `start_s` to `end_s`; its outcome has been committed to `sequences`."""
         self.plans.append(step)
         self.end_s = end_s
-        drafted = accepted = emitted = prefill = 0
+        drafted = accepted = emitted = 0
         for work in step.work:
             sequence = sequences[work.sequence]
             count = len(outcome.emitted[work.sequence])
@@ -55,8 +54,6 @@ class Recorder:
             emitted += count
             if sequence.admitted_s is None:
                 sequence.admitted_s = start_s
-            if work.sequence in step.admitted:
-                prefill += work.tokens
             if sequence.first_token_s is None:
                 sequence.first_token_s = end_s
             if sequence.last_token_s is not None:
@@ -68,7 +65,6 @@ class Recorder:
             start_s=start_s,
             time_s=end_s - start_s,
             **shape.columns(),
-            prefill_tokens=prefill,
             drafted=drafted,
             accepted=accepted,
             emitted=emitted,
