@@ -19,8 +19,6 @@ from membound.kernels.triton.attend import attend, load_rows, normalized, nothin
 from membound.kernels.triton.kv_blocks import KvBlocks
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
 
-NO_WINDOW = 2**30
-
 
 @triton.jit
 def decode_attention_kernel(q, out, log_sum, k, v, k_scales, v_scales, table, context_len, scale, window,
@@ -91,7 +89,7 @@ def decode_attention(
     config = config or configure("decode_attention", machine, head_dim=head_dim, group=group)
     rows = config.tiles["BLOCK_R"]
     programs = sequences * kv.kv_heads * -(-group // rows)
-    longest = min(block_table.shape[1] * kv.block_size, window or NO_WINDOW)
+    longest = min(block_table.shape[1] * kv.block_size, window or split.NO_WINDOW)
     shortest = 4 * config.tiles["BLOCK_T"]
     splits = splits or splits_for(programs, longest, shortest, machine)
     out = torch.empty_like(q)
@@ -106,7 +104,7 @@ def decode_attention(
         block_table,
         context_len,
         scale,
-        window or NO_WINDOW,
+        window or split.NO_WINDOW,
         block_table.stride(0),
         *kv.strides,
         config=config,
@@ -117,7 +115,7 @@ def decode_attention(
     )
     if splits > 1:
         assert log_sum is not None
-        split.combine(partial, log_sum, out, context_len, window=window or NO_WINDOW, shortest=shortest)
+        split.combine(partial, log_sum, out, context_len, window=window or split.NO_WINDOW, shortest=shortest)
     return out
 
 

@@ -20,6 +20,7 @@ STORED: dict[KvFormat, torch.dtype] = {
     "int8": torch.int8,
     "int4": torch.uint8,
 }
+BITS: dict[KvFormat, int] = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
 # numbers of metadata that each token has for each head: int8's scale, int4's scale and minimum
 PER_TOKEN: dict[KvFormat, int] = {"bf16": 0, "fp16": 0, "fp8": 0, "int8": 1, "int4": 2}
 SCALE_DTYPE = torch.float16

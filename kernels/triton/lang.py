@@ -103,3 +103,15 @@ def quantize_rows(rows, FORMAT: tl.constexpr):
     scale = tl.max(tl.abs(rows), 1) / LARGEST
     scaled = rows / tl.where(scale > 0.0, scale, 1.0)[:, None]
     return tl.floor(scaled + 0.5).to(tl.int8) if FORMAT == "int8" else fp8_from(scaled), scale
+
+
+@triton.jit
+def segment_of(index, starts, segments, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """To which of `segments` the tile `index` belongs, where segment i begins at tile starts[i] // BLOCK + i.
+
+    So each segment has room for all its tiles of BLOCK elements without the host knowing how long it is; a few tiles
+    are left over and find nothing behind the segment's end. PADDED is a power of two, not below `segments`.
+    """
+    i = tl.arange(0, PADDED)
+    start = tl.load(starts + i, mask=i < segments, other=0)
+    return tl.sum(((start // BLOCK + i <= index) & (i < segments)).to(tl.int32), 0) - 1

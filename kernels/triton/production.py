@@ -14,9 +14,11 @@ from membound.kernels.triton.launch import Launch, recording
 from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
 from membound.kernels.triton.machine import Machine
+from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
 from membound.kernels.triton.silu_mul import silu_mul
+from membound.kernels.triton.verify_attention import verify_attention
 
 META = torch.device("meta")
 SEQUENCES, BLOCK_SIZE, BLOCKS_A_SEQUENCE = 16, 16, 512
@@ -34,6 +36,20 @@ def _decode(format: KvFormat, heads: int, kv_heads: int, head_dim: int) -> None:
     kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, kv_heads, head_dim, META)
     q = _of(SEQUENCES, heads, head_dim)
     decode_attention(q, kv, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), head_dim**-0.5)
+
+
+def _prefill(format: KvFormat, heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
+    kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, kv_heads, head_dim, META)
+    q, table, starts = _of(8192, heads, head_dim), _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES + 1)
+    prefill_attention(q, kv, table, starts, _ints(SEQUENCES), head_dim**-0.5, window=window)
+
+
+def _verify(format: KvFormat, drafts: int) -> None:
+    kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, 8, 128, META)
+    tokens = SEQUENCES * (drafts + 1)
+    q, tree, table = _of(tokens, 32, 128), _of(tokens, dtype=torch.int64), _ints(SEQUENCES, BLOCKS_A_SEQUENCE)
+    starts, lengths = _ints(SEQUENCES + 1), _ints(SEQUENCES)
+    verify_attention(q, tree, kv, table, starts, lengths, 128**-0.5, most_queries=drafts + 1)
 
 
 def _linear_int4(m: int, *, zero: bool) -> None:
@@ -79,6 +95,15 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_attention int4": lambda: _decode("int4", 32, 8, 128),
     "decode_attention bf16 head_dim 256": lambda: _decode("bf16", 16, 8, 256),
     "decode_attention bf16 one KV head": lambda: _decode("bf16", 64, 1, 128),
+    "prefill_attention bf16": lambda: _prefill("bf16", 32, 8, 128),
+    "prefill_attention int8": lambda: _prefill("int8", 32, 8, 128),
+    "prefill_attention fp8": lambda: _prefill("fp8", 32, 8, 128),
+    "prefill_attention int4": lambda: _prefill("int4", 32, 8, 128),
+    "prefill_attention bf16 head_dim 256 window 4096": lambda: _prefill("bf16", 16, 8, 256, 4096),
+    "verify_attention bf16 3 drafts": lambda: _verify("bf16", 3),
+    "verify_attention bf16 63 drafts": lambda: _verify("bf16", 63),
+    "verify_attention int4 7 drafts": lambda: _verify("int4", 7),
+    "verify_attention int8 63 drafts": lambda: _verify("int8", 63),
     "linear_int4 m 1": lambda: _linear_int4(1, zero=False),
     "linear_int4 m 16 with zeros": lambda: _linear_int4(16, zero=True),
     "linear_int4 m 64": lambda: _linear_int4(64, zero=False),

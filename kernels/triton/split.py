@@ -14,6 +14,8 @@ from torch import Tensor
 
 from membound.kernels.triton.launch import configure, launch, machine_for
 
+NO_WINDOW = 2**30
+
 
 @triton.jit
 def part_of(begin, end, split, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
@@ -24,14 +26,16 @@ def part_of(begin, end, split, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
 
 
 @triton.jit
-def combine_kernel(partial, log_sum, out, sequence_of, context_len, window, rows, heads,
+def combine_kernel(partial, log_sum, out, query_start, context_len, window, rows, heads, sequences,
                    SPLITS: tl.constexpr, SHORTEST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                   BLOCK_S: tl.constexpr):  # fmt: skip
+                   PADDED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Program (row, head): the weighted sum of the parts that its sequence really has."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row
-    if sequence_of is not None:
-        sequence = tl.load(sequence_of + row).to(tl.int64)
+    if query_start is not None:
+        i = tl.arange(0, PADDED)
+        starts = tl.load(query_start + i, mask=i < sequences, other=2**31 - 1)
+        sequence = tl.sum((starts <= row).to(tl.int32), 0) - 1
     context = tl.load(context_len + sequence)
     begin = tl.maximum(context - window, 0)
     d = tl.arange(0, BLOCK_D)
@@ -71,11 +75,11 @@ def combine(
     out: Tensor,
     context_len: Tensor,
     *,
-    window: int,
     shortest: int,
-    sequence_of: Tensor | None = None,
+    window: int = NO_WINDOW,
+    query_start: Tensor | None = None,
 ) -> None:
-    """Writes `out` [rows, heads, D]; row i belongs to sequence `sequence_of[i]`, or to sequence i if that is None."""
+    """Writes `out` [rows, heads, D]; rows `query_start[i] : query_start[i + 1]` are of sequence i, or row i is."""
     rows, heads, head_dim = out.shape
     launch(
         combine_kernel,
@@ -83,14 +87,16 @@ def combine(
         partial,
         log_sum,
         out,
-        sequence_of,
+        query_start,
         context_len,
         window,
         rows,
         heads,
+        context_len.shape[0],
         config=configure("combine", machine_for(out), head_dim=head_dim),
         SPLITS=partial.shape[0],
         SHORTEST=shortest,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        PADDED=triton.next_power_of_2(context_len.shape[0]),
     )

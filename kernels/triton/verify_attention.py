@@ -1,0 +1,164 @@
+"""How do the drafted tokens of a tree attend, each to the committed context and to its own ancestors?
+
+A tree of up to 64 tokens: bit j of a token's mask says whether it sees the j-th new token of its sequence. The new
+tokens and the heads of a group are the rows of one product, so the long context is read once for all of them, and it is
+split among programs as in decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton import check, split
+from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, store_rows
+from membound.kernels.triton.kv_blocks import BITS, KvBlocks
+from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+
+LARGEST_TREE = 64
+
+
+@triton.jit
+def verify_attention_kernel(q, tree, out, log_sum, k, v, k_scales, v_scales, table, query_start, context_len, scale,
+                            tokens, table_stride, k_stride, v_stride, k_scale_stride, v_scale_stride,
+                            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, META: tl.constexpr,
+                            BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                            BLOCK_HALF: tl.constexpr, ROW_BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+                            SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * GROUP + query head."""
+    sequence = tl.program_id(0).to(tl.int64)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(1) // ROW_BLOCKS
+    row = (tl.program_id(1) % ROW_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    first = tl.load(query_start + sequence)
+    queries = tl.load(query_start + sequence + 1) - first
+    context = tl.load(context_len + sequence)
+    begin, end = split.part_of(0, context, tl.program_id(2), SPLITS, SHORTEST)
+    rows = row < queries * GROUP
+    if ((tl.program_id(1) % ROW_BLOCKS) * BLOCK_R >= queries * GROUP) | ((SPLITS > 1) & (begin >= end)):
+        return
+    token = first.to(tl.int64) + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    at = (token * HEADS + head) * (2 * HALF)
+    q_low, q_high = load_rows(q, at, rows, HALF, BLOCK_HALF)
+    bits = tl.load(tree + token, mask=rows, other=0)
+    committed = tl.full([BLOCK_R], 0, tl.int32) + (context - queries)
+    STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
+    if FORMAT == "fp8":
+        scale *= tl.load(k_scales + kv_head)
+    state = attend(nothing_seen(BLOCK_R, BLOCK_HALF), q_low, q_high, scale, committed, bits, begin, end,
+                   table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
+                   k_scales + kv_head * (META * BLOCK_SIZE), v_scales + kv_head * (META * BLOCK_SIZE),
+                   k_stride, v_stride, k_scale_stride, v_scale_stride,
+                   "tree", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+    low, high, sums = normalized(state)
+    if FORMAT == "fp8":
+        v_scale = tl.load(v_scales + kv_head)
+        low *= v_scale
+        high *= v_scale
+    if SPLITS > 1:
+        part = (tl.program_id(2).to(tl.int64) * tokens + token) * HEADS + head
+        tl.store(log_sum + part, sums, mask=rows)
+        at = part * (2 * HALF)
+    store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
+
+
+def verify_attention(
+    q: Tensor,
+    tree: Tensor,
+    kv: KvBlocks,
+    block_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    scale: float,
+    *,
+    most_queries: int,
+    splits: int | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Attention of q [tokens, heads, head_dim], the drafts of each sequence, over `kv`: the shape of q.
+
+    Sequence i brings tokens `query_start[i] : query_start[i + 1]` (int32), at most `most_queries` of its
+    `context_len[i]` (int32), stored as its last. Each sees all tokens before those, and the j-th of them if bit j of
+    its `tree` [tokens] (int64) is set; its own bit should be.
+    """
+    check.tensor("q", q, [None, None, None], check.HALVES)
+    tokens, heads, head_dim = q.shape
+    kv.check(head_dim, q)
+    check.require(heads % kv.kv_heads == 0, "q", f"{heads} heads are not a multiple of {kv.kv_heads} KV heads")
+    check.tensor("tree", tree, [tokens], [torch.int64], q)
+    check.tensor("context_len", context_len, [None], [torch.int32], q)
+    sequences = context_len.shape[0]
+    check.tensor("query_start", query_start, [sequences + 1], [torch.int32], q)
+    check.strided("block_table", block_table, [sequences, None], [torch.int32], q)
+    check.require(0 < most_queries <= LARGEST_TREE, "most_queries", f"is {most_queries}, should be 1 to {LARGEST_TREE}")
+    machine = machine_for(q)
+    rows = heads // kv.kv_heads * most_queries
+    config = config or configure("verify_attention", machine, head_dim=head_dim, rows=rows, kv_bits=BITS[kv.format])
+    row_blocks = -(-rows // config.tiles["BLOCK_R"])
+    shortest = 4 * config.tiles["BLOCK_T"]
+    longest = block_table.shape[1] * kv.block_size
+    splits = splits or splits_for(sequences * kv.kv_heads * row_blocks, longest, shortest, machine)
+    out = torch.empty_like(q)
+    partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
+    launch(
+        verify_attention_kernel,
+        (sequences, kv.kv_heads * row_blocks, splits),
+        q,
+        tree,
+        partial,
+        log_sum,
+        *kv.pointers,
+        block_table,
+        query_start,
+        context_len,
+        scale,
+        tokens,
+        block_table.stride(0),
+        *kv.strides,
+        config=config,
+        HEADS=heads,
+        **kv.constants(machine),
+        ROW_BLOCKS=row_blocks,
+        SPLITS=splits,
+        SHORTEST=shortest,
+    )
+    if splits > 1:
+        assert log_sum is not None
+        split.combine(partial, log_sum, out, context_len, shortest=shortest, query_start=query_start)
+    return out
+
+
+def verify_attention_reference(
+    q: Tensor,
+    tree: Tensor,
+    kv: KvBlocks,
+    block_table: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    scale: float,
+) -> Tensor:
+    """The same, sequence by sequence in fp32."""
+    k_blocks, v_blocks = kv.dequantized()
+    out = torch.zeros(q.shape, device=q.device)
+    starts = query_start.tolist()
+    for i, context in enumerate(context_len.tolist()):
+        new = slice(starts[i], starts[i + 1])
+        used = block_table[i, : -(-context // kv.block_size)].long()
+        k, v = (blocks[used].flatten(0, 1)[:context] for blocks in (k_blocks, v_blocks))
+        k, v = (t.repeat_interleave(q.shape[1] // kv.kv_heads, dim=1) for t in (k, v))  # [context, heads, D]
+        behind = torch.arange(context, device=q.device) - (context - (new.stop - new.start))
+        seen = (behind < 0) | ((tree[new, None] >> behind.clamp(min=0)) & 1).bool()
+        scores = torch.einsum("qhd,thd->hqt", q[new].float(), k) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out[new] = torch.einsum("hqt,thd->qhd", weights, v)
+    return out
+
+
+def verify_attention_bytes(q: Tensor, kv: KvBlocks, context: Sequence[int]) -> int:
+    """Bytes that must move: q and the result once, the masks, K and V of every sequence once."""
+    return 2 * q.nbytes + 8 * q.shape[0] + kv.token_bytes() * sum(context)
