@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from membound.roofline.models.base import ModelError
-from membound.roofline.models.names import normalise_name
+from membound.roofline.models.names import lookup_keys, normalise_name
 from membound.roofline.models.spec import ModelSpec, build
 
 _EXAMPLES = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b")
@@ -62,9 +62,9 @@ def catalog() -> Catalog:
 
 
 def get_model(name: str) -> ModelSpec:
-    """The catalog's model of that name or alias (`normalise_name`); raises ModelError with close matches otherwise."""
+    """The catalog's model of that name or alias (`lookup_keys`); raises ModelError with close matches otherwise."""
     known, key = catalog(), normalise_name(name)
-    for found in (key, normalise_name(name, release=False)):
+    for found in lookup_keys(name):
         if found in known.by_key:
             return known[known.by_key[found]]
     close = dict.fromkeys(known.by_key[match] for match in difflib.get_close_matches(key, known.by_key, 6, 0.4))

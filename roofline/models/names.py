@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-# Words that follow or interrupt a name without changing a shape: how it was tuned, and what it was quantized to.
+# Words that follow or interrupt a name without changing a shape: how it was tuned, what it was quantized to, and what
+# a benchmark asked of it (MLPerf's 99 and 99.9 % of the accuracy).
 _TUNING = "instruct|chat|it|base|hf|thinking|reasoning|sft|dpo|pt|preview"
-_QUANTIZATION = (
-    r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|quantized|dynamic|static|pertensor|kv"
-)
-_IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}")
-_GGUF_FORMAT = re.compile(r"[-_. ]i?q\d(_[0-9a-z]+)*$")
-_RELEASE = re.compile(r"v\d+(\.\d+)*|\d{4}")
+_QUANTIZATION = r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|quantized|dynamic|static|pertensor|kv|mostly"
+_BENCHMARK = r"99(\.9)?|interactive"
+_IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}|{_BENCHMARK}")
+_FORMAT_AT_THE_END = re.compile(r"[-_. ](i?q\d(_[0-9a-z]+)*( - (small|medium|large))?|w\d+a\d+)$")
+# A version, a date, a length of context: what tells releases of one shape apart, and seldom shapes.
+_RELEASE = re.compile(r"v\d+(\.\d+)*|\d{4}|\d+k|1m")
 
 
-def normalise_name(name: str, *, release: bool = True) -> str:
-    """The key under which a model is looked up.
+def normalise_name(name: str) -> str:
+    """The key under which a model is looked up first.
 
     Case, an organisation before the last slash, separators, a remark in brackets, a leading "Meta-" and words of
     tuning and quantization do not count: `meta-llama/Meta-Llama-3.1-8B-Instruct-FP8` and `Llama3.1 8B` have the same
-    key. Neither does, without `release`, a version or a date (`-v1.3`, `-2507`).
+    key.
     """
+    return _joined(_words(name))
+
+
+def lookup_keys(name: str) -> Iterator[str]:
+    """`normalise_name`, then shorter keys: without what follows the name as a release (`-v1.3`, `-2507`, `-16k`)."""
+    words = _words(name)
+    yield _joined(words)
+    while words and _RELEASE.fullmatch(words[-1]):
+        words = words[:-1]
+        yield _joined(words)
+
+
+def _words(name: str) -> list[str]:
     text = re.sub(r"\(.*\)", "", name).strip().lower().rsplit("/", 1)[-1]
-    text = _GGUF_FORMAT.sub("", text)
-    words = [word for word in re.split(r"[-_ :]+", text.removeprefix("meta-")) if not _IGNORED.fullmatch(word)]
-    if not release:
-        words = [word for word in words if not _RELEASE.fullmatch(word)]
+    text = _FORMAT_AT_THE_END.sub("", text).removeprefix("meta-")
+    return [word for word in re.split(r"[-_ :]+", text) if not _IGNORED.fullmatch(word)]
+
+
+def _joined(words: list[str]) -> str:
     key = ""
     for word in words:
         # numbers stay apart: Llama-2-13B is not Llama-213B

@@ -12,6 +12,7 @@ import pytest
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelError, catalog, get_model, normalise_name
 from membound.roofline.models.catalog import catalog as load_catalog
+from membound.roofline.models.names import lookup_keys
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"
 
@@ -70,6 +71,13 @@ def test_every_model_that_a_table_names_is_known(table: str) -> None:
         ("nvidia/DeepSeek-R1-0528-NVFP4", "DeepSeek-V3"),
         ("Qwen2.5-7B-Instruct.Q4_K_M", "Qwen2.5-7B"),
         ("GPT-J 6B", "GPT-J-6B"),
+        ("gptj-99.9", "GPT-J-6B"),
+        ("LLaMA-v2-7B", "Llama-2-7B"),
+        ("lmsys/vicuna-7b-v1.5-16k", "Llama-7B"),
+        ("DeepSeek-V3-0324", "DeepSeek-V3"),
+        ("Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "Llama-3.1-8B"),
+        ("qwen3 8B Q4_K - Medium", "Qwen3-8B"),
+        ("Phi-3-mini-128k-instruct", "Phi-3-mini-128k"),
     ],
 )
 def test_a_name_is_found_with_what_does_not_change_a_shape(name: str, known: str) -> None:
@@ -80,7 +88,8 @@ def test_numbers_in_names_are_not_run_together() -> None:
     assert normalise_name("Llama-2-13B") == normalise_name("llama2_13b") == "llama2-13b"
     assert normalise_name("Llama-213B") == "llama213b"
     assert normalise_name("Qwen3-8B-2507") != normalise_name("Qwen3-8B")
-    assert normalise_name("Qwen3-8B-2507", release=False) == normalise_name("Qwen3-8B")
+    assert list(lookup_keys("Qwen3-8B-v1.0-2507")) == ["qwen3-8bv1.0-2507", "qwen3-8bv1.0", "qwen3-8b"]
+    assert list(lookup_keys("LLaMA-v9-7B")) == ["llamav9-7b"]  # a version before the size is another model
 
 
 def test_an_unknown_name_gets_close_matches_or_examples() -> None:
