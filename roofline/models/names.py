@@ -8,7 +8,10 @@ from collections.abc import Iterator
 # Words that follow or interrupt a name without changing a shape: how it was tuned, what it was quantized to, and what
 # a benchmark asked of it (MLPerf's 99 and 99.9 % of the accuracy).
 _TUNING = "instruct|chat|it|base|hf|thinking|reasoning|sft|dpo|pt|preview"
-_QUANTIZATION = r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|quantized|dynamic|static|pertensor|kv|mostly"
+_QUANTIZATION = (
+    r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|"
+    "quantized|dynamic|static|pertensor|kv|mostly"
+)
 _BENCHMARK = r"99(\.9)?|interactive"
 _IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}|{_BENCHMARK}")
 _FORMAT_AT_THE_END = re.compile(r"[-_. ](i?q\d(_[0-9a-z]+)*( - (small|medium|large))?|w\d+a\d+)$")
