@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.shape import Count
 from membound.roofline.techniques import EngineSetup
 
 # Rows of logits that are held at a time at most: engines compute them for the last token of each sequence.
-_LOGITS_ROWS = 64
+LOGITS_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -26,80 +28,86 @@ class MemoryBreakdown:
         return self.weights_bytes + self.kv_bytes + self.activation_bytes
 
 
-def weights_bytes(model: ModelSpec, setup: EngineSetup) -> float:
-    """Bytes on one device: matrices at their precision, an embedding apart from the lm_head, norms in fp32.
+def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
+    """Bytes on one device by part of the model: matrices at their precision, `vectors` (norms and the like) in fp32.
 
-    A pipeline's stage holds its share of the layers; the tables count on each device that a stage's end has.
+    A pipeline's stage holds its share of the layers; the tables count on each device that a stage's end has. An
+    embedding that is the lm_head too, in the same format, counts there.
     """
     plan, parallel = setup.precision, setup.parallel
-    layers = 0.0
+    parts: dict[str, float] = {}
+
+    def add(part: str, n: int, k: int, matrices: float) -> None:
+        parts[part] = parts.get(part, 0.0) + plan.weights_of(part).matrix_bytes(n, k) * matrices
+
     for group in model.groups():
-        count, mixer, ffn = group.count, group.attention, group.ffn
-        matrices = sum(
-            plan.weights_of("attention").matrix_bytes(n, k) for _, n, k in mixer.linears(model.hidden, parallel.tp)
-        )
+        count, mixer, ffn = group.count / parallel.pp, group.attention, group.ffn
+        for _, n, k in mixer.linears(model.hidden, parallel.tp):
+            add("attention", n, k, count)
+        for name, n, k in ffn.linears(model.hidden, parallel.tp):
+            routing = "router" if name == "router" else "shared_experts"
+            add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count)
         if isinstance(ffn, MoeFfn):
-            for name, n, k in ffn.linears(model.hidden, parallel.tp):
-                part = "router" if name == "router" else "shared_experts"
-                matrices += plan.weights_of(part).matrix_bytes(n, k)
-            one = sum(
-                plan.weights_of("experts").matrix_bytes(n, k)
-                for _, n, k in ffn.expert_linears(model.hidden, parallel.moe_tp)
-            )
-            matrices += one * ffn.experts / parallel.ep
-        else:
-            matrices += sum(
-                plan.weights_of("ffn").matrix_bytes(n, k) for _, n, k in ffn.linears(model.hidden, parallel.tp)
-            )
-        layers += matrices * count
-    head = plan.weights_of("lm_head").matrix_bytes(model.lm_head.n, model.lm_head.k) / parallel.tp
-    embedding = plan.weights_of("embedding")
-    shared = model.tie_embeddings and embedding == plan.weights_of("lm_head")
-    table = 0.0 if shared else embedding.matrix_bytes(model.vocab + model.position_rows, model.hidden) / parallel.tp
-    return layers / parallel.pp + head + table + 4.0 * model.vector_params / parallel.pp
+            for _, n, k in ffn.expert_linears(model.hidden, parallel.moe_tp):
+                add("experts", n, k, count * ffn.experts / parallel.ep)
+    add("lm_head", model.lm_head.n, model.lm_head.k, 1.0 / parallel.tp)
+    if not (model.tie_embeddings and plan.weights_of("embedding") == plan.weights_of("lm_head")):
+        add("embedding", model.vocab + model.position_rows, model.hidden, 1.0 / parallel.tp)
+    parts["vectors"] = 4.0 * model.vector_params / parallel.pp
+    return parts
 
 
-def kv_bytes(model: ModelSpec, setup: EngineSetup, kv_tokens: Count, sequences: Count = 1.0) -> Count:
-    """Bytes on one device of the caches of `kv_tokens` tokens in `sequences` sequences, and of their states.
+def weights_bytes(model: ModelSpec, setup: EngineSetup) -> float:
+    """Bytes of all weights on one device."""
+    return sum(weights_by_part(model, setup).values())
+
+
+@dataclass(frozen=True)
+class CacheTerms:
+    """What sequences leave in the memory of one device: bytes a cached token with the window that bounds them, and
+    bytes a sequence whatever its length (recurrent states, inputs of convolutions)."""
+
+    per_token: tuple[tuple[float, int | None], ...]
+    state_bytes: float
+
+    def bytes(self, kv_tokens: Count, sequences: Count = 1.0) -> Count:
+        """Bytes of `kv_tokens` tokens in `sequences` sequences, which are taken to be equally long."""
+        total: Count = self.state_bytes * sequences
+        for each, window in self.per_token:
+            total = total + each * (kv_tokens if window is None else np.minimum(kv_tokens, sequences * window))
+        return total
+
+
+def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
+    """The bytes of caches and states on one device.
 
     A sliding window keeps at most its length of each sequence. Latents of MLA and KV heads that tensor parallelism
     cannot split lie on each of its devices; data, pipeline and context parallelism divide the cache.
     """
     plan, parallel = setup.precision, setup.parallel
-    total: Count = 0.0
+    divided = parallel.pp * parallel.cp * parallel.dp
+    by_window: dict[int | None, float] = {}
+    states = 0.0
     for group in model.groups():
-        count, mixer = group.count, group.attention
-        elements = mixer.kv_elements_on_gpu(parallel.tp)
-        if elements:
-            kept = kv_tokens if mixer.window is None else _at_most(kv_tokens, sequences * mixer.window)
-            total = total + count * kept * plan.kv_of(sliding=mixer.window is not None).vector_bytes(elements)
-        state = (
-            mixer.state_elements_on_gpu(parallel.tp) * mixer.state_bits / 8 + 2.0 * mixer.conv_elements / parallel.tp
-        )
-        total = total + count * state * sequences
-    index = model.index_bytes_per_token * kv_tokens
-    return (total + index) / (parallel.pp * parallel.cp * parallel.dp)
+        mixer = group.attention
+        if elements := mixer.kv_elements_on_gpu(parallel.tp):
+            each = group.count * plan.kv_of(sliding=mixer.window is not None).vector_bytes(elements)
+            by_window[mixer.window] = by_window.get(mixer.window, 0.0) + each / divided
+        state = mixer.state_elements_on_gpu(parallel.tp) * mixer.state_bits / 8
+        states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / divided
+    if index := model.index_bytes_per_token:
+        by_window[None] = by_window.get(None, 0.0) + index / divided
+    return CacheTerms(tuple((each, window) for window, each in by_window.items()), states)
 
 
-def _at_most(value: Count, bound: Count) -> Count:
-    import numpy as np
+def kv_bytes(model: ModelSpec, setup: EngineSetup, kv_tokens: Count, sequences: Count = 1.0) -> Count:
+    """Bytes on one device of the caches of `kv_tokens` tokens in `sequences` sequences, and of their states."""
+    return cache_terms(model, setup).bytes(kv_tokens, sequences)
 
-    return np.minimum(value, bound)
 
-
-def memory_breakdown(
-    model: ModelSpec,
-    setup: EngineSetup,
-    kv_tokens: float,
-    step_tokens: float,
-    activation_bytes: float = 4.0,
-    sequences: float = 1.0,
-) -> MemoryBreakdown:
-    """What one device holds with `kv_tokens` tokens cached and `step_tokens` in its largest step.
-
-    Live activations at their peak: the residual and normed hidden states and the widest intermediate, plus fp32 logits
-    of one row a sequence.
-    """
+def activation_bytes(model: ModelSpec, setup: EngineSetup, step_tokens: float, width: float) -> float:
+    """Live activations of a step at their peak, `width` bytes each: the residual and normed hidden states and the
+    widest intermediate, plus fp32 logits of one row a sequence."""
     tp = setup.parallel.tp
     widest = 0
     for group in model.groups():
@@ -108,8 +116,21 @@ def memory_breakdown(
         if isinstance(ffn, MoeFfn):
             widest = max(widest, 2 * ffn.top_k * ffn.intermediate // setup.parallel.moe_tp)
         widest = max([widest, *(3 * n // 2 for _, n, _ in ffn.linears(model.hidden, tp))])
-    activations = step_tokens / setup.parallel.dp * (2 * model.hidden + widest) * activation_bytes
-    logits = 4.0 * model.vocab / tp * min(step_tokens, _LOGITS_ROWS)
+    logits = 4.0 * model.vocab / tp * min(step_tokens, LOGITS_ROWS)
+    return step_tokens / setup.parallel.dp * (2 * model.hidden + widest) * width + logits
+
+
+def memory_breakdown(
+    model: ModelSpec,
+    setup: EngineSetup,
+    kv_tokens: float,
+    step_tokens: float,
+    activation_width: float = 4.0,
+    sequences: float = 1.0,
+) -> MemoryBreakdown:
+    """What one device holds with `kv_tokens` tokens cached and `step_tokens` in its largest step."""
     return MemoryBreakdown(
-        weights_bytes(model, setup), float(kv_bytes(model, setup, kv_tokens, sequences)), activations + logits
+        weights_bytes(model, setup),
+        float(kv_bytes(model, setup, kv_tokens, sequences)),
+        activation_bytes(model, setup, step_tokens, activation_width),
     )
