@@ -36,6 +36,8 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 ANY = "any"
+# Families in which engines bring kernels of their own: what one engine's show of a format is not said of the others.
+OWN_KERNELS: tuple[Family, ...] = ("gemm", "moe")
 # Families whose kernels an engine rewrites for each generation: there its name says nothing beyond one.
 PER_GENERATION: tuple[Family, ...] = ("decode_attention", "moe")
 
@@ -51,6 +53,12 @@ MIN_QUERY_ROWS = 16.0
 # How many times the dense rate large 2:4 products reach: 1.4 to 1.9 on RTX 4070 Ti Super (pytorch/ao#174), 1.1 on A100
 # against a better dense kernel (CUDALibrarySamples#57); the data sheets promise 2.
 SPARSE_SPEEDUP = 1.5
+
+
+# Weight-only kernels unpack to 16 bits in registers and multiply with the instructions of the generation before, which
+# on these architectures reach about this share of the new ones' rate (TensorRT-LLM 0.15 on H200: INT4 below BF16 at
+# batch 8 with prompts of 2048, ModelOpt's table; measured on A100, where no such instructions are passed over).
+MIXED_INPUT_SHARE = {"Hopper": 0.6, "Blackwell": 0.5}
 
 
 @dataclass(frozen=True, slots=True)

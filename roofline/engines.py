@@ -21,9 +21,11 @@ class EngineProfile(BaseModel):
 
     `library` names the kernels' fits. With `graphs` decode steps of up to `most_graph_sequences` are captured and need
     no launches; otherwise the host takes `launch_s` for each kernel and the step is no shorter than all of them.
-    `gap_s` passes on the device between two kernels. `step_s` is host work that the device waits for in each step,
+    `gap_s` passes on the device between two kernels; it is negative where a kernel starts while the one before ends
+    (programmatic dependent launch). `step_s` is host work that the device waits for in each step,
     `sequence_s` that for each sequence of the batch, `prefill_s` that of a step with a prompt. An unfused engine runs
-    `extra_kernels` more elementwise kernels in each layer. `spread` is the 80 % quantile of |ln(predicted / measured)|
+    `extra_kernels` more elementwise kernels in each layer. Of the time of other requests' prompts the `interleaved`
+    share falls between a request's tokens: 0.5 where prompts go first and together, 1 where chunks join decode steps. `spread` is the 80 % quantile of |ln(predicted / measured)|
     of the steps it was fitted on.
     """
 
@@ -34,11 +36,12 @@ class EngineProfile(BaseModel):
     graphs: bool = True
     most_graph_sequences: int = Field(512, ge=1)
     launch_s: float = Field(6e-6, ge=0)
-    gap_s: float = Field(0.0, ge=0)
+    gap_s: float = Field(0.0, ge=-5e-6)
     step_s: float = Field(0.0, ge=0)
     sequence_s: float = Field(0.0, ge=0)
     prefill_s: float = Field(0.0, ge=0)
     extra_kernels: float = Field(0.0, ge=0)
+    interleaved: float = Field(0.75, ge=0, le=1)
     spread: float = Field(0.15, ge=0)
     source: str = Field(min_length=1)
 

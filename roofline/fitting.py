@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.efficiency import ANY, FAMILIES, PER_GENERATION, Family, KernelFit
+from membound.roofline.efficiency import ANY, FAMILIES, OWN_KERNELS, PER_GENERATION, Family, KernelFit
 from membound.roofline.validation.kernel_cases import KernelBatch
 
 Floats = NDArray[np.float64]
@@ -152,6 +152,7 @@ def _fit_kernel(
 ) -> list[KernelFit]:
     made: list[KernelFit] = []
     parents: dict[tuple[str, str], Mapping[str, float]] = {}
+    libraries = {batch.library for batch in batches}
     for level in range(4):
         for scope in sorted({_scopes_of(batch)[level] for batch in batches}):
             inside = [batch for batch in batches if _scopes_of(batch)[level] == scope]
@@ -159,7 +160,8 @@ def _fit_kernel(
             around = parents.get((above, ANY), root)
             overall = _fit(family, kernel, scope, ANY, inside, around)
             parents[(scope, ANY)] = overall.parameters
-            made.append(overall)
+            if family not in OWN_KERNELS or len(libraries) > 1 or ANY in libraries:
+                made.append(overall)
             if level < 2 and family in PER_GENERATION:
                 continue
             for library in sorted({batch.library for batch in inside} - {ANY}):

@@ -2,8 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, Link
+from membound.roofline.shape import Count
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One stage of a collective: `ranks` devices that exchange `message_bytes` over one kind of link."""
+
+    link: Link
+    ranks: int
+    message_bytes: Count
+    shared: bool
+    beyond_node: bool
+
+
+def hops(hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: int) -> tuple[Hop, ...]:
+    """The stages of a collective: one within a node or domain; beyond it a second one between the nodes.
+
+    NCCL reduces within the node first, so that each device sends only its share of the message over its own network
+    link (hierarchical rings and trees). Raises MemboundError where no link reaches so many devices.
+    """
+    near = hardware.scale_up
+    inside = near.max_devices if near is not None else 1
+    if operation == "sendrecv" or ranks <= inside or inside <= 2 or hardware.scale_out is None:
+        link, shared = link_for(hardware, ranks)
+        return (Hop(link, ranks, message_bytes, shared, False),)
+    assert near is not None
+    nodes = -(-ranks // inside)
+    share = message_bytes / inside if operation in ("allreduce", "allgather", "reducescatter") else message_bytes
+    return (
+        Hop(near, inside, message_bytes, near.topology == "host", False),
+        Hop(hardware.scale_out, nodes, share, False, True),
+    )
 
 
 def link_for(hardware: HardwareSpec, ranks: float, per_node: float | None = None) -> tuple[Link, bool]:

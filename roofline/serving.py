@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.engines import get_profile
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
@@ -19,6 +20,7 @@ from membound.roofline.times import Times, times_for
 
 # What engines leave free of the device's memory, and what they need beside weights and cache.
 USABLE_MEMORY = 0.90
+RESERVED_BYTES = 2e9
 # Tokens that an engine takes into one step at most where nobody says: vLLM's and TensorRT-LLM's default for serving.
 CHUNK_TOKENS = 8192
 
@@ -35,6 +37,11 @@ class Deployment:
     @cached_property
     def times(self) -> Times:
         return times_for(self.hardware, self.setup.profile)
+
+    @property
+    def interleaved(self) -> float:
+        """The share of other requests' prompts that passes between a request's tokens."""
+        return get_profile(self.setup.profile).interleaved
 
     def step(self, shape: StepShape) -> StepCost:
         return step_cost(self.model, self.setup, self.times, shape)
@@ -65,7 +72,8 @@ class Deployment:
 
     def largest_batch(self, context: float) -> float:
         """Sequences of `context` tokens whose caches fit beside the weights; 0 where the weights do not fit."""
-        free = self.hardware.memory_bytes * USABLE_MEMORY - weights_bytes(self.model, self.setup)
+        usable = self.hardware.memory_bytes * USABLE_MEMORY - RESERVED_BYTES
+        free = usable - weights_bytes(self.model, self.setup)
         each = float(kv_bytes(self.model, self.setup, context, 1.0))
         return max(0.0, free // each) if each > 0 else float("inf")
 
@@ -106,8 +114,9 @@ class StaticBatch:
 class SteadyLoad:
     """`concurrency` clients in a closed loop on one replica: as one request ends the next one's prompt joins a step.
 
-    Each decode step of a request is shared with the prompts of others: while it makes its `output_tokens`, each of the
-    others ends once and starts once, so that `concurrency - 1` prompts pass.
+    While a request makes its `output_tokens`, each of the others ends once and starts once, so that `concurrency - 1`
+    prompts pass. Who waits for them is the scheduler's choice: the `interleaved` share of their time falls between
+    tokens, the rest before first tokens; their sum, a request's whole time, is the same.
     """
 
     deployment: Deployment
@@ -141,25 +150,40 @@ class SteadyLoad:
             done += chunk
         return max(total, 0.0)
 
+    @property
+    def _others_s(self) -> float:
+        """Seconds of the other clients' prompts while a request is served."""
+        return (self.batch - 1.0) * self.prompt_s
+
     @cached_property
     def tpot_s(self) -> float:
         """Mean seconds a token after the first, with the prompts that pass meanwhile."""
-        others = self.batch - 1.0
-        return self.decode_s + others * self.prompt_s / max(self.output_tokens, 1.0)
+        return self.decode_s + self.deployment.interleaved * self._others_s / max(self.output_tokens, 1.0)
+
+    @property
+    def median_itl_s(self) -> float:
+        """Median seconds between two tokens: a prompt is in it once most steps have one.
+
+        Prompts come like a Poisson process of `batch / output_tokens` a step, whose median count is about its mean less
+        a third.
+        """
+        prompts = max(0.0, self.batch / max(self.output_tokens, 1.0) - 1.0 / 3.0)
+        return self.decode_s + prompts * self.prompt_s
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token: half a step until one starts, prompts that arrive together, the own prompt."""
-        cycle_s = self.tpot_s * self.output_tokens + self.prompt_s
-        busy = min(self.batch * self.prompt_s / cycle_s, 0.95)
-        queued_s = self.prompt_s * busy / (2.0 * (1.0 - busy))
-        waiting_s = (self.concurrency / self.batch - 1.0) * cycle_s
-        return self.decode_s * 1.5 + self.prompt_s + queued_s + waiting_s
+        """Seconds to the first token: the own prompt, those before it, and a place in the batch where it is full."""
+        waiting_s = (self.concurrency / self.batch - 1.0) * self._request_s
+        return self.decode_s + self.prompt_s + (1.0 - self.deployment.interleaved) * self._others_s + waiting_s
+
+    @property
+    def _request_s(self) -> float:
+        """Seconds of a request from its place in the batch to its last token."""
+        return self.batch * self.prompt_s + self.output_tokens * self.decode_s
 
     @property
     def output_tokens_per_s(self) -> float:
-        in_service_s = self.tpot_s * (self.output_tokens - 1.0) + self.prompt_s + self.decode_s * 1.5
-        return self.batch * self.output_tokens / in_service_s
+        return self.batch * self.output_tokens / self._request_s
 
 
 def with_parallel(deployment: Deployment, **changes: int) -> Deployment:

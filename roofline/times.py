@@ -16,7 +16,7 @@ from membound.roofline.efficiency import Family, KernelFit, find_fit, published_
 from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.links import link_for
+from membound.roofline.links import hops
 from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
 from membound.roofline.precision import Precision
@@ -102,10 +102,29 @@ class KernelTimes:
             self._found[key] = find_fit(self._fits, self.hardware, family, kernel, self.profile.library)
         return self._found[key]
 
+    def fits_of(self, operator: Operator) -> tuple[KernelFit, ...]:
+        """The fits that an operator's time comes from; none for the work of the host."""
+        if operator.kind in ("linear", "moe"):
+            assert operator.precision is not None and operator.activations is not None
+            kernel, _ = self._kernel_of(operator.precision, operator.activations)
+            return (self.fit("gemm" if operator.kind == "linear" else "moe", kernel),)
+        if operator.kind == "attention":
+            assert operator.heads is not None
+            decode = self.fit("decode_attention", _cache_kernel(operator.heads.kv))
+            prefill = self.fit("prefill_attention", "bf16")
+            parts = ((operator.decode, decode), (operator.prefill, prefill))
+            return tuple(fit for part, fit in parts if np.any(np.asarray(part.sequences) > 0))
+        if operator.kind == "collective":
+            assert operator.collective is not None
+            return (self.fit("collective", operator.collective.operation),)
+        return () if operator.kind == "host" else (self.fit("elementwise", _ELEMENTWISE[operator.kind]),)
+
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         time = self._kernel(operator)
-        gap = self.profile.gap_s
-        return replace(time, time_s=time.time_s + gap, overhead_s=time.overhead_s + gap) if gap else time
+        gap = max(self.profile.gap_s, -0.9 * float(np.min(time.overhead_s)))
+        if gap == 0.0 or operator.kind == "host":
+            return time
+        return replace(time, time_s=time.time_s + gap, overhead_s=time.overhead_s + gap)
 
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
         """What launches take beyond the kernels that they overlap with, and kernels that are not fused."""
@@ -158,6 +177,8 @@ class KernelTimes:
         kernel, dtype = self._kernel_of(operator.precision, operator.activations)
         p = self.fit("gemm", kernel).parameters
         rate = efficiency.matrix_rate(p, self.hardware, dtype)
+        if kernel in ("w4a16", "w8a16") and self.fit("gemm", kernel).scope != self.hardware.name:
+            rate *= efficiency.MIXED_INPUT_SHARE.get(self.hardware.architecture, 1.0)
         if operator.precision.sparse and dtype in self.hardware.sparse_flops:
             rate *= efficiency.SPARSE_SPEEDUP
         time_s, memory_s, compute_s = efficiency.gemm_s(
@@ -168,7 +189,7 @@ class KernelTimes:
     def _attention(self, operator: Operator) -> OperatorTime:
         heads = operator.heads
         assert heads is not None
-        kernel = "fp8" if heads.kv.width <= 8 else "bf16"
+        kernel = _cache_kernel(heads.kv)
         parts = []
         if np.any(np.asarray(operator.decode.sequences) > 0):
             p = self.fit("decode_attention", kernel).parameters
@@ -241,11 +262,19 @@ class KernelTimes:
         message = operator.collective
         assert message is not None
         p = self.fit("collective", message.operation).parameters
-        link, shared = link_for(self.hardware, message.ranks)
-        time_s, link_s = efficiency.collective_s(
-            p, message.operation, message.message_bytes, float(message.ranks), link.bandwidth_bytes_per_s, shared
-        )
+        time_s: Count = 0.0
+        link_s: Count = 0.0
+        for hop in hops(self.hardware, message.operation, message.message_bytes, message.ranks):
+            one_s, sent_s = efficiency.collective_s(
+                p, message.operation, hop.message_bytes, float(hop.ranks), hop.link.bandwidth_bytes_per_s, hop.shared
+            )
+            time_s, link_s = time_s + one_s + hop.link.latency_s * hop.beyond_node, link_s + sent_s
         return OperatorTime(time_s, 0.0, 0.0, time_s - link_s, link_s)
+
+
+def _cache_kernel(kv: Precision) -> str:
+    """How the published tables call attention over a cache of this format."""
+    return "fp8" if kv.width <= 8 else "bf16"
 
 
 def _kernel_name(weights: Precision, dtype: str) -> str:

@@ -83,7 +83,7 @@ def case_of(row: Row) -> StepCase:
     if row.text("metric") == "speedup_x":
         raise MemboundError("speed-ups are predicted by their own rule")
     hardware, model = get_hardware(row.text("gpu")), get_model(row.text("model"))
-    plan = parse_plan(row.text("weight_dtype"), row.text("act_dtype"), row.text("kv_dtype"))
+    plan = parse_plan(_weights(row), row.text("act_dtype"), row.text("kv_dtype"))
     engine, version = row.text("engine"), row.text("engine_version")
     if "kv" in plan.assumed and plan.activations.width <= 8 and "tensorrt" in engine.lower():
         plan = replace(plan, kv=parse_plan("fp8", "fp8", "fp8").kv)
@@ -99,6 +99,12 @@ def case_of(row: Row) -> StepCase:
     steady = "online" in row.text("flags") or "queueing" in row.text("flags") or "concurrency" in row.text("notes")
     batch = _batch(row, deployment, replicas, prompt + output / 2.0)
     return StepCase(row, deployment, replicas, batch, prompt, output, row.text("metric"), steady)
+
+
+def _weights(row: Row) -> str:
+    """The weight format: of fp8 the block-wise one where the notes say that the checkpoint has it."""
+    text = row.text("weight_dtype")
+    return "fp8_block" if text == "fp8" and "moe quant fp8_block" in row.text("notes") else text
 
 
 def _tokens(text: str, row: Row, default: float) -> float:
@@ -144,9 +150,9 @@ def _batch(row: Row, deployment: Deployment, replicas: float, context: float) ->
 
 
 def _tpot_ms(case: StepCase) -> float:
-    if not case.steady:
-        return 1e3 * case.static.tpot_s
-    return 1e3 * (case.load.decode_s if "itl_median" in case.flags else case.load.tpot_s)
+    if "itl_median" in case.flags:
+        return 1e3 * case.load.median_itl_s
+    return 1e3 * (case.load.tpot_s if case.steady else case.static.tpot_s)
 
 
 def _decode_rate(case: StepCase) -> float:
