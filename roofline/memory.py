@@ -74,8 +74,15 @@ class CacheTerms:
         """Bytes of `kv_tokens` tokens in `sequences` sequences, which are taken to be equally long."""
         total: Count = self.state_bytes * sequences
         for each, window in self.per_token:
-            total = total + each * (kv_tokens if window is None else np.minimum(kv_tokens, sequences * window))
+            total = total + each * (kv_tokens if window is None else _at_most(kv_tokens, sequences * window))
         return total
+
+
+def _at_most(value: Count, bound: Count) -> Count:
+    """The smaller of the two, elementwise for arrays; a pair of numbers is compared without numpy's overhead."""
+    if isinstance(value, float | int) and isinstance(bound, float | int):
+        return min(value, bound)
+    return np.minimum(value, bound)
 
 
 def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
@@ -105,9 +112,19 @@ def kv_bytes(model: ModelSpec, setup: EngineSetup, kv_tokens: Count, sequences: 
     return cache_terms(model, setup).bytes(kv_tokens, sequences)
 
 
-def activation_bytes(model: ModelSpec, setup: EngineSetup, step_tokens: float, width: float) -> float:
-    """Live activations of a step at their peak, `width` bytes each: the residual and normed hidden states and the
-    widest intermediate, plus fp32 logits of one row a sequence."""
+@dataclass(frozen=True)
+class ActivationTerms:
+    """Bytes of one device that live at the peak of a step: for each of its tokens, and for each row of logits."""
+
+    token_bytes: float
+    logits_row_bytes: float
+
+    def bytes(self, step_tokens: float) -> float:
+        return self.token_bytes * step_tokens + self.logits_row_bytes * min(step_tokens, LOGITS_ROWS)
+
+
+def activation_terms(model: ModelSpec, setup: EngineSetup, width: float) -> ActivationTerms:
+    """With `width` bytes an activation: the residual and normed hidden states, the widest intermediate; fp32 logits."""
     tp = setup.parallel.tp
     widest = 0
     for group in model.groups():
@@ -116,8 +133,26 @@ def activation_bytes(model: ModelSpec, setup: EngineSetup, step_tokens: float, w
         if isinstance(ffn, MoeFfn):
             widest = max(widest, 2 * ffn.top_k * ffn.intermediate // setup.parallel.moe_tp)
         widest = max([widest, *(3 * n // 2 for _, n, _ in ffn.linears(model.hidden, tp))])
-    logits = 4.0 * model.vocab / tp * min(step_tokens, LOGITS_ROWS)
-    return step_tokens / setup.parallel.dp * (2 * model.hidden + widest) * width + logits
+    return ActivationTerms((2 * model.hidden + widest) * width / setup.parallel.dp, 4.0 * model.vocab / tp)
+
+
+@dataclass(frozen=True)
+class MemoryTerms:
+    """What one device of a deployment holds at any operating point."""
+
+    weights_bytes: float
+    cache: CacheTerms
+    activations: ActivationTerms
+
+    @classmethod
+    def of(cls, model: ModelSpec, setup: EngineSetup, activation_width: float) -> MemoryTerms:
+        activations = activation_terms(model, setup, activation_width)
+        return cls(weights_bytes(model, setup), cache_terms(model, setup), activations)
+
+    def at(self, kv_tokens: float, step_tokens: float, sequences: float) -> MemoryBreakdown:
+        """With `kv_tokens` tokens of `sequences` sequences cached and `step_tokens` in the largest step."""
+        cached = float(self.cache.bytes(kv_tokens, sequences))
+        return MemoryBreakdown(self.weights_bytes, cached, self.activations.bytes(step_tokens))
 
 
 def memory_breakdown(
@@ -129,8 +164,4 @@ def memory_breakdown(
     sequences: float = 1.0,
 ) -> MemoryBreakdown:
     """What one device holds with `kv_tokens` tokens cached and `step_tokens` in its largest step."""
-    return MemoryBreakdown(
-        weights_bytes(model, setup),
-        float(kv_bytes(model, setup, kv_tokens, sequences)),
-        activation_bytes(model, setup, step_tokens, activation_width),
-    )
+    return MemoryTerms.of(model, setup, activation_width).at(kv_tokens, step_tokens, sequences)
