@@ -36,12 +36,15 @@ class OperatorCost:
         """All calls' seconds under the bound that holds, 0 under the others (elementwise for arrays)."""
         op, time = self.operator, self.time
         memory = "memory_kv" if op.kind in ("attention", "recurrent") else "memory_weights"
-        asked = {memory: time.memory_s, "overhead": time.overhead_s, "compute": time.compute_s, "link": time.link_s}
+        asked = {"overhead": time.overhead_s, "link": time.link_s, "compute": time.compute_s, memory: time.memory_s}
+        total = self.total_s
+        if np.ndim(sum(asked.values())) == 0 == np.ndim(total):
+            return dict.fromkeys(asked, 0.0) | {max(asked, key=asked.__getitem__): total}
         most = np.maximum(np.maximum(time.memory_s, time.overhead_s), np.maximum(time.compute_s, time.link_s))
         left: Any = np.ones_like(most, dtype=bool)
-        total, seconds = self.total_s, {}
-        for bound in ("overhead", "link", "compute", memory):
-            holds = left & (asked[bound] >= most)
+        seconds: dict[str, Count] = {}
+        for bound, seconds_asked in asked.items():
+            holds = left & (seconds_asked >= most)
             seconds[bound] = np.where(holds, total, 0.0)
             left = left & ~holds
         return seconds

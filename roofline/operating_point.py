@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -9,9 +10,13 @@ from typing import Any, Literal
 from membound.roofline.cost import OperatorCost, StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.memory import MemoryBreakdown, memory_breakdown
+from membound.roofline.memory import MemoryBreakdown, MemoryTerms, weights_by_part
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.layers import LayerGroup
+from membound.roofline.operators import Operator, check_parallel
+from membound.roofline.origin import Origin, origin_of
+from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
@@ -21,11 +26,59 @@ Phase = Literal["decode", "prefill", "verify"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "verify")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
+# Sequences that nobody puts into one step: where the search for the largest batch ends.
+MOST_SEQUENCES = 1_000_000
+
+Group = Literal["attention", "ffn", "elementwise", "communication", "lm_head", "host"]
+GROUPS: tuple[Group, ...] = ("attention", "ffn", "elementwise", "communication", "lm_head", "host")
+_GROUP_OF_KIND: dict[str, Group] = {
+    "attention": "attention",
+    "recurrent": "attention",
+    "scores": "attention",
+    "moe": "ffn",
+    "collective": "communication",
+    "host": "host",
+}
+
+
+@dataclass(frozen=True)
+class OperatorGroup:
+    """The operators of a step that serve one end, with their seconds, amounts and the bound of most of their time."""
+
+    name: Group
+    operators: tuple[OperatorCost, ...]
+    time_s: float
+    flops: float
+    bytes: float
+    link_bytes: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """Where the roofs of memory and of the matrix unit meet for the dtype that computes the layers' linears."""
+
+    dtype: str
+    flops_per_s: float
+    bytes_per_s: float
+    intensity: float
+
+    @property
+    def flops_per_byte(self) -> float:
+        return self.flops_per_s / self.bytes_per_s
+
+    @property
+    def distance(self) -> float:
+        """The step's arithmetic intensity in ridges: below 1 memory is the nearer roof, above 1 compute."""
+        return self.intensity / self.flops_per_byte
 
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts drafts in verify."""
+    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts drafts in verify.
+
+    Of a deployment on several devices the operators, bytes and memory are those of one of them.
+    """
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -39,16 +92,21 @@ class OperatingPoint:
     def of(cls, scenario: Scenario, *, batch: int, context: int, phase: str) -> OperatingPoint:
         """A step of the scenario's model, hardware and techniques.
 
-        Raises MemboundError for an unknown phase, and where the scenario names something unknown.
+        Raises MemboundError for an unknown phase, a batch or a context out of range, and where the scenario names
+        something unknown or divides the model as it cannot be divided.
         """
         known = next((known for known in PHASES if known == phase), None)
         if known is None:
             raise MemboundError(f"phase is '{phase}'; give {', '.join(PHASES)}")
+        for name, value in (("batch", batch), ("context", context)):
+            if value < 1:
+                raise MemboundError(f"{name} is {value}; give 1 or more")
         setup = scenario.setup
         gamma = setup.drafts.gamma if setup.drafts else 4
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
         if context > model.max_context:
             raise MemboundError(f"context is {context}, more than the {model.max_context} tokens of '{model.name}'")
+        check_parallel(model, setup)
         return cls(model, hardware, setup, known, batch, context, gamma)
 
     @cached_property
@@ -59,28 +117,114 @@ class OperatingPoint:
     def shape(self) -> StepShape:
         if self.phase == "prefill":
             return StepShape.prefill(self.batch, self.context)
-        drafts = self.gamma if self.phase == "verify" else 0
-        return StepShape.verify(self.batch, max(self.context, 1 + drafts), drafts)
+        return StepShape.verify(self.batch, max(self.context, 1 + self.drafts), self.drafts)
+
+    @property
+    def drafts(self) -> int:
+        return self.gamma if self.phase == "verify" else 0
 
     @cached_property
     def cost(self) -> StepCost:
         return step_cost(self.model, self.setup, self.times, self.shape)
 
+    @cached_property
+    def time_s(self) -> float:
+        """Seconds of the step."""
+        return float(self.cost.time_s)
+
     @property
     def calibrated(self) -> bool:
         return self.hardware.calibration is not None
 
+    @cached_property
+    def origin(self) -> Origin:
+        """What the times rest on."""
+        return origin_of(self.times, self.cost.operators, self.time_s)
+
     @property
     def tokens_per_s(self) -> float:
         """Tokens that steps like this one process in a second."""
-        return float(self.shape.tokens / self.cost.time_s)
+        return float(self.shape.tokens) / self.time_s
+
+    @cached_property
+    def _seconds(self) -> tuple[dict[str, float], ...]:
+        """Each operator's seconds under the bound that holds it."""
+        return tuple(
+            {bound: float(seconds) for bound, seconds in cost.seconds_by_bound().items()}
+            for cost in self.cost.operators
+        )
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The share of each bound in the step's time."""
+        bounds = ("memory_weights", "memory_kv", "compute", "link", "overhead")
+        shares = {bound: sum(seconds.get(bound, 0.0) for seconds in self._seconds) for bound in bounds}
+        return {bound: seconds / self.time_s for bound, seconds in shares.items()} | {"idle": 0.0}
 
     @property
-    def memory(self) -> MemoryBreakdown:
-        kv_tokens = float(self.batch * self.context)
-        return memory_breakdown(
-            self.model, self.setup, kv_tokens, float(self.shape.tokens), self.times.activation_bytes, float(self.batch)
+    def bottleneck(self) -> str:
+        """The bound with the largest share."""
+        return max(self.shares, key=self.shares.__getitem__)
+
+    def bounds(self) -> list[tuple[str, float]]:
+        """Each bound with its share of the step's time, the largest first, those without a share left out."""
+        return sorted(((b, share) for b, share in self.shares.items() if share > 0), key=lambda item: -item[1])
+
+    @cached_property
+    def groups(self) -> tuple[OperatorGroup, ...]:
+        """The operators by what they serve; groups without operators are left out."""
+        ffn_linears = {name for group in self.model.groups() for name, _, _ in group.ffn.linears(self.model.hidden, 1)}
+        members: dict[Group, list[int]] = {group: [] for group in GROUPS}
+        for index, cost in enumerate(self.cost.operators):
+            members[_group_of(cost.operator, ffn_linears)].append(index)
+        return tuple(self._group(name, indices) for name, indices in members.items() if indices)
+
+    def _group(self, name: Group, indices: list[int]) -> OperatorGroup:
+        costs = tuple(self.cost.operators[index] for index in indices)
+        seconds: dict[str, float] = {}
+        for index in indices:
+            for bound, value in self._seconds[index].items():
+                seconds[bound] = seconds.get(bound, 0.0) + value
+        return OperatorGroup(
+            name,
+            costs,
+            sum(seconds.values()),
+            *(
+                sum(float(getattr(cost.operator, amount)) * cost.operator.calls for cost in costs)
+                for amount in ("flops", "bytes", "link_bytes")
+            ),
+            bound=max(seconds, key=seconds.__getitem__),
         )
+
+    @property
+    def ridge(self) -> Ridge:
+        """The roofs' meeting point, and the step's place beside it."""
+        plan, calibration = self.setup.precision, self.hardware.calibration
+        intensity = float(self.cost.arithmetic_intensity)
+        if calibration is not None:
+            rate = calibration.matrix_flops(plan.weights.name)
+            return Ridge(plan.weights.name, rate, calibration.memory_bandwidth, intensity)
+        compute = compute_dtype(plan.weights, plan.activations, self.hardware)
+        return Ridge(compute.dtype, compute.flops_per_s, self.hardware.bandwidth_bytes_per_s, intensity)
+
+    # --- memory ---
+
+    @cached_property
+    def _terms(self) -> MemoryTerms:
+        return MemoryTerms.of(self.model, self.setup, self.times.activation_bytes)
+
+    def _memory(self, batch: int, context: int) -> MemoryBreakdown:
+        new = context if self.phase == "prefill" else 1 + self.drafts
+        return self._terms.at(float(batch * context), float(batch * new), float(batch))
+
+    @cached_property
+    def memory(self) -> MemoryBreakdown:
+        return self._memory(self.batch, self.context)
+
+    @property
+    def state_bytes(self) -> float:
+        """The part of the cache that does not grow with the context: recurrent states."""
+        return self._terms.cache.state_bytes * self.batch
 
     @property
     def fits(self) -> bool:
@@ -90,10 +234,21 @@ class OperatingPoint:
     def free_bytes(self) -> float:
         return max(0.0, self.hardware.memory_bytes - self.memory.total_bytes)
 
-    def bounds(self) -> list[tuple[str, float]]:
-        """Each bound with its share of the step's time, the largest first, those without a share left out."""
-        shares = {bound: float(share) for bound, share in self.cost.shares().items()}
-        return sorted(((b, share) for b, share in shares.items() if share > 0), key=lambda item: -item[1])
+    def largest_batch(self) -> int:
+        """Sequences that fit at this context: 0 where not even one does."""
+        return _largest(
+            lambda batch: self._memory(batch, self.context).total_bytes, self.hardware.memory_bytes, MOST_SEQUENCES
+        )
+
+    def largest_context(self) -> int:
+        """Tokens that fit in each sequence at this batch, of those that the model allows: 0 where not even one does."""
+        return _largest(
+            lambda context: self._memory(self.batch, context).total_bytes,
+            self.hardware.memory_bytes,
+            self.model.max_context,
+        )
+
+    # --- other operating points ---
 
     def with_batch(self, batch: int) -> OperatingPoint:
         return replace(self, batch=batch)
@@ -105,59 +260,160 @@ class OperatingPoint:
 
     def next_bound(self) -> tuple[int, str] | None:
         """The first larger batch that fits at which another bound has the largest share."""
-        now = self.cost.bottleneck
         for point in self.sweep():
-            if point.batch > self.batch and point.bottleneck != now:
+            if point.batch > self.batch and point.bottleneck != self.bottleneck:
                 return point.batch, point.bottleneck
         return None
 
     def breakeven_tokens(self) -> float:
         """Tokens that a verify step must yield for each sequence to be worth its time against plain decoding."""
-        plain = replace(self, phase="decode")
-        return float(self.cost.time_s / plain.cost.time_s)
+        return self.time_s / replace(self, phase="decode").time_s
+
+    # --- what `membound predict` prints ---
 
     def to_json(self) -> dict[str, Any]:
-        """What `membound predict --json` prints of the step: its time, its operators and the memory."""
-        cost, memory = self.cost, self.memory
-        drafts = self.gamma if self.phase == "verify" else 0
+        """What `membound predict --json` prints of the step: its time by operator, its bounds, memory and origin."""
+        cost, hardware = self.cost, self.hardware
+        point = {"phase": self.phase, "batch": self.batch, "context": self.context, "drafts": self.drafts}
+        step = {
+            "time_s": self.time_s,
+            "low_s": float(cost.low_s),
+            "high_s": float(cost.high_s),
+            "relative_error": float(cost.relative_error),
+            "tokens_per_s": self.tokens_per_s,
+            "flops": float(cost.flops),
+            "bytes": float(cost.bytes),
+            "arithmetic_intensity": float(cost.arithmetic_intensity),
+            "bottleneck": self.bottleneck,
+            "bottleneck_share": self.shares,
+        }
+        if self.phase == "verify":
+            step["breakeven_tokens"] = self.breakeven_tokens()
+        groups = self.groups
+        group_of = {id(item): group.name for group in groups for item in group.operators}
         return {
-            "point": {"phase": self.phase, "batch": self.batch, "context": self.context, "drafts": drafts},
-            "step": {
-                "time_s": float(cost.time_s),
-                "low_s": float(cost.low_s),
-                "high_s": float(cost.high_s),
-                "tokens_per_s": self.tokens_per_s,
-                "flops": float(cost.flops),
-                "bytes": float(cost.bytes),
-                "arithmetic_intensity": float(cost.arithmetic_intensity),
-                "bottleneck": cost.bottleneck,
-                "bottleneck_share": {bound: float(share) for bound, share in cost.shares().items()},
-            },
-            "operators": [_operator_json(item, float(cost.time_s)) for item in cost.operators],
-            "memory": {
-                "weights_bytes": memory.weights_bytes,
-                "kv_bytes": memory.kv_bytes,
-                "activation_bytes": memory.activation_bytes,
-                "total_bytes": memory.total_bytes,
-                "device_bytes": self.hardware.memory_bytes,
-                "fits": self.fits,
-            },
-            "hardware": {"name": self.hardware.name, "calibrated": self.calibrated, "source": self.hardware.source},
+            "point": point,
+            "model": {"name": self.model.name, "layers": _layers_json(self.model.groups())},
+            "step": step,
+            "groups": [_group_json(group, self.time_s) for group in groups],
+            "operators": [
+                _operator_json(item, self.time_s, max(seconds, key=seconds.__getitem__), group_of[id(item)])
+                for item, seconds in zip(cost.operators, self._seconds, strict=True)
+            ],
+            "ridge": _ridge_json(self.ridge),
+            "memory": self._memory_json(),
+            "parallel": {**self.setup.parallel.model_dump(), "devices": self.setup.parallel.devices},
+            "origin": self._origin_json(),
+            "hardware": {"name": hardware.name, "calibrated": self.calibrated, "source": hardware.source},
+        }
+
+    def _memory_json(self) -> dict[str, Any]:
+        memory = self.memory
+        return {
+            "weights_bytes": memory.weights_bytes,
+            "weights_by_part": weights_by_part(self.model, self.setup),
+            "kv_bytes": memory.kv_bytes,
+            "state_bytes": self.state_bytes,
+            "activation_bytes": memory.activation_bytes,
+            "total_bytes": memory.total_bytes,
+            "device_bytes": self.hardware.memory_bytes,
+            "free_bytes": self.free_bytes,
+            "fits": self.fits,
+            "largest_batch": self.largest_batch(),
+            "largest_context": self.largest_context(),
+        }
+
+    def _origin_json(self) -> dict[str, Any]:
+        origin = self.origin
+        return {
+            "kind": origin.kind,
+            "measured_share": origin.measured_share,
+            "inherited_from": list(origin.inherited_from),
+            "engine": self.setup.profile,
+            "kernels": [kernel.to_json() for kernel in origin.kernels],
         }
 
 
-def _operator_json(item: OperatorCost, step_s: float) -> dict[str, Any]:
-    op = item.operator
+def _largest(total: Callable[[int], float], capacity: float, most: int) -> int:
+    """The largest count up to `most` whose total is within a capacity, of a total that grows ever more slowly.
+
+    Totals are made of straight lines, so that a guess between two known points is nearly always right.
+    """
+    low, high = 0, most
+    low_total, high_total = total(low), total(high)
+    if high_total <= capacity:
+        return high
+    if low_total > capacity:
+        return low
+    while high - low > 1:
+        guess = low + int((capacity - low_total) / (high_total - low_total) * (high - low))
+        middle = min(max(guess, low + 1), high - 1)
+        middle_total = total(middle)
+        if middle_total <= capacity:
+            low, low_total = middle, middle_total
+        else:
+            high, high_total = middle, middle_total
+    return low
+
+
+def _group_of(operator: Operator, ffn_linears: set[str]) -> Group:
+    """What an operator serves; in a model of several kinds of layers names carry the number of theirs (`2.qkv`)."""
+    if operator.kind != "linear":
+        return _GROUP_OF_KIND.get(operator.kind, "elementwise")
+    if operator.name == "lm_head":
+        return "lm_head"
+    return "ffn" if operator.name.rsplit(".", 1)[-1] in ffn_linears else "attention"
+
+
+def _layers_json(groups: tuple[LayerGroup, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "count": group.count,
+            "attention": group.attention.kind,
+            "window": group.attention.window,
+            "ffn": group.ffn.kind,
+        }
+        for group in groups
+    ]
+
+
+def _group_json(group: OperatorGroup, step_s: float) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "operators": [item.operator.name for item in group.operators],
+        "time_s": group.time_s,
+        "share": group.time_s / step_s,
+        "flops": group.flops,
+        "bytes": group.bytes,
+        "link_bytes": group.link_bytes,
+        "bound": group.bound,
+    }
+
+
+def _operator_json(item: OperatorCost, step_s: float, bound: str, group: str) -> dict[str, Any]:
+    op, total_s = item.operator, float(item.total_s)
     return {
         "name": op.name,
+        "group": group,
         "calls": op.calls,
         "flops": float(op.flops) * op.calls,
         "weight_bytes": float(op.weight_bytes) * op.calls,
         "kv_bytes": float(op.kv_bytes) * op.calls,
         "activation_bytes": float(op.activation_bytes) * op.calls,
-        "time_s": float(item.total_s),
-        "share": float(item.total_s) / step_s,
-        "bound": item.bound,
+        "link_bytes": float(op.link_bytes) * op.calls,
+        "time_s": total_s,
+        "share": total_s / step_s,
+        "bound": bound,
+    }
+
+
+def _ridge_json(ridge: Ridge) -> dict[str, Any]:
+    return {
+        "dtype": ridge.dtype,
+        "flops_per_s": ridge.flops_per_s,
+        "bytes_per_s": ridge.bytes_per_s,
+        "flops_per_byte": ridge.flops_per_byte,
+        "distance": ridge.distance,
     }
 
 
@@ -184,7 +440,7 @@ class SweepPoint:
         compute_s = sum(float(op.time.compute_s) * op.operator.calls for op in cost.operators)
         return cls(
             batch=point.batch,
-            time_s=float(cost.time_s),
+            time_s=point.time_s,
             low_s=float(cost.low_s),
             high_s=float(cost.high_s),
             tokens_per_s=point.tokens_per_s,
@@ -192,5 +448,5 @@ class SweepPoint:
             high_tokens_per_s=tokens / float(cost.low_s),
             memory_roof_tokens_per_s=tokens / memory_s,
             compute_roof_tokens_per_s=tokens / compute_s,
-            bottleneck=cost.bottleneck,
+            bottleneck=point.bottleneck,
         )

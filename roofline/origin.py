@@ -1,0 +1,87 @@
+"""Where do the times of a step come from: measurements of this device, or of a relative?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from membound.roofline.cost import OperatorCost
+from membound.roofline.efficiency import KernelFit
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.times import KernelTimes, Times
+
+Level = Literal["device", "generation", "memory", "any"]
+OriginKind = Literal["calibrated", "measured", "partly", "inherited"]
+
+# Shares of a step's time from which on its kernels count as measured on the device, or as not measured there.
+_NEARLY_ALL, _NEARLY_NONE = 0.95, 0.05
+
+
+@dataclass(frozen=True)
+class KernelOrigin:
+    """The fit that a kernel's time comes from, how near to the device it was measured, and its share of the step."""
+
+    fit: KernelFit
+    level: Level
+    share: float
+
+    def to_json(self) -> dict[str, Any]:
+        fit = self.fit
+        return {
+            "family": fit.family,
+            "kernel": fit.kernel,
+            "library": fit.library,
+            "scope": fit.scope,
+            "level": self.level,
+            "share": self.share,
+            "rows": fit.rows,
+            "median_error": fit.median_error,
+            "spread": fit.spread,
+            "sources": list(fit.sources),
+        }
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a step's times rest on.
+
+    `calibrated`: tables of this very machine. `measured`: fits of published or own measurements of this device for
+    nearly all of the time that kernels take; `partly` for some of it; `inherited` for next to none.
+    """
+
+    kind: OriginKind
+    kernels: tuple[KernelOrigin, ...] = ()
+
+    @property
+    def measured_share(self) -> float:
+        """The share of the kernels' time that fits of the device itself predict."""
+        total = sum(kernel.share for kernel in self.kernels)
+        return sum(kernel.share for kernel in self.kernels if kernel.level == "device") / total if total else 1.0
+
+    @property
+    def inherited_from(self) -> tuple[str, ...]:
+        """The scopes other than the device, those of most time first."""
+        return tuple(dict.fromkeys(kernel.fit.scope for kernel in self.kernels if kernel.level != "device"))
+
+
+def origin_of(times: Times, operators: tuple[OperatorCost, ...], step_s: float) -> Origin:
+    """The origin of the times of a step's operators, the kernels of most time first."""
+    if not isinstance(times, KernelTimes):
+        return Origin("calibrated")
+    seconds: dict[int, tuple[KernelFit, float]] = {}
+    for cost in operators:
+        fits = times.fits_of(cost.operator)
+        for fit in fits:
+            _, before = seconds.get(id(fit), (fit, 0.0))
+            seconds[id(fit)] = (fit, before + float(cost.total_s) / len(fits))
+    found = sorted(seconds.values(), key=lambda item: -item[1])
+    kernels = tuple(KernelOrigin(fit, level_of(fit, times.hardware), spent / step_s) for fit, spent in found)
+    share = Origin("partly", kernels).measured_share
+    kind: OriginKind = "measured" if share >= _NEARLY_ALL else "inherited" if share <= _NEARLY_NONE else "partly"
+    return Origin(kind, kernels)
+
+
+def level_of(fit: KernelFit, hardware: HardwareSpec) -> Level:
+    """How near to a device a fit was measured."""
+    scopes: dict[str, Level] = {hardware.memory_kind: "memory", hardware.generation: "generation"}
+    return "device" if fit.scope == hardware.name else scopes.get(fit.scope, "any")
