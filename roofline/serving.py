@@ -47,26 +47,38 @@ class Deployment:
         return step_cost(self.model, self.setup, self.times, shape)
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step of the whole replica; a pipeline works on as many micro-batches as it has stages."""
+        """Seconds of one step of a micro-batch through all stages of the replica."""
         return float(self.step(shape).time_s)
 
     def decode_s(self, batch: float, context: float) -> float:
-        """Seconds between two tokens of each of `batch` sequences of `context` tokens."""
-        return self.step_s(StepShape.decode(batch, context))
+        """Seconds between two tokens of each of `batch` sequences of `context` tokens.
+
+        A pipeline works on as many micro-batches as it has stages: each stage then does its share of the layers once
+        for each of them between two tokens of a sequence, which takes what one micro-batch takes through all stages.
+        """
+        return self.step_s(StepShape.decode(batch / self._micro_batches(batch), context))
+
+    def _micro_batches(self, batch: float) -> float:
+        return max(1.0, min(float(self.setup.parallel.pp), batch))
+
+    def _prefill_step_s(self, batch: float, tokens: float, cached: float = 0.0) -> float:
+        """Seconds of prompts through all stages: the last micro-batch leaves `pp - 1` stage times after the first."""
+        micro, pp = self._micro_batches(batch), self.setup.parallel.pp
+        return self.step_s(StepShape.prefill(batch / micro, tokens, cached)) * (micro + pp - 1.0) / pp
 
     def prefill_s(self, batch: float, prompt_tokens: float) -> float:
         """Seconds to process `batch` prompts, in steps of at most `chunk_tokens` tokens."""
         total, done = 0.0, 0.0
         if batch * prompt_tokens <= self.chunk_tokens:
-            return self.step_s(StepShape.prefill(batch, prompt_tokens))
+            return self._prefill_step_s(batch, prompt_tokens)
         if prompt_tokens <= self.chunk_tokens:
             at_once = max(1.0, self.chunk_tokens // prompt_tokens)
             whole, rest = divmod(batch, at_once)
-            total = whole * self.step_s(StepShape.prefill(at_once, prompt_tokens))
-            return total + (self.step_s(StepShape.prefill(rest, prompt_tokens)) if rest else 0.0)
+            total = whole * self._prefill_step_s(at_once, prompt_tokens)
+            return total + (self._prefill_step_s(rest, prompt_tokens) if rest else 0.0)
         while done < prompt_tokens:
             chunk = min(float(self.chunk_tokens), prompt_tokens - done)
-            total += self.step_s(StepShape.prefill(1.0, chunk, done))
+            total += self._prefill_step_s(1.0, chunk, done)
             done += chunk
         return total * batch
 
