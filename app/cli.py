@@ -59,7 +59,7 @@ def predict(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Roofline of one operating point: each operator's FLOPs, bytes, time and bound; the memory breakdown."""
+    """Roofline of one operating point: its time down to operators, each bound, memory, and where the times are from."""
     from membound.app import report
     from membound.roofline.operating_point import OperatingPoint
 

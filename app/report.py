@@ -2,44 +2,165 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from membound.app import text
+
+# Bounds as they read in a column.
+_BOUNDS = {"memory_weights": "weights", "memory_kv": "KV cache"}
+
 
 def operating_point(document: dict[str, Any]) -> RenderableType:
-    """The operators of a step with their time and bound, and what memory holds."""
-    step, point, memory = document["step"], document["point"], document["memory"]
-    hardware = document["hardware"]
-    kind = "calibrated" if hardware["calibrated"] else "data sheet, not calibrated"
+    """A step from its total down to operators, its place under the roofs, what memory holds, whence its times are."""
+    return Group(
+        _step_tree(document),
+        *_step_words(document),
+        _memory_table(document["memory"]),
+        *_memory_words(document["memory"]),
+        *_origin(document),
+    )
+
+
+def _step_tree(document: dict[str, Any]) -> Table:
+    step, point = document["step"], document["point"]
+    drafts = f", {point['drafts']} drafts" if point["drafts"] else ""
     table = Table(
-        title=f"{point['phase']}, batch {point['batch']}, context {point['context']} on {hardware['name']} ({kind})"
+        title=f"{point['phase']} step of {document['model']['name']}, batch {point['batch']}, "
+        f"context {point['context']}{drafts}, on {document['hardware']['name']}",
+        box=None,
+        pad_edge=False,
     )
-    for column in ("operator", "calls", "GFLOP", "MB weights", "MB KV", "time ms", "share", "bound"):
-        table.add_column(column, justify="left" if column in ("operator", "bound") else "right")
-    for op in document["operators"]:
-        table.add_row(
-            op["name"],
-            str(op["calls"]),
-            f"{op['flops'] / 1e9:.3f}",
-            f"{op['weight_bytes'] / 1e6:.1f}",
-            f"{op['kv_bytes'] / 1e6:.2f}",
-            f"{op['time_s'] * 1e3:.3f}",
-            f"{op['share']:.1%}",
-            op["bound"],
+    for column in ("", "calls", "time", "share", "bound", "FLOPs", "bytes"):
+        left = column in ("", "bound")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    table.add_row("step", "", *_amounts(step | {"share": 1.0, "bound": step["bottleneck"]}), style="bold")
+    operators = {op["name"]: op for op in document["operators"]}
+    for last_group, group in _marked(document["groups"]):
+        table.add_row(f"{'└' if last_group else '├'} {group['name']}", "", *_amounts(group), style="bold")
+        if group["operators"] == [group["name"]]:
+            continue
+        for last, name in _marked(group["operators"]):
+            guide = f"{' ' if last_group else '│'} {'└' if last else '├'} {name}"
+            table.add_row(guide, str(operators[name]["calls"]), *_amounts(operators[name]))
+    return table
+
+
+def _marked(items: list[Any]) -> Iterator[tuple[bool, Any]]:
+    """Each item, the last one marked."""
+    return ((index == len(items) - 1, item) for index, item in enumerate(items))
+
+
+def _amounts(item: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    moved = item.get("bytes", 0.0) or sum(item.get(kind, 0.0) for kind in _KINDS_OF_BYTES)
+    sent = item.get("link_bytes", 0.0)
+    read = text.moved(moved) if moved else ""
+    return (
+        text.seconds(item["time_s"]),
+        f"{item['share']:.1%}",
+        _BOUNDS.get(item["bound"], item["bound"]),
+        text.flops(item["flops"]) if item["flops"] else "",
+        ", ".join(part for part in (read, f"{text.moved(sent)} sent" if sent else "") if part),
+    )
+
+
+_KINDS_OF_BYTES = ("weight_bytes", "kv_bytes", "activation_bytes")
+
+
+def _step_words(document: dict[str, Any]) -> Iterator[str]:
+    step, ridge, parallel = document["step"], document["ridge"], document["parallel"]
+    kinds = document["model"]["layers"]
+    if len(kinds) > 1:
+        yield "layers: " + "; ".join(f"{index}. {_layers(kind)}" for index, kind in enumerate(kinds, 1))
+    if parallel["devices"] > 1:
+        degrees = ", ".join(f"{name} {parallel[name]}" for name in ("tp", "pp", "dp", "ep", "cp") if parallel[name] > 1)
+        yield f"on {parallel['devices']} devices ({degrees}): operators, bytes and memory are those of one of them"
+    yield (
+        f"step {text.seconds(step['time_s'])} [{text.seconds(step['low_s'])}, {text.seconds(step['high_s'])}], "
+        f"{text.rate(step['tokens_per_s'])}, bound by {step['bottleneck']} "
+        f"({text.percent(step['bottleneck_share'][step['bottleneck']])} of the time)"
+    )
+    distance = ridge["distance"]
+    apart = f"{text.digits(1 / distance)} times below" if distance < 1 else f"{text.digits(distance)} times above"
+    nearer = "memory" if distance < 1 else "compute"
+    yield (
+        f"roofline: {text.digits(step['arithmetic_intensity'])} FLOP/byte, {apart} the ridge of "
+        f"{text.digits(ridge['flops_per_byte'])} FLOP/byte where {text.flop_rate(ridge['flops_per_s'])} of "
+        f"{ridge['dtype']} meet {text.bandwidth(ridge['bytes_per_s'])}: {nearer} is the nearer roof"
+    )
+    if "breakeven_tokens" in step:
+        yield (
+            f"speculation pays once a step yields more than {step['breakeven_tokens']:.2f} tokens a sequence, "
+            f"of {document['point']['drafts'] + 1} at most"
         )
-    verdict = (
-        f"step {step['time_s'] * 1e3:.2f} ms [{step['low_s'] * 1e3:.2f}, {step['high_s'] * 1e3:.2f}], "
-        f"{step['arithmetic_intensity']:.1f} FLOP/B, bound by {step['bottleneck']} "
-        f"({step['bottleneck_share'][step['bottleneck']]:.0%})"
-    )
-    held = (
-        f"memory: weights {memory['weights_bytes'] / 2**30:.2f} GiB, KV {memory['kv_bytes'] / 2**30:.2f} GiB, "
-        f"activations {memory['activation_bytes'] / 2**30:.2f} GiB of {memory['device_bytes'] / 2**30:.1f} GiB"
-        f"{'' if memory['fits'] else ': DOES NOT FIT'}"
-    )
-    return Group(table, verdict, held)
+
+
+def _layers(kind: dict[str, Any]) -> str:
+    """`48 gqa in a window of 1024, gated`."""
+    window = f" in a window of {kind['window']}" if kind["window"] else ""
+    return f"{kind['count']} {kind['attention']}{window}, {kind['ffn']}"
+
+
+def _memory_table(memory: dict[str, Any]) -> Table:
+    table = Table(title="memory of the device", box=None, pad_edge=False)
+    table.add_column("")
+    for column in ("holds", "share"):
+        table.add_column(column, justify="right")
+    states = memory["state_bytes"]
+    parts = [("weights", memory["weights_bytes"])]
+    parts += [(f"  {part}", held) for part, held in memory["weights_by_part"].items()]
+    parts += [("KV cache", memory["kv_bytes"] - states)] if memory["kv_bytes"] > states or not states else []
+    parts += [("states", states)] if states else []
+    parts += [("activations", memory["activation_bytes"]), ("free", memory["free_bytes"])]
+    for name, held in parts:
+        table.add_row(name, text.gib(held), f"{held / memory['device_bytes']:.1%}")
+    return table
+
+
+def _memory_words(memory: dict[str, Any]) -> Iterator[str]:
+    if not memory["fits"]:
+        yield (f"DOES NOT FIT: {text.gib(memory['total_bytes'])} in a device of {text.gib(memory['device_bytes'])}")
+    batch, context = memory["largest_batch"], memory["largest_context"]
+    most_batch = f"a batch of {batch:,} at this context" if batch else "no sequence at this context"
+    most_context = f"a context of {context:,} at this batch" if context else "no context at this batch"
+    yield f"would still fit: {most_batch}, {most_context}"
+
+
+def _origin(document: dict[str, Any]) -> Iterator[RenderableType]:
+    origin, device = document["origin"], document["hardware"]["name"]
+    interval = f"interval ±{text.percent(document['step']['relative_error'])}"
+    if origin["kind"] == "calibrated":
+        yield f"times: the calibration of this machine ({document['hardware']['source']}); {interval}"
+        return
+    inherited = ", ".join(map(_devices_of, origin["inherited_from"]))
+    share = text.percent(origin["measured_share"])
+    yield {
+        "measured": f"times: kernels measured on {device}",
+        "partly": f"times: {share} of the kernels' time is measured on {device}; "
+        f"the rest is not measured on this device: inherited from {inherited}",
+        "inherited": f"times: not measured on this device: inherited from {inherited}",
+    }[origin["kind"]] + f"; engine profile '{origin['engine']}'; {interval}"
+    table = Table(box=None, pad_edge=False)
+    for column in ("kernel", "share", "measured on", "rows", "median error", "80 % within"):
+        table.add_column(column, justify="left" if column in ("kernel", "measured on") else "right")
+    for kernel in origin["kernels"]:
+        library = "" if kernel["library"] == "any" else f", {kernel['library']}"
+        table.add_row(
+            f"{kernel['family']} {kernel['kernel']}{library}",
+            f"{kernel['share']:.1%}",
+            "this device" if kernel["level"] == "device" else _devices_of(kernel["scope"]),
+            f"{kernel['rows']:,}",
+            f"{kernel['median_error']:.1%}",
+            f"{kernel['spread']:.1%}",
+        )
+    yield table
+
+
+def _devices_of(scope: str) -> str:
+    return "all devices" if scope == "any" else f"{scope} devices"
 
 
 def run(document: dict[str, Any]) -> RenderableType:

@@ -185,14 +185,17 @@ class OperatingPoint:
         for index in indices:
             for bound, value in self._seconds[index].items():
                 seconds[bound] = seconds.get(bound, 0.0) + value
+
+        def total(amount: str) -> float:
+            return sum(float(getattr(cost.operator, amount)) * cost.operator.calls for cost in costs)
+
         return OperatorGroup(
             name,
             costs,
-            sum(seconds.values()),
-            *(
-                sum(float(getattr(cost.operator, amount)) * cost.operator.calls for cost in costs)
-                for amount in ("flops", "bytes", "link_bytes")
-            ),
+            time_s=sum(seconds.values()),
+            flops=total("flops"),
+            bytes=total("bytes"),
+            link_bytes=total("link_bytes"),
             bound=max(seconds, key=seconds.__getitem__),
         )
 
