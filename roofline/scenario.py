@@ -12,22 +12,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
+from membound.roofline.engine_settings import Engine as Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.part import Part
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
 from membound.roofline.workload import ClosedLoop as ClosedLoop
 from membound.roofline.workload import Workload
-
-
-class Engine(Part):
-    """The limits of the serving engine, under the names that vLLM gave them."""
-
-    max_num_seqs: int = Field(16, ge=1, le=1_000_000, description="sequences in one step at most")
-    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most")
-    block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
-    num_blocks: int | None = Field(
-        None, ge=1, le=1_000_000_000, description="KV blocks; from memory where it is not given"
-    )
 
 
 class Slo(Part):
