@@ -14,6 +14,9 @@ from membound.kernels.triton.launch import Launch, recording
 from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
 from membound.kernels.triton.machine import Machine
+from membound.kernels.triton.mla_decode import mla_decode
+from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
+from membound.kernels.triton.moe_routing import route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
@@ -65,6 +68,21 @@ def _linear_byte(format: ByteFormat, m: int) -> None:
     linear_byte(_of(m, k), ByteWeight(format, data, _of(n, dtype=torch.float32)))
 
 
+def _moe(format: ExpertFormat, tokens: int) -> None:
+    """8 of 128 experts of width 768 and hidden 2048, as in Qwen3-30B-A3B."""
+    experts, top_k, n, k = 128, 8, 1536, 2048
+    routing = route(_of(tokens, experts), top_k)
+    data = _of(experts, n, k, dtype={"half": torch.bfloat16, "int8": torch.int8, "fp8": torch.uint8}[format])
+    scale = None if format == "half" else _of(experts, n, dtype=torch.float32)
+    slots = moe_linear(_of(tokens, k), ExpertWeights(format, data, scale), routing, shared_rows=True)
+    moe_combine(slots, routing)
+
+
+def _mla(heads: int) -> None:
+    q, cache = _of(SEQUENCES, heads, 576), _of(8192, BLOCK_SIZE, 576)
+    mla_decode(q, cache, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), 192**-0.5, rank=512)
+
+
 def _rms_norm(tokens: int, width: int, quantize: ActivationFormat | None) -> None:
     gain = _of(width, dtype=torch.float32)
     if quantize:
@@ -112,6 +130,13 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_byte fp8 m 16": lambda: _linear_byte("fp8", 16),
     "linear_byte int8 m 64": lambda: _linear_byte("int8", 64),
     "linear_byte fp8 m 512": lambda: _linear_byte("fp8", 512),
+    "moe_linear half": lambda: _moe("half", SEQUENCES),
+    "moe_linear int8": lambda: _moe("int8", SEQUENCES),
+    "moe_linear fp8": lambda: _moe("fp8", SEQUENCES),
+    "moe_linear half 512 tokens": lambda: _moe("half", 512),
+    "moe_linear half 8192 tokens": lambda: _moe("half", 8192),
+    "mla_decode 128 heads": lambda: _mla(128),
+    "mla_decode 16 heads": lambda: _mla(16),
     "rms_norm": lambda: _rms_norm(SEQUENCES, 4096, None),
     "rms_norm of heads": lambda: _rms_norm(512, 128, None),
     "rms_norm to fp8, width 16384": lambda: _rms_norm(SEQUENCES, 16384, "fp8"),
