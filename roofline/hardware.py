@@ -6,7 +6,7 @@ import datetime
 import difflib
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -194,6 +194,16 @@ def parse_hardware(document: Any, origin: str) -> HardwareSpec:
 
 def read_hardware(path: Path) -> HardwareSpec:
     """The device that a YAML file describes; raises MemboundError with one sentence."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise MemboundError(f"hardware file '{path}' cannot be read: {error.strerror}") from None
+    return _read_hardware(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=64)
+def _read_hardware(path: Path, modified_ns: int, size: int) -> HardwareSpec:
+    """The device of a file in one state: it is parsed again when that changes."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
