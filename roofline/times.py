@@ -15,6 +15,7 @@ from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTa
 from membound.roofline.efficiency import Family, KernelFit, find_fit, published_fits
 from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.errors import MemboundError
+from membound.roofline.foreign import fits_for
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.links import hops
 from membound.roofline.models import ModelSpec
@@ -398,4 +399,4 @@ def times_for(hardware: HardwareSpec, profile: str | EngineProfile = "graphs") -
     """The best times that are known for a device: its own calibration, else the kernels of it or of its relatives."""
     if hardware.calibration is not None:
         return CalibratedTimes(hardware, hardware.calibration)
-    return KernelTimes(hardware, get_profile(profile) if isinstance(profile, str) else profile)
+    return KernelTimes(hardware, get_profile(profile) if isinstance(profile, str) else profile, fits_for(hardware))
