@@ -7,6 +7,7 @@ shipped ones are files in `data/engines/`, each with its source.
 from __future__ import annotations
 
 import difflib
+import re
 from functools import cache
 from importlib import resources
 
@@ -74,22 +75,52 @@ def get_profile(name: str) -> EngineProfile:
     raise MemboundError(f"engine profile '{name}' is unknown; {hint}")
 
 
-# Which profile an engine's name in a table means: the first pattern that its name and version match.
-_ENGINES: tuple[tuple[str, str], ...] = (
-    (r"megatron", "eager"),
-    (r"hf transformers|^transformers|lightning|accelerate|deepspeed|ctransformers|onnx", "eager"),
-)
+# What engines become that are told not to capture graphs.
+_EAGER_WAY = {"graphs": "eager", "vllm": "vllm-eager", "vllm-0.6": "vllm-eager", "sglang": "eager"}
+# Which profile an engine's name in a table means: the first whose pattern matches, and whose version or year does.
+_VLLM_V1 = (0, 7)
 
 
-def profile_of_engine(engine: str, version: str = "", year: float | None = None, *, eager: bool = False) -> EngineProfile:
-    """The profile of an engine as a table names it; that of its eager way where `eager`.
+def profile_of_engine(
+    engine: str, version: str = "", year: float | None = None, *, eager: bool = False
+) -> EngineProfile:
+    """The profile of an engine as a table names it; the eager one where `eager` and the engine's own is not.
 
-    An engine that no profile is of has the general one: captured graphs, or eager launches.
+    vLLM is three engines: eager until 2023, captured with a synchronous scheduler until 0.6, and the present one.
+    TensorRT-LLM's first releases have a profile of their own. An engine that no profile is of has the general one.
     """
-    import re
+    profile = get_profile(_profile_name(engine.lower(), version.lower(), year))
+    if eager and profile.name in _EAGER_WAY:
+        return get_profile(_EAGER_WAY[profile.name])
+    return profile
 
-    text = f"{engine} {version}".lower()
+
+def _profile_name(engine: str, version: str, year: float | None) -> str:
+    found = re.search(r"(\d+)\.(\d+)", version)
+    number = (int(found.group(1)), int(found.group(2))) if found else None
+    if "vllm" in engine:
+        if "2023" in version or (number is None and year is not None and year <= 2023):
+            return "vllm-2023"
+        old = number < _VLLM_V1 if number else year is not None and year <= 2024
+        return "vllm-0.6" if old else "vllm"
+    if "tensorrt" in engine or "trt-llm" in engine:
+        old = number[0] == 0 if number else year is not None and year <= 2024
+        return "tensorrt-llm-0" if old else "tensorrt-llm"
     for pattern, name in _ENGINES:
-        if re.search(pattern, text) and name in profiles():
-            return get_profile(name)
-    return get_profile("eager" if eager else "graphs")
+        if re.search(pattern, engine):
+            return name
+    return "graphs"
+
+
+_ENGINES: tuple[tuple[str, str], ...] = (
+    (r"sglang", "sglang"),
+    (r"fastertransformer", "fastertransformer"),
+    (r"megatron", "megatron"),
+    (r"turbomind|lmdeploy", "turbomind"),
+    (r"gpt-fast|torch\.compile|torchao", "torch-compile"),
+    (r"exllama", "exllama"),
+    (r"awq", "autoawq"),
+    (r"llama\.?cpp|ollama|ctransformers", "llama.cpp"),
+    (r"mlc", "mlc"),
+    (r"transformers|lightning|accelerate|deepspeed|quarot|atom|autogptq|bitsandbytes", "transformers"),
+)

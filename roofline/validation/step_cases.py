@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from membound.roofline.engines import profile_of_engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
+from membound.roofline.memory import weights_bytes
 from membound.roofline.models import get_model
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision_names import parse_plan
-from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, with_parallel
+from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.validation.tables import Row
 
@@ -63,6 +65,13 @@ class StepCase:
             raise MemboundError(f"metric '{self.metric}' is unknown; known are {', '.join(_METRICS)}") from None
 
     @property
+    def spread(self) -> float:
+        """ln of how far off the prediction may be: the engine's spread, wider where the device was inherited."""
+        times = self.deployment.times
+        own = times.relative_error
+        return own if self.phase != "serving" else 1.2 * own
+
+    @property
     def static(self) -> StaticBatch:
         return StaticBatch(self.deployment, self.batch, self.prompt_tokens, self.output_tokens)
 
@@ -80,8 +89,6 @@ def case_of(row: Row) -> StepCase:
     technique = row.text("technique").lower()
     if "offload" in technique:
         raise MemboundError("weights or cache are offloaded, which the steady step does not model")
-    if row.text("metric") == "speedup_x":
-        raise MemboundError("speed-ups are predicted by their own rule")
     hardware, model = get_hardware(row.text("gpu")), get_model(row.text("model"))
     has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
     plan = parse_plan(_weights(row, has_experts), row.text("act_dtype"), row.text("kv_dtype"))
@@ -90,9 +97,9 @@ def case_of(row: Row) -> StepCase:
         plan = replace(plan, kv=parse_plan("fp8", "fp8", "fp8").kv)
     eager = any(flag in row.text("flags") for flag in ("eager", "host_bound")) or "enforce" in row.text("notes").lower()
     profile = profile_of_engine(engine, version, row.number("year"), eager=eager)
-    parallel, replicas = _parallel(row, has_experts)
-    setup = EngineSetup(precision=plan, policy="continuous", parallel=parallel, profile=profile.name)
-    deployment = Deployment(model, hardware, setup)
+    setup = EngineSetup(precision=plan, policy="continuous", profile=profile.name)
+    parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
+    deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
     prompt = _tokens(row.text("input_len"), row, 32.0)
     output = _tokens(row.text("output_len"), row, 128.0)
     if "range ratio 0.8" in row.text("notes"):
@@ -119,15 +126,35 @@ def _tokens(text: str, row: Row, default: float) -> float:
     return default
 
 
-def _parallel(row: Row, has_experts: bool) -> tuple[Parallelism, float]:
-    """The parallelism of one replica and how many replicas there are."""
+# The share of a device's memory that weights take at most in a layout that its user chose for throughput.
+_WEIGHTS_SHARE = 0.6
+
+
+def _smallest_tp(single: Deployment, devices: float) -> int:
+    """The fewest devices on which the weights leave room for a cache; all of them where they never do."""
+    tp = 1
+    while tp < devices:
+        layout = with_parallel(single, tp=tp)
+        if weights_bytes(layout.model, layout.setup) <= _WEIGHTS_SHARE * single.hardware.memory_bytes:
+            return tp
+        tp *= 2
+    return int(devices)
+
+
+def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallelism, float]:
+    """The parallelism of one replica and how many replicas there are.
+
+    Where tensor parallelism is not stated, throughput runs take the smallest that fits, the others all devices.
+    """
     devices = row.number("n_gpu") or 1.0
     tp, pp = int(row.number("tp") or 0), int(row.number("pp") or 1) or 1
     notes = row.text("notes")
     found = {name: int(float(value)) for name, value in re.findall(r"(attn DP|MoE TP|EP) ?([0-9.]+)", notes)}
     dp, ep = max(found.get("attn DP", 1), 1), max(found.get("EP", 1), 1)
-    if not tp:
-        tp = int(devices) if devices <= 8 else 8
+    if not tp and row.text("metric").startswith("throughput") and devices > 1:
+        tp = _smallest_tp(single, devices)
+    elif not tp:
+        tp = int(min(devices, 8.0))
     if has_experts and tp * dp < ep <= devices:
         tp = ep // dp if ep % dp == 0 else ep
     if not has_experts or (tp * dp) % ep:
@@ -161,7 +188,27 @@ def _decode_rate(case: StepCase) -> float:
     """Tokens a second of one sequence; with its prompt's time where the table's rate includes it."""
     if "includes_prefill" in case.flags:
         return case.static.output_tokens / case.static.latency_s
-    return 1.0 / case.static.tpot_s
+    return _emitted(case) / case.static.tpot_s
+
+
+def _emitted(case: StepCase) -> float:
+    """Tokens a round of speculation yields for the time of a plain step, 1 without speculation.
+
+    Raises MemboundError for a speculating row that does not state its mean acceptance length.
+    """
+    technique = case.row.text("technique").lower()
+    window = re.search(r"(\d+)-token window", technique)
+    if "specul" not in technique and not window:
+        return 1.0
+    length = re.search(r"acceptance length ([0-9.]+)|accepted tokens ([0-9.]+)", case.row.text("notes"))
+    if not length:
+        raise MemboundError("speculation without its mean acceptance length, on which the speed depends")
+    rows = float(window.group(1)) if window else 4.0
+    context = case.prompt_tokens + case.output_tokens / 2.0
+    plain_s = case.deployment.decode_s(case.batch, context)
+    verify_s = case.deployment.step_s(StepShape.verify(case.batch, context, rows - 1.0))
+    drafting = (rows - 1.0) / case.deployment.model.layers
+    return float(length.group(1) or length.group(2)) / (verify_s / plain_s + drafting)
 
 
 def _ttft_ms(case: StepCase) -> float:
@@ -185,7 +232,7 @@ def _prefill_rate(case: StepCase) -> float:
 
 
 def _decode_total(case: StepCase) -> float:
-    return case.replicas * case.batch / case.static.tpot_s
+    return case.replicas * case.batch * _emitted(case) / case.static.tpot_s
 
 
 # Mean draw of a device that serves, as a share of its board power: idle parts draw some, memory traffic most of it.
@@ -202,16 +249,11 @@ def _joules(case: StepCase) -> float:
 
 
 def _roof_share(case: StepCase) -> float:
-    cost = case.deployment.step(_decode_shape(case))
+    shape = StepShape.decode(case.batch, case.prompt_tokens + case.output_tokens / 2.0)
+    cost = case.deployment.step(shape)
     memory_s = sum(float(op.time.memory_s) * op.operator.calls for op in cost.operators)
     compute_s = sum(float(op.time.compute_s) * op.operator.calls for op in cost.operators)
     return min(max(memory_s, compute_s) / float(cost.time_s), 1.0)
-
-
-def _decode_shape(case: StepCase):  # type: ignore[no-untyped-def]
-    from membound.roofline.shape import StepShape
-
-    return StepShape.decode(case.batch, case.prompt_tokens + case.output_tokens / 2.0)
 
 
 _METRICS: Mapping[str, Callable[[StepCase], float]] = {

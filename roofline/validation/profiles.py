@@ -1,0 +1,153 @@
+"""What does each engine add to its kernels? Fits the profiles of `data/engines/published.yaml` from a table.
+
+    python -m membound.roofline.validation.profiles TABLE.csv > data/engines/published.yaml
+
+Few parameters an engine, each with a prior, robust in logarithms; the kernels' fits stay as they are. Rows that their
+table flags, trust C, queueing and energy take no part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from membound.roofline import engines
+from membound.roofline.engines import EngineProfile
+from membound.roofline.errors import MemboundError
+from membound.roofline.validation.report import NOT_JUDGED
+from membound.roofline.validation.step_cases import StepCase, case_of
+from membound.roofline.validation.tables import Row, read_table
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Where a parameter is expected, how far it may be off, and what it cannot pass."""
+
+    centre: float
+    width: float
+    low: float
+    high: float
+
+
+PRIORS = {
+    "gap_s": Prior(0.5e-6, 1.5e-6, -3e-6, 2e-5),
+    "step_s": Prior(3e-4, 1e-3, 0.0, 5e-2),
+    "sequence_s": Prior(1e-5, 3e-5, 0.0, 1e-3),
+    "launch_s": Prior(8e-6, 4e-6, 1e-6, 1e-4),
+    "extra_kernels": Prior(10.0, 20.0, 0.0, 200.0),
+    "interleaved": Prior(0.75, 0.2, 0.0, 1.0),
+}
+# Rows further off than this (in ln) count less and less.
+ROBUST_AT = 0.12
+CAPTURED = ("gap_s", "step_s", "sequence_s")
+SERVED = (*CAPTURED, "interleaved")
+EAGER = ("launch_s", "extra_kernels", "step_s", "sequence_s")
+# Which parameters each engine's rows can tell, beside what is fixed.
+ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
+    "vllm": (SERVED, {"library": "vllm"}),
+    "vllm-0.6": (CAPTURED, {"library": "vllm"}),
+    "vllm-2023": (EAGER, {"graphs": False}),
+    "sglang": (SERVED, {"library": "sglang"}),
+    "tensorrt-llm": (SERVED, {"library": "trtllm"}),
+    "tensorrt-llm-0": (CAPTURED, {"library": "trtllm"}),
+    "fastertransformer": (("gap_s", "step_s", "sequence_s"), {"graphs": False, "launch_s": 5e-6}),
+    "megatron": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
+    "turbomind": (CAPTURED, {}),
+    "torch-compile": (("gap_s", "step_s"), {}),
+    "exllama": (("gap_s", "step_s"), {"graphs": False, "launch_s": 3e-6}),
+    "autoawq": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
+    "llama.cpp": (("gap_s", "step_s"), {}),
+    "mlc": (("gap_s", "step_s"), {}),
+    "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
+}
+_MOST_ROWS = 150
+
+
+def usable(row: Row) -> bool:
+    """Whether a row says something of its engine."""
+    flags = row.text("flags").split(";")
+    aside = set(NOT_JUDGED) - {"host_bound", "hf_baseline", "eager"}
+    if aside & set(flags) or row.text("metric") in ("joules_per_token", "speedup_x"):
+        return False
+    return row.text("trust") != "C" and "dtype_inferred" not in flags
+
+
+def fit_profile(
+    name: str, cases: Sequence[StepCase], free: Sequence[str], fixed: Mapping[str, object], source: str
+) -> EngineProfile:
+    """The profile that explains the cases best, with its spread: the 80 % quantile of |ln(predicted / measured)|."""
+    from scipy.optimize import least_squares
+
+    priors = [PRIORS[parameter] for parameter in free]
+    centre, width = np.array([p.centre for p in priors]), np.array([p.width for p in priors])
+    bounds = ([p.low for p in priors], [p.high for p in priors])
+
+    def profile(values: Floats) -> EngineProfile:
+        chosen = {parameter: float(f"{value:.4g}") for parameter, value in zip(free, values, strict=True)}
+        return EngineProfile(name=name, source=source, **{**fixed, **chosen})  # type: ignore[arg-type]
+
+    def residuals(values: Floats) -> Floats:
+        off = _errors(cases, profile(values)) / ROBUST_AT
+        robust = np.sign(off) * np.sqrt(2.0 * (np.sqrt(1.0 + off**2) - 1.0))
+        return np.concatenate([robust, (values - centre) / width])
+
+    found = least_squares(residuals, centre, bounds=bounds, x_scale=width, diff_step=1e-2, max_nfev=25)
+    best = profile(found.x)
+    spread = float(np.quantile(np.abs(_errors(cases, best)), 0.8))
+    return best.model_copy(update={"spread": float(f"{spread:.3g}")})
+
+
+def _errors(cases: Sequence[StepCase], profile: EngineProfile) -> Floats:
+    engines.profiles()[profile.name] = profile
+    off = []
+    for case in cases:
+        setup = dataclasses.replace(case.deployment.setup, profile=profile.name)
+        again = dataclasses.replace(case, deployment=dataclasses.replace(case.deployment, setup=setup))
+        off.append(np.log(again.predict() / case.row.measured))
+    return np.array(off)
+
+
+def fit_table(path: Path, report: Callable[[str], None]) -> list[EngineProfile]:
+    """Profiles of all engines that a table has rows of."""
+    cases: dict[str, list[StepCase]] = {}
+    for row in read_table(path).rows:
+        if not usable(row):
+            continue
+        try:
+            case = case_of(row)
+            case.predict()
+        except MemboundError:
+            continue
+        cases.setdefault(case.deployment.setup.profile, []).append(case)
+    made = []
+    for name, (free, fixed) in ENGINES.items():
+        mine = cases.get(name, [])
+        if len(mine) < 3:
+            continue
+        sources = ", ".join(sorted({case.row.text("source") for case in mine}))
+        chosen = mine[:: -(-len(mine) // _MOST_ROWS)]
+        profile = fit_profile(name, chosen, free, fixed, f"fitted on {len(chosen)} of {len(mine)} rows of {sources}")
+        off = np.abs(np.expm1(_errors(mine, profile)))
+        report(f"{name}: {len(mine)} rows, median error {np.median(off):.1%}, 90 % within {np.quantile(off, 0.9):.1%}")
+        made.append(profile)
+    return made
+
+
+def as_yaml(profiles: Sequence[EngineProfile]) -> str:
+    """The profiles as the text of a file in `data/engines/`."""
+    text = yaml.safe_dump({"profiles": [p.model_dump(exclude_defaults=True) for p in profiles]}, sort_keys=False)
+    return re.sub(r"\n- ", "\n\n- ", text)
+
+
+if __name__ == "__main__":
+    print(as_yaml(fit_table(Path(sys.argv[1]), lambda line: print(line, file=sys.stderr))), end="")

@@ -1,0 +1,279 @@
+"""How far are membound's predictions from a table of measurements, and where are they worst?"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from membound.roofline.efficiency import KernelFit, find_fit, published_fits
+from membound.roofline.errors import MemboundError
+from membound.roofline.validation import kernel_cases, step_cases
+from membound.roofline.validation.speedups import speedup_of
+from membound.roofline.validation.tables import Row, Schema, Table, read_table
+
+# Rows that their collectors or the table's keeper say not to judge by: see what the flag says.
+NOT_JUDGED = {
+    "suspect": "flagged as suspect by the table",
+    "kernel_unoptimised": "the kernel was not optimised",
+    "includes_queueing": "contains the queueing of the load generator",
+    "kv_capacity_limited": "the stated concurrency does not fit, the real batch is smaller",
+    "batch_unknown": "the batch is not stated",
+    "server_slo": "bound by a latency objective that the table does not state",
+    "host_bound": "bound by the host, not by the device",
+    "hf_baseline": "bound by the host, not by the device",
+    "eager": "bound by the host, not by the device",
+    "offload": "weights or cache are offloaded",
+    "low_efficiency_outlier": "an outlier by the table's own words",
+    "unidentified": "the configuration is not identified",
+}
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """A row with what was predicted for it, or with the reason why nothing was."""
+
+    row: Row
+    device: str
+    model: str
+    phase: str
+    batch: float | None
+    predicted: float | None
+    low: float | None
+    high: float | None
+    reason: str
+
+    @property
+    def error(self) -> float:
+        """predicted / measured - 1."""
+        assert self.predicted is not None
+        return self.predicted / self.row.measured - 1.0
+
+    @property
+    def within(self) -> bool:
+        assert self.low is not None and self.high is not None
+        return self.low <= self.row.measured <= self.high
+
+    @property
+    def judged(self) -> bool:
+        """Whether the row says something of the model: neither flagged nor of trust C nor beyond physics."""
+        return self.predicted is not None and not self.reason and self.row.text("trust") != "C"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Errors of the rows that have something in common."""
+
+    by: dict[str, str]
+    n: int
+    median_ape: float
+    p90_ape: float
+    mean_ape: float
+    bias: float
+    within_interval: float
+
+    @classmethod
+    def of(cls, by: dict[str, str], results: list[RowResult]) -> Group:
+        errors = np.array([result.error for result in results])
+        off = np.abs(errors)
+        return cls(
+            by,
+            len(results),
+            float(np.median(off)),
+            float(np.quantile(off, 0.9)),
+            float(np.mean(off)),
+            float(np.median(errors)),
+            float(np.mean([result.within for result in results])),
+        )
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """Predictions for a table's rows; the groups and the worst are of the rows that are judged."""
+
+    path: Path
+    schema: Schema
+    header: tuple[str, ...]
+    results: tuple[RowResult, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.results)
+
+    @cached_property
+    def judged(self) -> list[RowResult]:
+        return [result for result in self.results if result.judged]
+
+    @property
+    def predicted(self) -> int:
+        return sum(result.predicted is not None for result in self.results)
+
+    @property
+    def refused(self) -> int:
+        return self.rows - self.predicted
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Why rows have no prediction, the most frequent reason first."""
+        return dict(Counter(r.reason for r in self.results if r.predicted is None).most_common())
+
+    @property
+    def set_aside(self) -> dict[str, int]:
+        """Why rows with a prediction are not judged, the most frequent reason first."""
+        reasons = (r.reason or "trust C" for r in self.results if r.predicted is not None and not r.judged)
+        return dict(Counter(reasons).most_common())
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Errors of all judged rows, then by phase, source, device, model, batch, and by device and phase together."""
+        found = [Group.of({}, self.judged)] if self.judged else []
+        for names in (("phase",), ("source",), ("device",), ("model",), ("batch",), ("device", "phase")):
+            parts: dict[tuple[str, ...], list[RowResult]] = defaultdict(list)
+            for result in self.judged:
+                key = tuple(_value(result, name) for name in names)
+                if all(key):
+                    parts[key].append(result)
+            ordered = sorted(parts.items(), key=lambda item: -len(item[1]))
+            found += [Group.of(dict(zip(names, key, strict=True)), members) for key, members in ordered]
+        return found
+
+    @property
+    def worst(self) -> list[RowResult]:
+        """The ten judged rows that are furthest off, in ratio."""
+        return sorted(self.judged, key=lambda r: -abs(np.log(r.predicted / r.row.measured)))[:10]
+
+    def write_rows(self, path: Path) -> None:
+        """Writes every input column with predicted, low, high and reason; raises MemboundError where it cannot."""
+        if path.exists() and path.resolve() == self.path.resolve():
+            raise MemboundError(f"--rows '{path}' is the table itself; give another file")
+        try:
+            with path.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, [*self.header, "predicted", "low", "high", "reason"])
+                writer.writeheader()
+                for result in self.results:
+                    numbers = {name: getattr(result, name) for name in ("predicted", "low", "high")}
+                    shown = {name: "" if value is None else f"{value:.6g}" for name, value in numbers.items()}
+                    writer.writerow({**result.row.columns, **shown, "reason": result.reason})
+        except OSError as error:
+            raise MemboundError(f"--rows '{path}' cannot be written: {error.strerror or error}") from None
+
+
+def validate_table(path: Path) -> ValidationReport:
+    """Predicts every row of a table without looking at its value.
+
+    Raises MemboundError for a file that is neither of the two schemas; a row that cannot be predicted has a reason.
+    """
+    table = read_table(path)
+    results = _operators(table) if table.schema == "operators" else _end_to_end(table)
+    return ValidationReport(path, table.schema, table.header, tuple(results))
+
+
+def _value(result: RowResult, name: str) -> str:
+    if name == "batch":
+        return "" if result.batch is None else _batch_class(result.batch)
+    if name == "source":
+        return result.row.text("source")
+    return str(getattr(result, name))
+
+
+def _batch_class(batch: float) -> str:
+    bounds = ((1, "1"), (4, "2 to 4"), (16, "5 to 16"), (64, "17 to 64"), (256, "65 to 256"))
+    return next((name for bound, name in bounds if batch <= bound), "above 256")
+
+
+def _refused(row: Row, error: MemboundError) -> RowResult:
+    device, model = row.text("gpu"), row.text("model")
+    return RowResult(row, device, model, "", None, None, None, None, str(error))
+
+
+def _interval(predicted: float, spread: float) -> tuple[float, float]:
+    return predicted * float(np.exp(-spread)), predicted * float(np.exp(spread))
+
+
+def _operators(table: Table) -> list[RowResult]:
+    cases, refused = [], {}
+    for row in table.rows:
+        try:
+            cases.append(kernel_cases.case_of(row))
+        except MemboundError as error:
+            refused[row.line] = _refused(row, error)
+    results: dict[int, RowResult] = dict(refused)
+    for batch in kernel_cases.batches(cases):
+        try:
+            predictions = list(_kernel_results(batch))
+        except MemboundError as error:
+            predictions = [_refused(case.row, error) for case in batch.cases]
+        results |= {result.row.line: result for result in predictions}
+    return [results[row.line] for row in table.rows]
+
+
+def _kernel_results(batch: kernel_cases.KernelBatch) -> Iterable[RowResult]:
+    fit = find_fit(published_fits(), batch.hardware, batch.family, batch.kernel, batch.library)
+    seconds, bound = batch.predict(fit.parameters), batch.bound_s()
+    for case, predicted_s, bound_s in zip(batch.cases, seconds, bound, strict=True):
+        low, high = _interval(float(predicted_s) * 1e6, _spread(fit, batch.hardware.name))
+        reason = ""
+        if case.measured_s < bound_s:
+            reason = "measured faster than the device's roofs allow for the stated amounts"
+        elif case.is_best_of_many:
+            reason = "the best of a search over shapes, not a usual kernel"
+        tokens = case.amounts.get("m", case.amounts.get("tokens", case.amounts.get("batch")))
+        phase = batch.family if batch.family != "gemm" else _gemm_phase(case.amounts["m"])
+        name = batch.kernel if batch.family == "collective" else case.row.text("model")
+        yield RowResult(case.row, batch.hardware.name, name, phase, tokens, float(predicted_s) * 1e6, low, high, reason)
+
+
+def _gemm_phase(m: float) -> str:
+    """Which roof holds a GEMM of m rows."""
+    return "gemm m <= 16" if m <= 16 else "gemm m >= 1024" if m >= 1024 else "gemm between"
+
+
+# How much wider a device's interval is that inherits from its generation, from its kind of memory, or from all: the
+# ratio of leave-one-device-out to fitted spreads of the published operators.
+_INHERITED = {"device": 1.0, "generation": 1.3, "wider": 1.6}
+
+
+def _spread(fit: KernelFit, device: str) -> float:
+    if fit.scope == device:
+        return fit.spread
+    return fit.spread * _INHERITED["generation" if " " in fit.scope else "wider"]
+
+
+def _end_to_end(table: Table) -> list[RowResult]:
+    results = []
+    for row in table.rows:
+        try:
+            results.append(_step_result(row))
+        except MemboundError as error:
+            results.append(_refused(row, error))
+    return results
+
+
+def _step_result(row: Row) -> RowResult:
+    if row.text("metric") == "speedup_x":
+        predicted, spread, device, model = speedup_of(row)
+        phase, batch = "ratio", row.number("batch_or_concurrency") if _is_number(row) else None
+    else:
+        case = step_cases.case_of(row)
+        predicted, spread, phase, batch = case.predict(), case.spread, case.phase, case.batch
+        device, model = case.deployment.hardware.name, case.deployment.model.name
+    if not np.isfinite(predicted) or predicted <= 0:
+        raise MemboundError("the prediction is not a number, which is a fault of membound")
+    low, high = _interval(predicted, spread)
+    return RowResult(row, device, model, phase, batch, predicted, low, high, _why_not_judged(row.columns))
+
+
+def _is_number(row: Row) -> bool:
+    return bool(re.fullmatch(r"[0-9.]+", row.text("batch_or_concurrency")))
+
+
+def _why_not_judged(columns: Mapping[str, Any]) -> str:
+    flags = str(columns.get("flags", "")).split(";")
+    return next((NOT_JUDGED[flag] for flag in flags if flag in NOT_JUDGED), "")
