@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import reprlib
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validat
 
 from membound.roofline.engine_settings import Engine as Engine
 from membound.roofline.errors import MemboundError
+from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
 from membound.roofline.workload import ClosedLoop as ClosedLoop
@@ -31,7 +33,9 @@ class Slo(Part):
 class Scenario(Part):
     """Model, hardware, techniques, workload and objective of one question.
 
-    `sweep` lists the points at which `compare` asks it again, each as dotted paths into the scenario with values.
+    `parallel` is how one replica divides the model over devices. `without` names usual techniques that the engine
+    lacks, and `expert_skew` s says that of a mixture's experts the i-th is as popular as i^-s; 0 is uniform. `sweep`
+    lists the points at which `compare` asks it again, each as dotted paths into the scenario with values.
     """
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
@@ -39,8 +43,11 @@ class Scenario(Part):
     model: str = Field(description="a catalog name, or the path of a config.json or a GGUF")
     weights: str = Field("random", description="'pretrained', 'random', or the path of a GGUF or safetensors folder")
     hardware: str = "local"
+    parallel: Parallelism = SINGLE
     engine: Engine = Engine()
     techniques: tuple[AnyTechnique, ...] = ()
+    without: tuple[str, ...] = ()
+    expert_skew: float = Field(0.0, ge=0, le=4)
     workload: Workload
     slo: Slo = Slo()
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
@@ -52,14 +59,16 @@ class Scenario(Part):
         names = [technique.name for technique in self.techniques]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
+        engine_setup(self.techniques, self.without)  # refuses those that exclude each other
         for _ in self.points():
             pass  # a point with a bad path or value raises here, not when it is reached
         return self
 
     @property
     def setup(self) -> EngineSetup:
-        """What the techniques make of the plain engine."""
-        return engine_setup(self.techniques)
+        """What the techniques make of the plain engine, on the scenario's devices."""
+        setup = engine_setup(self.techniques, self.without)
+        return replace(setup, parallel=self.parallel, profile=self.engine.profile, expert_skew=self.expert_skew)
 
     @property
     def digest(self) -> str:
@@ -71,8 +80,14 @@ class Scenario(Part):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
     def with_techniques(self, techniques: tuple[Technique, ...]) -> Scenario:
-        """This scenario with other techniques."""
-        return self.model_copy(update={"techniques": techniques})
+        """This scenario with other techniques; a usual one that is dropped is one that the engine lacks from then on.
+
+        So the baseline of a scenario, `with_techniques(())`, has none of the techniques that the scenario lists.
+        """
+        kept = {technique.name for technique in techniques}
+        dropped = [technique.name for technique in self.techniques if technique.usual and technique.name not in kept]
+        without = tuple(dict.fromkeys((*self.without, *dropped)))
+        return self.model_copy(update={"techniques": techniques, "without": without})
 
     def with_value(self, path: str, value: Any) -> Scenario:
         """This scenario with the field at the dotted `path` replaced; raises MemboundError for a bad path or value."""

@@ -22,6 +22,7 @@ from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import times_for
 from membound.runtime.assets import fetch_smollm2
 from membound.runtime.clock import WallClock
@@ -177,10 +178,25 @@ class Runtime:
 
 
 def _weight_format(scenario: Scenario) -> WeightFormat:
-    name = scenario.setup.weights.name
-    if name not in ("fp32", "bf16", "int8"):
-        raise MemboundError(f"weights in {name} are not implemented in the runtime; it has fp32, bf16 and int8")
-    return name  # type: ignore[return-value]
+    """The format that the decoder packs its weights in; raises MemboundError for a set-up that does not run yet."""
+    if problem := unmeasured(scenario.setup):
+        raise MemboundError(problem)
+    return scenario.setup.weights.name  # type: ignore[return-value]
+
+
+def unmeasured(setup: EngineSetup) -> str | None:
+    """The first part of a set-up that is predicted but does not run here yet, in one sentence; None where all runs."""
+    plan, drafts = setup.precision, setup.drafts
+    parts = (
+        (setup.parallel.devices > 1, f"a model on {setup.parallel.devices} devices", "one device"),
+        (plan.weights.name not in ("fp32", "bf16", "int8"), f"weights in {plan.weights.name}", "fp32, bf16 and int8"),
+        (plan.activations.width < 16, f"activations in {plan.activations.name}", "16 and 32 bits"),
+        (plan.kv.width < 16, f"a KV cache in {plan.kv.name}", "16 and 32 bits"),
+        (drafts is not None and drafts.kind != "ngram", f"speculation by {drafts and drafts.kind}", "n-gram drafts"),
+        (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
+    )
+    wrong = next((part for part in parts if part[0]), None)
+    return None if wrong is None else f"{wrong[1]} is predicted, not measured yet: the runtime has {wrong[2]}"
 
 
 def _warm_up(decoder: Decoder, scenario: Scenario) -> None:

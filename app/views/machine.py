@@ -21,6 +21,8 @@ from membound.roofline.techniques import TECHNIQUES, EngineSetup
 
 MODEL, BATCHES, CONTEXT = "SmolLM2-135M", (1, 4, 16), 512
 STAND_IN = "H100-SXM5"
+# what `membound calibrate` measures, shown of a stand-in too
+FORMATS = ("bf16", "int8")
 CARD_HEIGHT = 560
 _ONE_CALIBRATION = threading.Lock()
 
@@ -64,7 +66,9 @@ def _calibration_job() -> Job:
 def _card(machine: HardwareSpec, t: Translate) -> None:
     model = models.get_model(MODEL)
     points = [
-        OperatingPoint(model, machine, setup, "decode", batch, CONTEXT) for setup in _setups() for batch in BATCHES
+        OperatingPoint(model, machine, setup, "decode", batch, CONTEXT)
+        for setup in _setups(machine)
+        for batch in BATCHES
     ]
     first = points[0]
     bound, share = first.bounds()[0]
@@ -101,11 +105,9 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
         st.metric(t("machine.step", batch=first.batch), text.seconds(float(first.cost.time_s)), help=t("help.step"))
 
 
-def _setups() -> list[EngineSetup]:
-    """The plain engine, and each technique of the registry that changes the weights."""
-    changed = [
-        technique(name=name).apply(EngineSetup())
-        for name, technique in TECHNIQUES.items()
-        if technique.layer == "weights"
-    ]
-    return [EngineSetup(), *changed]
+def _setups(machine: HardwareSpec) -> list[EngineSetup]:
+    """The plain engine, and each technique of the registry that has weights in a format that was measured here."""
+    measured = machine.calibration.linear if machine.calibration else FORMATS
+    setups = [technique(name=name).apply(EngineSetup()) for name, technique in TECHNIQUES.items()]
+    changed = [setup for setup in setups if setup.weights != EngineSetup().weights]
+    return [EngineSetup(), *(setup for setup in changed if setup.weights.name in measured)]

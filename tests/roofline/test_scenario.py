@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import load_scenario, parse_scenario, shipped_scenarios
-from membound.roofline.techniques import TECHNIQUES, EngineSetup, engine_setup
 
 
 @pytest.mark.parametrize("name", shipped_scenarios())
@@ -41,6 +41,12 @@ def test_the_digest_follows_what_determines_the_result():
         ("workload.output_tokens", {"kind": "uniform", "low": 9, "high": 3}, r"high is 3, below low \(9\)"),
         ("techniques", [{"name": "int9_weights"}], r"techniques.0"),
         ("techniques", [{"name": "int8_weights"}] * 2, r"int8_weights twice"),
+        ("techniques", [{"name": "eagle"}, {"name": "ngram_speculation"}], r"cannot both draft a step"),
+        ("without", ["int8_weights"], r"which the plain engine does not have; it has flash_attention, mla_absorption"),
+        ("parallel", {"tp": 4, "ep": 3}, r"ep 3 does not divide tp x dp = 4"),
+        ("parallel", {"tp": 0}, r"parallel.tp' is 0"),
+        ("engine.profile", "vlm", r"engine profile 'vlm' is unknown"),
+        ("expert_skew", -1, r"expert_skew' is -1"),
         ("speed", 3, r"field 'speed' is not in the scenario"),
     ],
 )
@@ -71,9 +77,21 @@ def test_bad_files_are_one_sentence(tmp_path):
             load_scenario(str(path))
 
 
-def test_each_technique_declares_what_it_is_compared_with_and_changes_the_set_up():
-    for name, declaration in TECHNIQUES.items():
-        technique = declaration()
-        assert technique.name == name
-        assert technique.baseline and technique.title
-        assert engine_setup((technique,)) != EngineSetup()
+def test_parallelism_profile_and_skew_reach_the_set_up():
+    parallel = {"tp": 4, "pp": 2}
+    scenario = load_scenario("live-cpu").with_value("parallel", parallel).with_value("engine.profile", "eager")
+    setup = scenario.with_value("expert_skew", 0.5).setup
+    assert (setup.parallel, setup.profile, setup.expert_skew) == (Parallelism(tp=4, pp=2), "eager", 0.5)
+
+
+def test_the_baseline_of_a_scenario_lacks_the_usual_techniques_that_it_lists():
+    plain = load_scenario("live-cpu").with_techniques(())
+    assert plain.setup.fused_attention
+    listed = plain.with_value("techniques", [{"name": "flash_attention"}, {"name": "int8_weights"}])
+    assert listed.setup.fused_attention
+    baseline = listed.with_techniques(())
+    assert not baseline.setup.fused_attention
+    flash, int8 = listed.techniques
+    assert not baseline.with_techniques((int8,)).setup.fused_attention
+    assert baseline.with_techniques((flash,)).setup.fused_attention
+    assert parse_scenario(yaml.safe_load(baseline.to_yaml())).setup == baseline.setup

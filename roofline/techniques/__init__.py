@@ -1,0 +1,149 @@
+"""Which techniques are there, what is each compared with, and what does it change?
+
+A technique is declared here once. `apply` says what it changes in the engine's set-up; the simulator costs that
+set-up, the runtime builds it, and the dashboard and the comparison iterate over `TECHNIQUES`. How a model is divided
+over devices is no technique: it is the scenario's `parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Union
+
+from pydantic import Field
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.precision_plan import compute_dtype
+from membound.roofline.techniques.base import Family, GainMetric, Layer, Technique
+from membound.roofline.techniques.drafts import (
+    DrafterKind,
+    Drafts,
+    EagleDrafts,
+    MedusaDrafts,
+    ModelDrafts,
+    MtpDrafts,
+    NgramDrafts,
+)
+from membound.roofline.techniques.kernels import FlashAttention, MlaAbsorption
+from membound.roofline.techniques.kv import KvQuantization
+from membound.roofline.techniques.schedule import ContinuousBatching
+from membound.roofline.techniques.setup import EngineSetup, PolicyName
+from membound.roofline.techniques.steps import (
+    DraftModelSpeculation,
+    Eagle,
+    Medusa,
+    Mtp,
+    NgramSpeculation,
+)
+from membound.roofline.techniques.weights import W8A8, Int8Weights, Sparsity24, WeightQuantization
+
+if TYPE_CHECKING:
+    from membound.roofline.hardware import HardwareSpec
+
+__all__ = [
+    "TECHNIQUES",
+    "W8A8",
+    "AnyTechnique",
+    "ContinuousBatching",
+    "DraftModelSpeculation",
+    "DrafterKind",
+    "Drafts",
+    "Eagle",
+    "EagleDrafts",
+    "EngineSetup",
+    "Family",
+    "FlashAttention",
+    "GainMetric",
+    "Int8Weights",
+    "KvQuantization",
+    "Layer",
+    "Medusa",
+    "MedusaDrafts",
+    "MlaAbsorption",
+    "ModelDrafts",
+    "Mtp",
+    "MtpDrafts",
+    "NgramDrafts",
+    "NgramSpeculation",
+    "PolicyName",
+    "Sparsity24",
+    "Technique",
+    "WeightQuantization",
+    "engine_setup",
+    "remarks",
+]
+
+AnyTechnique = Annotated[
+    Union[  # noqa: UP007 (pydantic reads the union at run time)
+        Int8Weights,
+        WeightQuantization,
+        W8A8,
+        Sparsity24,
+        KvQuantization,
+        FlashAttention,
+        MlaAbsorption,
+        ContinuousBatching,
+        NgramSpeculation,
+        DraftModelSpeculation,
+        Medusa,
+        Eagle,
+        Mtp,
+    ],
+    Field(discriminator="name"),
+]
+
+# In the order in which they apply: sparsity makes sparse what quantization left.
+TECHNIQUES: dict[str, type[Technique]] = {
+    cls.model_fields["name"].default: cls
+    for cls in (
+        Int8Weights,
+        WeightQuantization,
+        W8A8,
+        Sparsity24,
+        KvQuantization,
+        FlashAttention,
+        MlaAbsorption,
+        ContinuousBatching,
+        NgramSpeculation,
+        DraftModelSpeculation,
+        Medusa,
+        Eagle,
+        Mtp,
+    )
+}
+
+
+def engine_setup(techniques: Iterable[Technique], without: Iterable[str] = ()) -> EngineSetup:
+    """The set-up that techniques make of the plain engine, whatever their order.
+
+    The plain engine has bf16, static batching, no speculation, and the usual techniques less those named in `without`.
+    Raises MemboundError where two techniques exclude each other.
+    """
+    setup = EngineSetup()
+    for name in without:
+        if name not in TECHNIQUES or not TECHNIQUES[name].usual:
+            usual = ", ".join(name for name, technique in TECHNIQUES.items() if technique.usual)
+            raise MemboundError(f"without names '{name}', which the plain engine does not have; it has {usual}")
+        setup = TECHNIQUES[name].remove(setup)
+    order = list(TECHNIQUES)
+    for technique in sorted(techniques, key=lambda technique: order.index(technique.name)):
+        setup = technique.apply(setup)
+    return setup
+
+
+def remarks(setup: EngineSetup, hardware: HardwareSpec) -> tuple[str, ...]:
+    """What a device does otherwise than the set-up's formats suggest, a sentence each."""
+    plan = setup.precision
+    compute = compute_dtype(plan.weights, plan.activations, hardware)
+    said = []
+    if compute.emulated:
+        said.append(
+            f"{hardware.name} has no matrix unit for {plan.weights.name} weights with {plan.activations.name} "
+            f"activations: it unpacks both and multiplies in {compute.dtype}, at that rate"
+        )
+    if plan.weights.sparse and not compute.sparse:
+        said.append(
+            f"{hardware.name} has no rate for 2:4 sparsity in {compute.dtype}: it reads fewer bytes, "
+            "but multiplies no faster"
+        )
+    return tuple(said)

@@ -1,0 +1,86 @@
+"""What proposes tokens, how many in a step, and how many of them are right?
+
+Only the description: `roofline/speculation.py` says what drafting costs and yields, the scheduler and the runtime
+build the drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+DrafterKind = Literal["ngram", "draft_model", "medusa", "eagle", "mtp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """Guesses of a step: up to `gamma` tokens deep, as a chain, or as a tree of `nodes` tokens.
+
+    In `hit_rate` of the steps there is a draft at all. The best guess at the first position is right with chance
+    `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
+    one before. `content` is the kind of drafter under which a task's profile knows its acceptance.
+    """
+
+    kind: ClassVar[DrafterKind]
+    content: ClassVar[Literal["ngram", "draft_model", "trained_head"]]
+
+    gamma: int
+    alpha: float
+    decay: float = 1.0
+    hit_rate: float = 1.0
+    nodes: int | None = None
+
+    @property
+    def alphas(self) -> tuple[float, ...]:
+        """The chance that the best guess is right, position by position."""
+        return tuple(self.alpha * self.decay**position for position in range(self.gamma))
+
+    @property
+    def tokens(self) -> int:
+        """Drafted tokens that a step verifies for a sequence."""
+        return self.gamma if self.nodes is None or self.gamma == 0 else self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramDrafts(Drafts):
+    """Prompt lookup: up to `gamma` tokens that followed the last occurrence of the newest `max_ngram` tokens."""
+
+    kind = "ngram"
+    content = "ngram"
+
+    max_ngram: int
+    min_ngram: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDrafts(Drafts):
+    """A smaller model with the same vocabulary writes ahead; None is the smallest of the model's own family."""
+
+    kind = "draft_model"
+    content = "draft_model"
+
+    draft: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaDrafts(Drafts):
+    """One head for each of `gamma` positions ahead, all from the same hidden state."""
+
+    kind = "medusa"
+    content = "trained_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDrafts(Drafts):
+    """One layer that continues the model's own hidden states, once for each of `gamma` positions."""
+
+    kind = "eagle"
+    content = "trained_head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDrafts(Drafts):
+    """The module that the model was trained with to predict the token after the next, used `gamma` times in a row."""
+
+    kind = "mtp"
+    content = "trained_head"

@@ -1,0 +1,137 @@
+"""Which techniques take several tokens in a step?
+
+The acceptance that a technique states describes content that nobody recorded: with a task's profile or recorded content
+it is unused. Defaults carry their source beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.techniques.base import Technique
+from membound.roofline.techniques.drafts import Drafts, EagleDrafts, MedusaDrafts, ModelDrafts, MtpDrafts, NgramDrafts
+from membound.roofline.techniques.setup import EngineSetup
+
+
+class Speculative(Technique):
+    """Common to all that guess tokens and verify them, so that the output is that of plain decoding."""
+
+    layer = "steps"
+    family = "take fewer steps"
+    baseline = "one token a step"
+    lossless = True
+    gain_metric = "tpot_s"
+
+    def drafts(self) -> Drafts:
+        """What the technique proposes."""
+        raise NotImplementedError
+
+    def apply(self, setup: EngineSetup) -> EngineSetup:
+        if setup.drafts is not None:
+            raise MemboundError(
+                f"{self.name} and speculation by {setup.drafts.kind} cannot both draft a step; give one of them"
+            )
+        return replace(setup, drafts=self.drafts())
+
+
+class NgramSpeculation(Speculative):
+    """Prompt-lookup speculation.
+
+    `hit_rate` and `alpha` describe content that nobody recorded: the share of steps in which a draft is found, and
+    the chance that a drafted token is accepted. With recorded content both are unused: the drafts are replayed.
+    """
+
+    title = "n-gram speculation"
+
+    name: Literal["ngram_speculation"] = "ngram_speculation"
+    gamma: int = Field(4, ge=1, le=32, description="draft length: tokens proposed in a step at most")
+    max_ngram: int = Field(3, ge=1, le=16, description="longest suffix that is looked up")
+    min_ngram: int = Field(2, ge=1, le=16, description="shortest suffix that is looked up")
+    hit_rate: float = Field(0.5, ge=0, le=1)
+    alpha: float = Field(0.5, ge=0, le=1)
+
+    def drafts(self) -> Drafts:
+        return NgramDrafts(
+            gamma=self.gamma,
+            alpha=self.alpha,
+            hit_rate=self.hit_rate,
+            max_ngram=self.max_ngram,
+            min_ngram=self.min_ngram,
+        )
+
+
+class DraftModelSpeculation(Speculative):
+    """A smaller model of the same vocabulary drafts (Leviathan et al., ICML 2023; Chen et al., 2023).
+
+    alpha: 0.75 for T5-small drafting for T5-XXL on translation, Leviathan et al., table 2 (from memory).
+    """
+
+    title = "draft-model speculation"
+
+    name: Literal["draft_model_speculation"] = "draft_model_speculation"
+    draft: str | None = Field(None, description="a model as in the scenario's; without it the smallest of the family")
+    gamma: int = Field(4, ge=1, le=32, description="draft length: tokens proposed in a step")
+    alpha: float = Field(0.75, ge=0, le=1, description="chance that a drafted token is accepted")
+
+    def drafts(self) -> Drafts:
+        return ModelDrafts(gamma=self.gamma, alpha=self.alpha, draft=self.draft)
+
+
+class Medusa(Speculative):
+    """Heads on the last hidden state, one for each position ahead; a tree of their guesses (Cai et al., 2024).
+
+    Verified by exact agreement; the paper's typical acceptance accepts more and is not lossless. alpha and decay lead
+    to the 2.31 tokens a step that Spec-Bench measured with Vicuna-7B (A100, greedy); a test checks it.
+    """
+
+    title = "Medusa heads"
+
+    name: Literal["medusa"] = "medusa"
+    heads: int = Field(4, ge=1, le=16, description="positions ahead, each with a head of its own")
+    tree_size: int = Field(63, ge=1, le=1024, description="guesses that a step verifies")
+    alpha: float = Field(0.5, ge=0, le=1, description="chance that the best guess of the first head is right")
+    decay: float = Field(0.7, gt=0, le=1, description="the same of each further head, as a share of the one before")
+
+    def drafts(self) -> Drafts:
+        return MedusaDrafts(gamma=self.heads, alpha=self.alpha, decay=self.decay, nodes=max(self.heads, self.tree_size))
+
+
+class Eagle(Speculative):
+    """One trained layer continues the model's hidden states; a tree of its guesses (Li et al., EAGLE-2, 2024).
+
+    alpha and decay: 0.79, 0.74, 0.72, 0.73, 0.67 at five positions with Vicuna-7B on MT-bench, EAGLE, table 2 (from
+    memory).
+    """
+
+    title = "EAGLE"
+
+    name: Literal["eagle"] = "eagle"
+    depth: int = Field(5, ge=1, le=32, description="tokens of the longest path of guesses")
+    tree_size: int = Field(26, ge=1, le=1024, description="guesses that a step verifies; the depth for a chain")
+    alpha: float = Field(0.79, ge=0, le=1, description="chance that the best guess at the first position is right")
+    decay: float = Field(0.97, gt=0, le=1, description="the same at each further one, as a share of the one before")
+
+    def drafts(self) -> Drafts:
+        return EagleDrafts(gamma=self.depth, alpha=self.alpha, decay=self.decay, nodes=max(self.depth, self.tree_size))
+
+
+class Mtp(Speculative):
+    """The model's own module for the token after the next drafts, again and again (DeepSeek-V3, 2024, section 5.4.3).
+
+    alpha: 0.85 to 0.90 for the first token (DeepSeek-V3, section 5.4.3); decay: SGLang's 2.18 and 2.44 tokens a step
+    with 2 and 3 drafts (LMSYS on DeepSeek-V3, measured_e2e_dev.csv of the facts) fall below a constant rate.
+    """
+
+    title = "multi-token prediction"
+
+    name: Literal["mtp"] = "mtp"
+    gamma: int = Field(1, ge=1, le=16, description="tokens drafted in a step; the module runs once for each")
+    alpha: float = Field(0.85, ge=0, le=1, description="chance that the first drafted token is accepted")
+    decay: float = Field(0.8, gt=0, le=1, description="the same of each further token, as a share of the one before")
+
+    def drafts(self) -> Drafts:
+        return MtpDrafts(gamma=self.gamma, alpha=self.alpha, decay=self.decay)

@@ -1,0 +1,138 @@
+"""Which techniques make the weights smaller?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision, get_precision, sparse24
+from membound.roofline.precision_names import parse_precision
+from membound.roofline.precision_plan import PrecisionPlan, usual_exceptions
+from membound.roofline.techniques.base import Technique
+from membound.roofline.techniques.setup import EngineSetup
+
+# What these weights are multiplied with: scales of activations run along the row, those of the weights may be blocks.
+_ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
+
+
+class Int8Weights(Technique):
+    """Weight-only int8, round to nearest, one fp32 scale a row, in the lm_head too: half the bytes of bf16."""
+
+    layer = "weights"
+    family = "move fewer bytes"
+    title = "8-bit weights"
+    baseline = "bf16 weights"
+    lossless = False
+    gain_metric = "tpot_s"
+
+    name: Literal["int8_weights"] = "int8_weights"
+
+    def apply(self, setup: EngineSetup) -> EngineSetup:
+        return _quantized(setup, PRECISIONS["int8"], PRECISIONS["bf16"], lm_head=True)
+
+
+class WeightQuantization(Technique):
+    """Weights in any format that membound knows, and activations with them where they are given.
+
+    Without `activations` the weights are unpacked to 16 bits before they are multiplied: fewer bytes, no higher rate.
+    The parts that checkpoints in a format usually keep in 16 bits (tables, routers) stay there.
+    """
+
+    layer = "weights"
+    family = "move fewer bytes"
+    title = "weight quantization"
+    baseline = "bf16 weights"
+    lossless = False
+    gain_metric = "tpot_s"
+
+    name: Literal["weight_quantization"] = "weight_quantization"
+    format: str = Field("int4", description="int4, awq, q4_k_m, fp8_block, nvfp4, mxfp4, ternary and others")
+    activations: str | None = Field(None, description="the format of what is multiplied with them; 16 bits without")
+
+    @field_validator("format")
+    @classmethod
+    def _is_narrow(cls, name: str) -> str:
+        if _weight_format(name).width >= 16:
+            raise ValueError("no quantization has 16 bits or more; give one such as int4, fp8, q4_k_m or nvfp4")
+        return name
+
+    @field_validator("activations")
+    @classmethod
+    def _is_multiplied(cls, name: str | None) -> str | None:
+        format = None if name is None else parse_precision(name, "activations")
+        if format is not None and (format.name in GGML_BLOCKS | GGML_MIXES or format.sparse or format.width < 4):
+            raise ValueError("activations are rounded in each step; give one such as fp8, fp8_g128, int8 or nvfp4")
+        return name
+
+    def apply(self, setup: EngineSetup) -> EngineSetup:
+        activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
+        return _quantized(setup, _weight_format(self.format), activations)
+
+
+class W8A8(Technique):
+    """Weights and activations in 8 bits: half the bytes, and the device's 8-bit rate, which is twice the 16-bit one.
+
+    Where a device has no such rate the weights are unpacked to 16 bits: `remarks` says so.
+    """
+
+    layer = "weights"
+    family = "compute less per step"
+    title = "8-bit weights and activations"
+    baseline = "bf16 weights and activations"
+    lossless = False
+    gain_metric = "output_tokens_per_s"
+
+    name: Literal["w8a8"] = "w8a8"
+    format: Literal["fp8", "fp8_row", "fp8_block", "int8", "mxfp8"] = "fp8"
+
+    def apply(self, setup: EngineSetup) -> EngineSetup:
+        return _quantized(setup, PRECISIONS[self.format], PRECISIONS[_ACTIVATIONS[self.format]])
+
+
+class Sparsity24(Technique):
+    """Two of four weights are zero: 9/16 of the bytes at 16 bits, and twice the rate where the device has it."""
+
+    layer = "weights"
+    family = "move less data"
+    title = "2:4 sparsity"
+    baseline = "dense weights"
+    lossless = False
+    gain_metric = "tpot_s"
+
+    name: Literal["sparsity_2_4"] = "sparsity_2_4"
+
+    def apply(self, setup: EngineSetup) -> EngineSetup:
+        plan, dense = setup.precision, setup.precision.weights
+        if dense.sparse:
+            raise MemboundError(f"weights are {dense.name} already, so that sparsity_2_4 changes nothing; leave it out")
+        if dense.name in GGML_BLOCKS | GGML_MIXES or dense.values.startswith("nf") or dense.name.startswith("exl2"):
+            raise MemboundError(
+                f"{dense.name} weights cannot have 2:4 sparsity, because their blocks have no place for its indices; "
+                "give bf16, int8, int4 or fp8 weights"
+            )
+        kept = {part: plan.weights_of(part) for part in ("embedding", "lm_head", "router")}
+        return replace(setup, precision=replace(plan, weights=sparse24(dense), exceptions=_merged(plan, kept)))
+
+
+def _weight_format(name: str) -> Precision:
+    return parse_precision(name, "weights") or get_precision(name)
+
+
+def _quantized(setup: EngineSetup, weights: Precision, activations: Precision, *, lm_head: bool = False) -> EngineSetup:
+    """The set-up with these weights; the cache stays what it is."""
+    plan = setup.precision
+    assert not plan.weights.sparse, "engine_setup quantizes before it makes sparse"
+    if plan.weights.width < 16:
+        raise MemboundError(
+            f"weights cannot be {weights.name} and {plan.weights.name} at once; give one technique that quantizes them"
+        )
+    kept = {"embedding": plan.plain} if lm_head else usual_exceptions(weights, plan.plain)
+    quantized = replace(plan, weights=weights, activations=activations, exceptions=_merged(plan, kept))
+    return replace(setup, precision=quantized)
+
+
+def _merged(plan: PrecisionPlan, kept: dict[str, Precision]) -> tuple[tuple[str, Precision], ...]:
+    return tuple((dict(plan.exceptions) | kept).items())
