@@ -125,13 +125,45 @@ def calibrate(
     threads: Annotated[
         int | None, typer.Option(min=1, help="threads to calibrate with; all cores if not given")
     ] = None,
+    table: Annotated[
+        Path | None, typer.Option("--from", metavar="TABLE.csv", help="fit devices from a table of measured operators")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|YAML", help="with --from: this device alone, or one that a YAML file describes"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine's roofs: bandwidth by working set, matrix rate by format and shape, overheads."""
+    """Measure this machine's roofs, or fit the kernels of other devices to a table of measurements."""
     from membound.app import report
 
-    calibration = _calibrate(threads)
-    _print(calibration.model_dump(mode="json"), as_json, report.calibration)
+    if table is not None:
+        if threads is not None:
+            raise MemboundError("option --threads is for measuring this machine; leave it out with --from")
+        _print(_calibrate_from(table, device), as_json, report.foreign_calibration)
+        return
+    if device is not None:
+        raise MemboundError("option --device needs --from TABLE.csv; this machine is calibrated without it")
+    _print(_calibrate(threads).model_dump(mode="json"), as_json, report.calibration)
+
+
+@app.command()
+def validate(
+    table: Annotated[Path, typer.Argument(metavar="FILE.csv", help="measured operators, or end-to-end measurements")],
+    rows: Annotated[
+        Path | None, typer.Option(metavar="OUT.csv", help="write every row with its prediction to this file")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predictions against a table of published measurements: the error by group, and the worst rows."""
+    from membound.app import report
+    from membound.app.validation import document
+    from membound.roofline.validation.report import validate_table
+
+    found = validate_table(table)
+    if rows is not None:
+        found.write_rows(rows)
+    _print(document(found), as_json, report.validation)
 
 
 @app.command()
@@ -206,6 +238,17 @@ def _calibrate(threads: int | None) -> Any:
         calibration = run_calibrate(threads=threads, progress=listener.progress)
     calibration.save(local_calibration_path())
     return calibration
+
+
+def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
+    from membound.roofline.foreign import calibrate_from
+
+    found = calibrate_from(table, device)
+    devices = [
+        {"device": fits.device, "file": str(path), "rows": fits.tables[-1].rows, **fits.model_dump(mode="json")}
+        for fits, path in zip(found.devices, found.paths, strict=True)
+    ]
+    return {"devices": devices, "left_out": found.left_out}
 
 
 class _TerminalListener:

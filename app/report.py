@@ -235,3 +235,89 @@ def _number(value: float | int | None) -> str:
     if value is None:
         return "unknown"
     return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+# Rows of a table of groups in a terminal; the document has them all.
+_MOST_GROUPS = 20
+
+
+def validation(document: dict[str, Any]) -> RenderableType:
+    """Errors against a table of measurements by group, the worst rows, and why rows were left out."""
+    by_names: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for group in document["groups"]:
+        by_names.setdefault(tuple(group["by"]), []).append(group)
+    return Group(
+        f"{document['table']}: {document['rows']:,} rows, {document['predicted']:,} predicted, "
+        f"{document['refused']:,} refused, {document['judged']:,} judged",
+        *(_groups(names, groups) for names, groups in by_names.items()),
+        *_worst(document["worst"]),
+        *_reasons("refused", document["refusals"]),
+        *_reasons("predicted, but not judged", document["set_aside"]),
+    )
+
+
+def _groups(names: tuple[str, ...], groups: list[dict[str, Any]]) -> Table:
+    hidden = len(groups) - _MOST_GROUPS
+    table = Table(
+        title=f"by {' and '.join(names)}" if names else "all rows",
+        caption=f"and {hidden} more; --json has all" if hidden > 0 else None,
+        box=None,
+        pad_edge=False,
+    )
+    for name in names:
+        table.add_column(name)
+    for column in ("rows", "median", "mean", "90 %", "bias", "in interval"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group in groups[:_MOST_GROUPS]:
+        table.add_row(
+            *(group["by"][name] for name in names),
+            f"{group['n']:,}",
+            f"{group['median_ape']:.1%}",
+            f"{group['mean_ape']:.1%}",
+            f"{group['p90_ape']:.1%}",
+            f"{group['bias']:+.1%}",
+            f"{group['within_interval']:.0%}",
+        )
+    return table
+
+
+def _worst(rows: list[dict[str, Any]]) -> Iterator[str]:
+    if rows:
+        yield "the worst rows:"
+    for row in rows:
+        named = ", ".join(part for part in (row["source"], row["device"], row["model"]) if part)
+        low, high = text.digits(row["low"]), text.digits(row["high"])
+        reason = f" ({row['reason']})" if row["reason"] else ""
+        yield f"  line {row['line']}: {named}: {row['what']}"
+        yield (
+            f"    measured {text.digits(row['measured'])}, predicted {text.digits(row['predicted'])} "
+            f"[{low}, {high}]{reason}"
+        )
+
+
+def _reasons(title: str, counts: dict[str, int]) -> Iterator[str]:
+    if counts:
+        yield f"{title}:"
+    for reason, count in counts.items():
+        yield f"  {count:,}: {reason}"
+
+
+def foreign_calibration(document: dict[str, Any]) -> RenderableType:
+    """What a table showed of each device: how far its kernels were off before and after."""
+    parts: list[RenderableType] = []
+    for device in document["devices"]:
+        title = f"{device['device']}: median error of {device['rows']:,} rows before and after"
+        table = Table(title=title, box=None, pad_edge=False)
+        for column in ("kernel", "rows", "before", "after", "80 % within", "table"):
+            table.add_column(column, justify="left" if column in ("kernel", "table") else "right")
+        for residual in device["residuals"]:
+            table.add_row(
+                f"{residual['family']} {residual['kernel']}",
+                f"{residual['rows']:,}",
+                f"{residual['median_error_before']:.1%}",
+                f"{residual['median_error_after']:.1%}",
+                f"{residual['spread']:.1%}",
+                residual["table"],
+            )
+        parts += [table, f"kept in {device['file']}; predictions of {device['device']} use it from now on"]
+    return Group(*parts, *_reasons("not fitted", document["left_out"]))

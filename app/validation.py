@@ -1,0 +1,63 @@
+"""What does a comparison with a table of measurements come to, as one document?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from membound.roofline.validation.report import Group, RowResult, ValidationReport
+
+# What tells a row apart, where its columns hold it: names as they are, sizes behind the column's name.
+_NAMES = ("op", "metric", "dtype", "weight_dtype", "technique")
+_SIZES = ("tp", "m", "n", "k", "batch", "batch_or_concurrency", "q_len", "kv_len", "input_len", "output_len")
+
+
+def document(report: ValidationReport) -> dict[str, Any]:
+    """What `membound validate --json` prints: counts, errors by group, the worst rows, and why rows were left out."""
+    return {
+        "table": str(report.path),
+        "schema": report.schema,
+        "rows": report.rows,
+        "predicted": report.predicted,
+        "refused": report.refused,
+        "judged": len(report.judged),
+        "refusals": report.refusals,
+        "set_aside": report.set_aside,
+        "groups": [_group(group) for group in report.groups],
+        "worst": [_row(result) for result in report.worst],
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "by": group.by,
+        "n": group.n,
+        "median_ape": group.median_ape,
+        "p90_ape": group.p90_ape,
+        "mean_ape": group.mean_ape,
+        "bias": group.bias,
+        "within_interval": group.within_interval,
+    }
+
+
+def _row(result: RowResult) -> dict[str, Any]:
+    row = result.row
+    return {
+        "line": row.line,
+        "source": row.text("source"),
+        "device": result.device,
+        "model": result.model,
+        "what": _what(result),
+        "measured": row.measured,
+        "predicted": result.predicted,
+        "low": result.low,
+        "high": result.high,
+        "reason": result.reason or row.text("flags"),
+    }
+
+
+def _what(result: RowResult) -> str:
+    """`gemm fp8, m 4096, n 8192, k 4096`: what the row measures."""
+    row = result.row
+    name = " ".join(row.text(column) for column in _NAMES if row.text(column))
+    sizes = (f"{column.removesuffix('_or_concurrency')} {row.text(column)}" for column in _SIZES if row.text(column))
+    return ", ".join([name, *sizes])
