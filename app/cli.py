@@ -301,7 +301,7 @@ def _print(document: Any, as_json: bool, render: Any) -> None:
         return
     from rich.console import Console
 
-    Console().print(render(document))
+    Console(markup=False, emoji=False).print(render(document))
 
 
 def main() -> None:

@@ -93,9 +93,10 @@ def _step_words(document: dict[str, Any]) -> Iterator[str]:
     )
     if "breakeven_tokens" in step:
         yield (
-            f"speculation pays once a step yields more than {step['breakeven_tokens']:.2f} tokens a sequence, "
-            f"of {document['point']['drafts'] + 1} at most"
+            f"speculation pays, besides what drafting takes, once a step yields more than "
+            f"{step['breakeven_tokens']:.2f} tokens a sequence, of {step['most_tokens']} at most"
         )
+    yield from document["remarks"]
 
 
 def _layers(kind: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from membound.roofline.origin import Origin, origin_of
 from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import EngineSetup, remarks
 from membound.roofline.times import Times, times_for
 
 Phase = Literal["decode", "prefill", "verify"]
@@ -75,7 +75,7 @@ class Ridge:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts drafts in verify.
+    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts guesses in verify.
 
     Of a deployment on several devices the operators, bytes and memory are those of one of them.
     """
@@ -102,7 +102,7 @@ class OperatingPoint:
             if value < 1:
                 raise MemboundError(f"{name} is {value}; give 1 or more")
         setup = scenario.setup
-        gamma = setup.drafts.gamma if setup.drafts else 4
+        gamma = setup.drafts.tokens if setup.drafts else 4
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
         if context > model.max_context:
             raise MemboundError(f"context is {context}, more than the {model.max_context} tokens of '{model.name}'")
@@ -122,6 +122,11 @@ class OperatingPoint:
     @property
     def drafts(self) -> int:
         return self.gamma if self.phase == "verify" else 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a verify step yields for a sequence at most: of a tree of guesses one path is kept."""
+        return 1 + min(self.gamma, self.setup.drafts.gamma if self.setup.drafts else self.gamma)
 
     @cached_property
     def cost(self) -> StepCost:
@@ -269,7 +274,10 @@ class OperatingPoint:
         return None
 
     def breakeven_tokens(self) -> float:
-        """Tokens that a verify step must yield for each sequence to be worth its time against plain decoding."""
+        """Tokens that a verify step must yield for each sequence to be worth its time against plain decoding.
+
+        What drafting itself takes comes on top.
+        """
         return self.time_s / replace(self, phase="decode").time_s
 
     # --- what `membound predict` prints ---
@@ -291,7 +299,7 @@ class OperatingPoint:
             "bottleneck_share": self.shares,
         }
         if self.phase == "verify":
-            step["breakeven_tokens"] = self.breakeven_tokens()
+            step |= {"breakeven_tokens": self.breakeven_tokens(), "most_tokens": self.most_tokens}
         groups = self.groups
         group_of = {id(item): group.name for group in groups for item in group.operators}
         return {
@@ -307,6 +315,7 @@ class OperatingPoint:
             "memory": self._memory_json(),
             "parallel": {**self.setup.parallel.model_dump(), "devices": self.setup.parallel.devices},
             "origin": self._origin_json(),
+            "remarks": [] if self.calibrated else list(remarks(self.setup, hardware)),
             "hardware": {"name": hardware.name, "calibrated": self.calibrated, "source": hardware.source},
         }
 

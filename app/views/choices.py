@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import streamlit as st
@@ -13,11 +14,15 @@ from membound.app.i18n import Translate
 from membound.app.views import linked
 from membound.app.views.session import translate
 from membound.roofline import hardware, models
+from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import BATCHES, CONTEXTS, PHASES, OperatingPoint
-from membound.roofline.techniques import TECHNIQUES, engine_setup
+from membound.roofline.operators import check_parallel
+from membound.roofline.parallel import Parallelism
+from membound.roofline.techniques import TECHNIQUES, EngineSetup, engine_setup
 
 MODEL, DEVICE, BATCH, CONTEXT, GAMMA = "Llama-3.1-8B", "H100-SXM5", 8, 2048, 4
 GAMMAS = range(1, 17)
+DEGREES = (1, 2, 4, 8, 16)
 # what a step reads is changed by these; the other layers change which steps there are
 STEP_LAYERS = ("weights", "kv")
 
@@ -38,9 +43,24 @@ def operating_point() -> OperatingPoint:
             phase = _one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
             context = _one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, _short)
             batch = _one_of("batch", BATCHES, BATCH, t, str)
+            setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques])
+            tp = _one_of("tp", _divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA
-    setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques])
+    setup = replace(setup, parallel=Parallelism(tp=tp))
     return OperatingPoint(model, hardware.get_hardware(device), setup, phase, batch, context, gamma)
+
+
+def _divisors(model: models.ModelSpec, setup: EngineSetup) -> list[int]:
+    """The degrees of tensor parallelism that divide a model."""
+    return [tp for tp in DEGREES if _divides(model, replace(setup, parallel=Parallelism(tp=tp)))]
+
+
+def _divides(model: models.ModelSpec, setup: EngineSetup) -> bool:
+    try:
+        check_parallel(model, setup)
+    except MemboundError:
+        return False
+    return True
 
 
 def _model(t: Translate) -> models.ModelSpec:

@@ -53,24 +53,37 @@ def _answer(point: OperatingPoint, t: Translate) -> None:
             share=text.percent(share),
         )
     )
-    sentences = [
-        t("explore.calibrated" if point.calibrated else "explore.datasheet", device=device_name(point.hardware, t))
-    ]
+    sentences = [_origin(point, t)]
     if others:
         sentences.append(t("explore.second", bound=t(f"bound.{others[0][0]}"), share=text.percent(others[0][1])))
     if change := point.next_bound():
         sentences.append(t("explore.next", batch=change[0], bound=t(f"bound.{change[1]}")))
     if point.phase == "verify":
         tokens = f"{point.breakeven_tokens():.2f}"
-        sentences.append(t("explore.breakeven", tokens=tokens, most=point.gamma + 1))
+        sentences.append(t("explore.breakeven", tokens=tokens, most=point.most_tokens))
     st.write(" ".join(sentences))
     numbers = st.columns(4)
     numbers[0].metric(t("metric.step"), text.seconds(float(cost.time_s)), help=t("help.step"))
     numbers[1].metric(t("metric.rate"), text.rate(point.tokens_per_s), help=t("help.rate"))
+    ridge = point.ridge
     numbers[2].metric(
-        t("metric.intensity"), f"{text.digits(float(cost.arithmetic_intensity))} FLOP/byte", help=t("help.intensity")
+        t("metric.intensity"),
+        f"{text.digits(ridge.intensity)} FLOP/byte",
+        help=t("help.intensity", ridge=text.digits(ridge.flops_per_byte), dtype=ridge.dtype),
     )
     numbers[3].metric(t("metric.moved"), text.moved(float(cost.bytes)), help=t("help.moved"))
+
+
+def _origin(point: OperatingPoint, t: Translate) -> str:
+    """Plainly, whether the device was measured, and whose times it has where it was not."""
+    device, origin = device_name(point.hardware, t), point.origin
+    if origin.kind == "calibrated":
+        return t("explore.calibrated", device=device)
+    if origin.kind == "measured":
+        return t("explore.measured", device=device)
+    scopes = [t("scope.any") if scope == "any" else t("scope.devices", scope=scope) for scope in origin.inherited_from]
+    share = text.percent(origin.measured_share)
+    return t(f"explore.{origin.kind}", device=device, share=share, scopes=", ".join(scopes))
 
 
 def _fit(point: OperatingPoint, t: Translate) -> None:
@@ -84,8 +97,8 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
 
 def _roofline(point: OperatingPoint, t: Translate) -> None:
     steps = [roofline.PlacedStep(t("explore.this_step"), "", point.cost)]
-    if point.setup != EngineSetup():
-        plain = replace(point, setup=EngineSetup())
+    if point.setup != EngineSetup(parallel=point.setup.parallel):
+        plain = replace(point, setup=EngineSetup(parallel=point.setup.parallel))
         steps.insert(0, roofline.PlacedStep(t("explore.plain_step"), "", plain.cost))
     st.header(t("explore.roofline"))
     chart(
@@ -112,6 +125,8 @@ def _memory(point: OperatingPoint, t: Translate) -> None:
         alt=memory.alt_text(point.memory, capacity, t),
         caption=t("memory.caption", total=text.gib(point.memory.total_bytes), capacity=text.gib(capacity)),
     )
+    if point.fits:
+        st.caption(t("explore.still_fits", batch=f"{point.largest_batch():,}", context=f"{point.largest_context():,}"))
 
 
 def _sweep(point: OperatingPoint, t: Translate) -> None:

@@ -17,18 +17,20 @@ VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not meas
 
 
 def operator_table(point: OperatingPoint, t: Translate) -> pd.DataFrame:
-    """The operators of a step, the longest first."""
+    """The operators of a step by what they serve, the longest first."""
     return pd.DataFrame(
         {
+            t("column.group"): f"{t(f'group.{group.name}')} {text.percent(group.time_s / point.time_s)}",
             t("column.operator"): op.operator.name,
             t("column.calls"): op.operator.calls,
             t("column.time"): text.seconds(float(op.total_s)),
-            t("column.share"): text.percent(float(op.total_s / point.cost.time_s)),
-            t("column.flops"): text.flops(float(op.operator.flops * op.operator.calls)),
-            t("column.bytes"): text.moved(float(op.operator.bytes * op.operator.calls)),
+            t("column.share"): text.percent(float(op.total_s) / point.time_s),
+            t("column.flops"): text.flops(float(op.operator.flops) * op.operator.calls),
+            t("column.bytes"): text.moved(float(op.operator.bytes + op.operator.link_bytes) * op.operator.calls),
             t("column.bound"): _bound(op.bound, t),
         }
-        for op in sorted(point.cost.operators, key=lambda op: -float(op.total_s))
+        for group in sorted(point.groups, key=lambda group: -group.time_s)
+        for op in sorted(group.operators, key=lambda op: -float(op.total_s))
     )
 
 

@@ -149,7 +149,27 @@ def test_a_finished_measurement_is_found_by_a_new_session(calibrated: Store) -> 
 def test_explore_answers_with_time_interval_and_bound(store: Store) -> None:
     at = _page("explore")
     assert "reading weights" in at.header[0].value and " ms" in at.header[0].value
-    assert "H100-SXM5 is not calibrated" in _words(at)
+    assert "measured on H100-SXM5" in _words(at)
+
+
+def test_explore_says_plainly_that_a_device_was_not_measured(store: Store) -> None:
+    at = _page("explore", hw="MI300A")
+    assert "MI300A was not measured: its times are inherited from HBM devices" in _words(at)
+
+
+def test_explore_divides_a_model_as_far_as_its_heads_go(store: Store) -> None:
+    at = _page("explore", model="Qwen2.5-0.5B", tp="2")
+    assert at.segmented_control(key="tp").options == ["1", "2"]
+    at.toggle(key="roofline_table").set_value(True).run()
+    (operators,) = (frame.value for frame in at.dataframe if T("column.operator") in frame.value)
+    assert any(part.startswith(T("group.communication")) for part in operators[T("column.group")])
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V3", "Jamba-v0.1", "RWKV-7-1.5B", "Llama-3.3-Nemotron-Super-49B"])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_explore_draws_models_of_every_kind(store: Store, model: str, phase: str) -> None:
+    at = _page("explore", model=model, hw="B200-SXM", phase=phase, ctx="1024")
+    assert not at.exception and at.header[0].value
 
 
 def test_a_link_reproduces_the_operating_point(calibrated: Store) -> None:
