@@ -71,16 +71,23 @@ def int8_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def e2m1_to_bf16(nibble):
-    """OCP e2m1, bits 0 to 3 of a uint8: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+def mxfp4_to_bf16(nibble, exponent):
+    """OCP e2m1 (bits 0 to 3 of a uint8: 0, 0.5, 1, 1.5, 2, 3, 4, 6, negative with bit 3) times 2**(exponent - 127).
 
-    Exponent and mantissa move to where bf16 has them, and 2**126 makes up for the other bias, subnormals included.
+    Exponent and mantissa move to where bf16 has them, and 2**126 makes up for the other bias, subnormals included. The
+    e8m0 `exponent` (uint8) is a bf16 number's own; all products are exact.
     """
-    bits = nibble.to(tl.int16)
-    number = (((bits & 8) << 12) | ((bits & 7) << 6)).to(tl.bfloat16, bitcast=True)
-    if INTERPRETED:
-        number = number.to(tl.float32)
-    return (number * 8.507059173023462e37).to(tl.bfloat16)
+    code = nibble.to(tl.int32)
+    number = bits_as_bf16(((code & 8) << 12) | ((code & 7) << 6))
+    power = exponent.to(tl.int32)
+    scale = bits_as_bf16(tl.where(power == 0, 0x40, power << 7))
+    return (number * 8.507059173023462e37 * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def bits_as_bf16(bits):
+    """The bf16 with these bits (int32); the interpreter, which computes with bf16's bits, gets the same as an fp32."""
+    return (bits << 16).to(tl.float32, bitcast=True) if INTERPRETED else bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

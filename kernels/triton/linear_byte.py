@@ -117,7 +117,7 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
     steps, shortest = -(-k // block_k), max(1, 512 // block_k)
-    return with_split_k(x, n, tiles=tiles, steps=steps, shortest=shortest, splits=splits, start=start)
+    return with_split_k(x, n, x.dtype, tiles=tiles, steps=steps, shortest=shortest, splits=splits, start=start)
 
 
 def linear_byte_reference(x: Tensor, weight: ByteWeight) -> Tensor:

@@ -158,8 +158,8 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
-    steps = k // weight.group
-    return with_split_k(x, n, tiles=tiles, steps=steps, shortest=512 // weight.group, splits=splits, start=start)
+    steps, shortest = k // weight.group, 512 // weight.group
+    return with_split_k(x, n, x.dtype, tiles=tiles, steps=steps, shortest=shortest, splits=splits, start=start)
 
 
 def linear_int4_reference(x: Tensor, weight: Int4Weight) -> Tensor:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from membound.kernels.triton.activation import ActivationFormat
+from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.launch import Launch, recording
 from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
+from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
+from membound.kernels.triton.linear_sparse import HALF_CHUNK, SparseWeight, linear_sparse
+from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.machine import Machine
 from membound.kernels.triton.mla_decode import mla_decode
 from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
@@ -66,6 +69,33 @@ def _linear_byte(format: ByteFormat, m: int) -> None:
     n, k = 4096, 14336
     data = _of(n, k, dtype=torch.int8 if format == "int8" else torch.uint8)
     linear_byte(_of(m, k), ByteWeight(format, data, _of(n, dtype=torch.float32)))
+
+
+def _linear_w8a8(format: ByteFormat, m: int) -> None:
+    n, k = 4096, 14336
+    data = _of(n, k, dtype=torch.int8 if format == "int8" else torch.uint8)
+    x = QuantizedRows.empty(format, m, k, META)
+    linear_w8a8(x, ByteWeight(format, data, _of(n, dtype=torch.float32)), torch.bfloat16)
+
+
+def _linear_fp8_blocks(m: int) -> None:
+    n, k = 4096, 14336
+    x = Fp8Blocks(_of(m, k, dtype=torch.uint8), _of(m, k // 128, dtype=torch.float32), 1)
+    scale = _of(n // 128, k // 128, dtype=torch.float32)
+    linear_fp8_blocks(x, Fp8Blocks(_of(n, k, dtype=torch.uint8), scale, 128), torch.bfloat16)
+
+
+def _linear_sparse(m: int) -> None:
+    n, k = 4096, 14336
+    values, places = _of(n, k // 256, 2, 2, HALF_CHUNK), _of(n, k // 256, HALF_CHUNK, dtype=torch.uint8)
+    linear_sparse(_of(m, k), SparseWeight(values, places, k))
+
+
+def _linear_mxfp4(m: int) -> None:
+    n, k = 4096, 14336
+    shape = (n // PACK_ROWS, k // 32, PACK_ROWS)
+    data, scale = _of(*shape, 16, dtype=torch.uint8), _of(*shape, dtype=torch.uint8)
+    linear_mxfp4(_of(m, k), Mxfp4Weight(data, scale, n))
 
 
 def _moe(format: ExpertFormat, tokens: int) -> None:
@@ -130,6 +160,17 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_byte fp8 m 16": lambda: _linear_byte("fp8", 16),
     "linear_byte int8 m 64": lambda: _linear_byte("int8", 64),
     "linear_byte fp8 m 512": lambda: _linear_byte("fp8", 512),
+    "linear_w8a8 int8 m 16": lambda: _linear_w8a8("int8", 16),
+    "linear_w8a8 fp8 m 64": lambda: _linear_w8a8("fp8", 64),
+    "linear_w8a8 int8 m 4096": lambda: _linear_w8a8("int8", 4096),
+    "linear_w8a8 fp8 m 4096": lambda: _linear_w8a8("fp8", 4096),
+    "linear_fp8_blocks m 16": lambda: _linear_fp8_blocks(16),
+    "linear_fp8_blocks m 4096": lambda: _linear_fp8_blocks(4096),
+    "linear_sparse m 1": lambda: _linear_sparse(1),
+    "linear_sparse m 64": lambda: _linear_sparse(64),
+    "linear_mxfp4 m 1": lambda: _linear_mxfp4(1),
+    "linear_mxfp4 m 64": lambda: _linear_mxfp4(64),
+    "linear_mxfp4 m 512": lambda: _linear_mxfp4(512),
     "moe_linear half": lambda: _moe("half", SEQUENCES),
     "moe_linear int8": lambda: _moe("int8", SEQUENCES),
     "moe_linear fp8": lambda: _moe("fp8", SEQUENCES),

@@ -67,6 +67,9 @@ def resources_of(launch: Launch, arch: str) -> Resources:
         text = compiled.asm["amdgcn"]
         registers, spills = (_number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count"))
         return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None)
+    if re.search(r"^\s*trap;", compiled.asm["ptx"], re.MULTILINE):
+        # What Triton makes, without a word, of a kernel whose accumulators exceed Blackwell's tensor memory.
+        raise RuntimeError(f"{launch.name} with {launch.config} compiles to a trap for {arch}")
     registers, spilled = _assemble(compiled.asm["ptx"])
     return Resources(launch.name, arch, registers, spilled, shared, threads, _widest_load(compiled.asm["ptx"]))
 

@@ -47,10 +47,10 @@ def split_k_sum_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constex
 
 
 def with_split_k(
-    x: Tensor, n: int, *, tiles: tuple[int, int], steps: int, shortest: int, splits: int | None,
+    x: Tensor, n: int, dtype: torch.dtype, *, tiles: tuple[int, int], steps: int, shortest: int, splits: int | None,
     start: Callable[[tuple[int, int, int], Tensor], None],
 ) -> Tensor:  # fmt: skip
-    """y [m, n] in x's dtype: `start(grid, out)` launches programs (tile of n, tile of m, split) that write `out`.
+    """y [m, n] in `dtype`: `start(grid, out)` launches programs (tile of n, tile of m, split) that write `out`.
 
     `tiles` are the sizes of those of n and m; k is `steps` steps, of which a split should have `shortest`. Without
     splitting `out` is y, otherwise parts [splits, m, n] in fp32 that are added up.
@@ -63,7 +63,7 @@ def with_split_k(
         waves = 3 if m <= 16 else 2 if m <= 64 else 1
         splits = splits_for(grid[0] * grid[1], steps, max(shortest, steps * m // MOST_PART_ROWS), machine, waves)
     splits = min(splits, max(steps, 1))
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    out = torch.empty(m, n, dtype=dtype, device=x.device)
     if splits == 1:
         start((*grid, 1), out)
         return out

@@ -1,0 +1,230 @@
+"""How fast is a linear layer of which both sides take one byte: int8, or fp8 with a scale a row, or a scale a block?
+
+The tensor cores multiply the bytes themselves, twice as fast as halves; int8 sums are exact. Where the hardware cannot
+multiply fp8, it is widened to fp16, which holds every e4m3 exactly. Blocks of 128 x 128 weights and of 128 elements of
+a token are those of DeepSeek-V3, 2024, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton import check
+from membound.kernels.triton.activation import QuantizedRows
+from membound.kernels.triton.lang import dot, fp8_to
+from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.linear_byte import ByteWeight
+from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+
+BLOCK = 128
+
+
+@triton.jit
+def fp8_dot(a, b, acc, NATIVE: tl.constexpr):
+    """acc + a @ b of e4m3 in uint8."""
+    if NATIVE:
+        acc = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True), acc)
+    else:
+        acc = dot(fp8_to(a, tl.float16, False), fp8_to(b, tl.float16, False), acc)
+    return acc
+
+
+@triton.jit
+def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, split_stride,
+                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Program (tile of n, tile of m, split of k)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2), SPLITS)
+    row = tl.minimum(n, columns - 1)
+    token = tl.minimum(m, rows - 1)  # what lies behind the last row or token is not stored
+    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
+    x_at = x + token[:, None].to(tl.int64) * k_size + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if FORMAT == "int8" else tl.float32)
+    for step in range(begin, end):
+        start = step * BLOCK_K
+        if EVEN_K:
+            weight = tl.load(data_at + start)
+            activation = tl.load(x_at + start)
+        else:
+            inside = k[None, :] < k_size - start
+            weight = tl.load(data_at + start, mask=inside, other=0)
+            activation = tl.load(x_at + start, mask=inside, other=0)
+        if FORMAT == "int8":
+            acc = tl.dot(weight, tl.trans(activation), acc, out_dtype=tl.int32)
+        else:
+            acc = fp8_dot(weight, tl.trans(activation), acc, FP8_NATIVE)
+    result = acc.to(tl.float32) * tl.load(scale + row)[:, None] * tl.load(x_scale + token)[None, :]
+    store_tile(out, result, m, n, rows, columns, split_stride, SPLITS)
+
+
+def linear_w8a8(
+    x: QuantizedRows, weight: ByteWeight, dtype: torch.dtype, *, splits: int | None = None, config: Config | None = None
+) -> Tensor:
+    """x [m, k] times the weight [n, k] transposed, both int8 or both fp8: [m, n] in `dtype`."""
+    n, k = weight.shape
+    check.require(x.format == weight.format, "x.format", f"is {x.format}, the weight's is {weight.format}")
+    stored = torch.int8 if weight.format == "int8" else torch.uint8
+    check.tensor("x.data", x.data, [None, k], [stored])
+    m = x.data.shape[0]
+    check.tensor("x.scale", x.scale, [m], [torch.float32], x.data)
+    check.tensor("weight.data", weight.data, [n, k], [stored], x.data)
+    check.tensor("weight.scale", weight.scale, [n], [torch.float32], x.data)
+    check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
+    machine = machine_for(x.data)
+    config = config or configure("linear_w8a8", machine, m=m)
+    block_k = config.tiles["BLOCK_K"]
+
+    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+        launch(
+            linear_w8a8_kernel,
+            grid,
+            x.data,
+            x.scale,
+            weight.data,
+            weight.scale,
+            out,
+            m,
+            n,
+            k,
+            m * n,
+            config=config,
+            FORMAT=weight.format,
+            FP8_NATIVE=machine.has_fp8,
+            EVEN_K=k % block_k == 0,
+            SPLITS=grid[2],
+        )
+
+    tiles, steps = (config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]), -(-k // block_k)
+    shortest = max(1, 512 // block_k)
+    return with_split_k(x.data, n, dtype, tiles=tiles, steps=steps, shortest=shortest, splits=splits, start=start)
+
+
+def linear_w8a8_reference(x: QuantizedRows, weight: ByteWeight) -> Tensor:
+    """The same in fp32."""
+    return x.dequantized() @ weight.dequantized().t()
+
+
+def linear_w8a8_bytes(x: QuantizedRows, weight: ByteWeight) -> int:
+    """Bytes that must move: the weight and x with their scales once, y once in halves."""
+    return weight.nbytes + x.nbytes + x.data.shape[0] * weight.shape[0] * 2
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """e4m3 in uint8 `data` [rows, k] with an fp32 `scale` a block of `rows_a_block` (1 or 128) x 128 elements."""
+
+    data: Tensor
+    scale: Tensor
+    rows_a_block: int
+
+    @classmethod
+    def quantize(cls, dense: Tensor, rows_a_block: int) -> Fp8Blocks:
+        """Round to nearest; a block's largest element becomes 448."""
+        rows, k = dense.shape
+        high, wide = -(-rows // rows_a_block), -(-k // BLOCK)
+        padded = torch.nn.functional.pad(dense.float(), (0, wide * BLOCK - k, 0, high * rows_a_block - rows))
+        blocks = padded.view(high, rows_a_block, wide, BLOCK)
+        scale = blocks.abs().amax((1, 3)) / 448
+        scaled = blocks / torch.where(scale > 0, scale, 1.0)[:, None, :, None]
+        data = scaled.view(high * rows_a_block, wide * BLOCK)[:rows, :k].to(torch.float8_e4m3fn)
+        return cls(data.contiguous().view(torch.uint8), scale, rows_a_block)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantized(self) -> Tensor:
+        """[rows, k] in fp32."""
+        rows, k = self.data.shape
+        scale = self.scale.repeat_interleave(self.rows_a_block, 0).repeat_interleave(BLOCK, 1)[:rows, :k]
+        return self.data.view(torch.float8_e4m3fn).float() * scale
+
+
+@triton.jit
+def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, split_stride,
+                             FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+                             SCALE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Program (tile of n, tile of m, split of the blocks of k)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, SCALE_BLOCK)
+    begin, end = split_range(blocks, tl.program_id(2), SPLITS)
+    row = tl.minimum(n, columns - 1)
+    token = tl.minimum(m, rows - 1)
+    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
+    x_at = x + token[:, None].to(tl.int64) * k_size + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in range(begin, end):
+        start = block * SCALE_BLOCK
+        if EVEN_K:
+            weight = tl.load(data_at + start)
+            activation = tl.load(x_at + start)
+        else:
+            inside = k[None, :] < k_size - start
+            weight = tl.load(data_at + start, mask=inside, other=0)
+            activation = tl.load(x_at + start, mask=inside, other=0)
+        w_scale = tl.load(scale + row // SCALE_BLOCK * blocks + block)
+        a_scale = tl.load(x_scale + token * blocks + block)
+        part = fp8_dot(weight, tl.trans(activation), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), FP8_NATIVE)
+        acc += part * w_scale[:, None] * a_scale[None, :]
+    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+
+
+def linear_fp8_blocks(
+    x: Fp8Blocks, weight: Fp8Blocks, dtype: torch.dtype, *, splits: int | None = None, config: Config | None = None
+) -> Tensor:
+    """x [m, k], a scale for each token's 128 elements, times the weight [n, k] transposed: [m, n] in `dtype`."""
+    check.tensor("weight.data", weight.data, [None, None], [torch.uint8])
+    n, k = weight.data.shape
+    blocks = -(-k // BLOCK)
+    check.tensor("x.data", x.data, [None, k], [torch.uint8], weight.data)
+    m = x.data.shape[0]
+    check.require(x.rows_a_block == 1, "x.rows_a_block", f"is {x.rows_a_block}, should be 1")
+    check.require(weight.rows_a_block == BLOCK, "weight.rows_a_block", f"is {weight.rows_a_block}, should be {BLOCK}")
+    check.tensor("x.scale", x.scale, [m, blocks], [torch.float32], x.data)
+    check.tensor("weight.scale", weight.scale, [-(-n // BLOCK), blocks], [torch.float32], x.data)
+    check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
+    machine = machine_for(x.data)
+    config = config or configure("linear_fp8_blocks", machine, m=m)
+
+    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+        launch(
+            linear_fp8_blocks_kernel,
+            grid,
+            x.data,
+            x.scale,
+            weight.data,
+            weight.scale,
+            out,
+            m,
+            n,
+            k,
+            blocks,
+            m * n,
+            config=config,
+            FP8_NATIVE=machine.has_fp8,
+            EVEN_K=k % BLOCK == 0,
+            SPLITS=grid[2],
+            SCALE_BLOCK=BLOCK,
+        )
+
+    tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
+    return with_split_k(x.data, n, dtype, tiles=tiles, steps=blocks, shortest=4, splits=splits, start=start)
+
+
+def linear_fp8_blocks_reference(x: Fp8Blocks, weight: Fp8Blocks) -> Tensor:
+    """The same in fp32."""
+    return x.dequantized() @ weight.dequantized().t()
+
+
+def linear_fp8_blocks_bytes(x: Fp8Blocks, weight: Fp8Blocks) -> int:
+    """Bytes that must move: the weight and x with their scales once, y once in halves."""
+    return weight.nbytes + x.nbytes + x.data.shape[0] * weight.data.shape[0] * 2

@@ -1,0 +1,191 @@
+"""MXFP4, 2:4 sparse and byte-by-byte linears: the fp32 product with what their bits mean."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from membound.kernels.triton import lang  # noqa: E402
+from membound.kernels.triton.activation import QuantizedRows  # noqa: E402
+from membound.kernels.triton.launch import Config  # noqa: E402
+from membound.kernels.triton.linear_byte import ByteWeight  # noqa: E402
+from membound.kernels.triton.linear_mxfp4 import (  # noqa: E402
+    Mxfp4Weight,
+    linear_mxfp4,
+    linear_mxfp4_bytes,
+    linear_mxfp4_reference,
+)
+from membound.kernels.triton.linear_sparse import (  # noqa: E402
+    SparseWeight,
+    linear_sparse,
+    linear_sparse_bytes,
+    linear_sparse_reference,
+)
+from membound.kernels.triton.linear_w8a8 import (  # noqa: E402
+    Fp8Blocks,
+    linear_fp8_blocks,
+    linear_fp8_blocks_bytes,
+    linear_fp8_blocks_reference,
+    linear_w8a8,
+    linear_w8a8_bytes,
+    linear_w8a8_reference,
+)
+
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
+# Of the result; products and sums are in fp32. Triton's interpreter cuts bf16 off where a GPU rounds it.
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+E2M1_NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+SPLITS = st.sampled_from([None, 1, 2, 3])
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def close(y, reference):
+    return torch.allclose(y.float(), reference, rtol=ROUNDING[y.dtype], atol=2e-5 * float(reference.abs().max() + 1))
+
+
+def moved(weight, device):
+    fields = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in vars(weight).items()}
+    return type(weight)(**fields)
+
+
+@settings(deadline=None, max_examples=20)
+@given(m=st.integers(1, 19), n=st.integers(1, 70), groups=st.integers(1, 7), splits=SPLITS)
+def test_mxfp4_weights_give_the_product_with_what_their_nibbles_mean(device, m, n, groups, splits):
+    sizes = torch.logspace(-6, 6, groups * 32)  # so that scales differ much from group to group
+    weight = moved(Mxfp4Weight.quantize(random(n, groups * 32) * sizes), device)
+    x = (random(m, groups * 32, seed=1) / sizes).to(device, torch.bfloat16)
+    y = linear_mxfp4(x, weight, splits=splits, config=Config({"BLOCK_N": 32, "BLOCK_M": 16, "STEP": 2}))
+    assert close(y, linear_mxfp4_reference(x, weight))
+
+
+def test_mxfp4_holds_its_own_numbers_exactly_and_rounds_others_to_the_nearest():
+    code = torch.randint(0, 16, (65, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scale = torch.randint(110, 140, (65, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    numbers = E2M1_NUMBERS[code.long()]
+    exact = numbers * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+    assert torch.equal(Mxfp4Weight.pack(code, scale).dequantized(), exact)
+    dense = random(5, 96)
+    largest = dense.view(5, 3, 32).abs().amax(-1).repeat_interleave(32, 1)
+    # The widest gaps are 2 of a scale of which the largest element is 4 to 8: half a gap, or what 6 cuts off of 8.
+    assert ((Mxfp4Weight.quantize(dense).dequantized() - dense).abs() <= largest / 4).all()
+
+
+def test_every_mxfp4_number_is_unpacked_exactly_whatever_its_scale(device):
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def unpack(x, scale, y):
+        at = tl.arange(0, 4096)
+        tl.store(y + at, lang.mxfp4_to_bf16(tl.load(x + at), tl.load(scale + at)))
+
+    code = torch.arange(16, dtype=torch.uint8, device=device).repeat(256)
+    scale = torch.arange(256, dtype=torch.uint8, device=device).repeat_interleave(16)
+    y = torch.empty(4096, dtype=torch.bfloat16, device=device)
+    unpack[(1,)](code, scale, y)
+    exact = E2M1_NUMBERS.to(device)[code.long()] * torch.exp2(scale.double() - 127)
+    normal = (scale >= 3) & (scale <= 251)  # beyond, some products are no normal bf16
+    assert torch.equal(y.double()[normal], exact[normal])
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    m=st.integers(1, 19), n=st.integers(1, 40), k=st.sampled_from([4, 60, 256, 300, 516]), dtype=DTYPES, splits=SPLITS
+)
+def test_2_of_4_weights_give_the_product_with_the_zeros_between_them(device, m, n, k, dtype, splits):
+    weight = moved(SparseWeight.prune(random(n, k).to(dtype)), device)
+    x = random(m, k, seed=1).to(device, dtype)
+    y = linear_sparse(x, weight, splits=splits, config=Config({"BLOCK_N": 16, "BLOCK_M": 16}))
+    assert close(y, linear_sparse_reference(x, weight))
+
+
+@settings(deadline=None, max_examples=20)
+@given(n=st.integers(1, 9), k=st.sampled_from([4, 60, 256, 516]))
+def test_pruning_keeps_the_two_largest_of_four_where_they_were_and_what_is_sparse_already(n, k):
+    dense = random(n, k).bfloat16()
+    pruned = SparseWeight.prune(dense).dequantized()
+    groups, kept = dense.float().view(n, -1, 4), pruned.view(n, -1, 4)
+    assert (kept != 0).sum(-1).eq(2).all()
+    assert torch.equal(kept[kept != 0], groups[kept != 0])
+    assert torch.allclose(kept.abs().sum(-1), groups.abs().sort(dim=-1).values[..., 2:].sum(-1))
+    assert torch.equal(SparseWeight.prune(pruned.bfloat16()).dequantized(), pruned)
+
+
+def test_2_of_4_weights_take_nine_sixteenths_of_the_bytes_of_the_dense_ones():
+    weight = SparseWeight.prune(random(16, 512).bfloat16())
+    assert weight.nbytes == 16 * 512 * 2 * 9 / 16
+    assert linear_sparse_bytes(3, weight) == weight.nbytes + 3 * (16 + 512) * 2
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    format=st.sampled_from(["int8", "fp8"]),
+    m=st.integers(1, 19),
+    n=st.integers(1, 40),
+    k=st.integers(1, 150) | st.sampled_from([64, 128]),
+    dtype=DTYPES,
+    splits=SPLITS,
+)
+def test_bytes_times_bytes_give_the_product_of_what_both_mean(device, format, m, n, k, dtype, splits):
+    weight = moved(ByteWeight.quantize(random(n, k), format), device)
+    x = QuantizedRows.of(random(m, k, seed=1).to(device), format)
+    y = linear_w8a8(x, weight, dtype, splits=splits, config=Config({"BLOCK_N": 16, "BLOCK_M": 16, "BLOCK_K": 32}))
+    assert close(y, linear_w8a8_reference(x, weight))
+
+
+@settings(deadline=None, max_examples=15)
+@given(m=st.integers(1, 19), n=st.sampled_from([1, 100, 130]), k=st.sampled_from([128, 130, 300]), splits=SPLITS)
+def test_fp8_blocks_give_the_product_with_every_blocks_own_scale(device, m, n, k, splits):
+    sizes = torch.logspace(-2, 2, k)  # so that the blocks' scales differ
+    weight = moved(Fp8Blocks.quantize(random(n, k) * sizes, 128), device)
+    x = moved(Fp8Blocks.quantize(random(m, k, seed=1) * sizes.flip(0), 1), device)
+    config = Config({"BLOCK_N": 32, "BLOCK_M": 16})
+    y = linear_fp8_blocks(x, weight, torch.bfloat16, splits=splits, config=config)
+    assert close(y, linear_fp8_blocks_reference(x, weight))
+
+
+@pytest.mark.parametrize("m", [1, 70])
+def test_the_stored_configurations_give_the_same(device, m):
+    dense, x = random(130, 256), random(m, 256, seed=1).to(device, torch.bfloat16)
+    mxfp4, sparse = moved(Mxfp4Weight.quantize(dense), device), moved(SparseWeight.prune(dense.bfloat16()), device)
+    assert close(linear_mxfp4(x, mxfp4), linear_mxfp4_reference(x, mxfp4))
+    assert close(linear_sparse(x, sparse), linear_sparse_reference(x, sparse))
+    rows, weight = QuantizedRows.of(x, "int8"), moved(ByteWeight.quantize(dense, "int8"), device)
+    assert close(linear_w8a8(rows, weight, torch.bfloat16), linear_w8a8_reference(rows, weight))
+    blocks, weight = Fp8Blocks.quantize(x, 1), moved(Fp8Blocks.quantize(dense, 128), device)
+    assert close(linear_fp8_blocks(blocks, weight, torch.bfloat16), linear_fp8_blocks_reference(blocks, weight))
+
+
+def test_declared_bytes_count_weights_scales_and_activations_once():
+    mxfp4 = Mxfp4Weight.quantize(random(48, 64))
+    assert linear_mxfp4_bytes(3, mxfp4) == 48 * 64 * (4 + 8 / 32) / 8 + 3 * (48 + 64) * 2
+    rows, weight = QuantizedRows.of(random(3, 64), "int8"), ByteWeight.quantize(random(48, 64), "int8")
+    assert linear_w8a8_bytes(rows, weight) == 48 * (64 + 4) + 3 * (64 + 4) + 3 * 48 * 2
+    x, blocks = Fp8Blocks.quantize(random(3, 256), 1), Fp8Blocks.quantize(random(130, 256), 128)
+    assert linear_fp8_blocks_bytes(x, blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 2 * 4) + 3 * 130 * 2
+
+
+def test_bad_arguments_are_named(device):
+    x = random(2, 64).to(device, torch.bfloat16)
+    mxfp4 = moved(Mxfp4Weight.quantize(random(8, 64)), device)
+    sparse = moved(SparseWeight.prune(random(8, 64).bfloat16()), device)
+    for linear, weight in ((linear_mxfp4, mxfp4), (linear_sparse, sparse)):
+        for wrong in (x.float(), x[:, :32], x[None]):
+            with pytest.raises(ValueError, match=r"^x: "):
+                linear(wrong, weight)
+    with pytest.raises(ValueError, match=r"^weight\.values: dtype"):
+        linear_sparse(x.half(), sparse)
+    with pytest.raises(ValueError, match=r"^weight: 6 columns are not groups of 4"):
+        SparseWeight.prune(random(2, 6).half())
+    rows, weight = QuantizedRows.of(x, "int8"), moved(ByteWeight.quantize(random(8, 64), "fp8"), device)
+    with pytest.raises(ValueError, match=r"^x\.format: is int8, the weight's is fp8"):
+        linear_w8a8(rows, weight, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^dtype: is torch\.float32"):
+        linear_w8a8(QuantizedRows.of(x, "fp8"), weight, torch.float32)
+    with pytest.raises(ValueError, match=r"^weight\.rows_a_block: is 1, should be 128"):
+        linear_fp8_blocks(Fp8Blocks.quantize(x, 1), Fp8Blocks.quantize(x, 1), torch.bfloat16)
