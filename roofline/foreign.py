@@ -165,11 +165,12 @@ def calibrate_from(path: Path, device: str | None = None) -> ForeignCalibration:
         )
     sheet = Path(device).expanduser() if device and device.endswith((".yaml", ".yml")) else None
     rows = table.rows if device is None else _rows_of(table, device, sheet)
-    cases, left_out = _cases(rows)
+    cases, reasons = _cases(rows)
     usable = [batch.only(batch.possible() & batch.usual()) for batch in batches(cases)]
     beyond = len(cases) - sum(len(batch.cases) for batch in usable)
     if beyond:
-        left_out["faster than the device's roofs allow, or the best of a search over shapes"] = beyond
+        reasons["faster than the device's roofs allow, or the best of a search over shapes"] = beyond
+    left_out = dict(reasons.most_common())
     by_device: dict[str, list[KernelBatch]] = {}
     for batch in usable:
         if batch.cases:
@@ -218,7 +219,7 @@ def _is(name: str, hardware: HardwareSpec) -> bool:
         return False
 
 
-def _cases(rows: Sequence[Row]) -> tuple[list[KernelCase], dict[str, int]]:
+def _cases(rows: Sequence[Row]) -> tuple[list[KernelCase], Counter[str]]:
     """The kernels of rows, and how many rows have none for which reason."""
     cases: list[KernelCase] = []
     reasons: Counter[str] = Counter()
@@ -229,7 +230,7 @@ def _cases(rows: Sequence[Row]) -> tuple[list[KernelCase], dict[str, int]]:
             cases.append(case_of(row))
         except MemboundError as error:
             reasons[str(error).removeprefix(f"line {row.line}: ")] += 1
-    return cases, dict(reasons.most_common())
+    return cases, reasons
 
 
 def fit_device(hardware: HardwareSpec, members: Sequence[KernelBatch], table: str, digest: str) -> DeviceFits:

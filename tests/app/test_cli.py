@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -19,6 +20,14 @@ workload:
   requests: 2
   prompts: {kind: synthetic, tokens: {kind: fixed, tokens: 5}}
   output_tokens: {kind: fixed, tokens: 4}
+"""
+
+
+PREDICT_EXPLAINS = {"model", "groups", "ridge", "parallel", "origin", "remarks"}
+OPERATORS = """source,gpu,op,model,tp,m,n,k,batch,q_len,kv_len,n_heads,n_kv_heads,head_dim,dtype,latency_us,notes
+[/lab],H100-SXM5,gemm,,1,16,8192,8192,,,,,,,bf16,60,[red]first
+[/lab],H100-SXM5,gemm,,1,4096,8192,8192,,,,,,,bf16,800,
+[/lab],H100-SXM5,dance,,1,1,8,8,,,,,,,bf16,5,
 """
 
 
@@ -103,7 +112,7 @@ def test_measuring_what_this_machine_is_not_or_cannot_hold_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "keys"),
     [
-        (["predict"], {"scenario", "point", "step", "operators", "memory", "hardware"}),
+        (["predict"], {"scenario", "point", "step", "operators", "memory", "hardware"} | PREDICT_EXPLAINS),
         (["simulate"], {"scenario", "summary", "provenance"}),
     ],
 )
@@ -111,6 +120,75 @@ def test_json_is_one_document(tiny: str, arguments: list[str], keys: set[str]) -
     result = membound(arguments[0], tiny, "--json")
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout)) == keys
+
+
+def test_predict_explains_its_number(tiny: str) -> None:
+    shown = membound("predict", tiny, "--set", "model=DeepSeek-V3", "--batch", "8", "--set", "parallel={tp: 8}").stdout
+    for part in ("attention", "ffn", "communication", "2.experts", "lm_head"):
+        assert f" {part} " in shown
+    words = " ".join(shown.split())
+    assert "1. 3 mla, gated; 2. 58 mla, moe" in words
+    assert "on 8 devices (tp 8): operators, bytes and memory are those of one of them" in words
+    assert "times below the ridge of" in words and "would still fit: " in words
+    assert "measured on H100-SXM5" in words and "interval ±" in words
+
+
+def test_validate_prints_one_document_and_writes_every_row(tmp_path: Path) -> None:
+    table, rows = tmp_path / "ops.csv", tmp_path / "rows.csv"
+    table.write_text(OPERATORS)
+    result = membound("validate", str(table), "--rows", str(rows), "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["rows"], document["predicted"], document["refused"]) == (3, 2, 1)
+    assert {"by", "n", "median_ape", "p90_ape", "bias", "within_interval"} <= set(document["groups"][0])
+    (reason,) = document["refusals"]
+    with rows.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [*written[0]][-4:] == ["predicted", "low", "high", "reason"]
+    assert [row["latency_us"] for row in written] == ["60", "800", "5"]
+    assert written[2]["reason"] == reason and "dance" in reason and written[2]["predicted"] == ""
+    for row in written[:2]:
+        assert 0 < float(row["low"]) < float(row["predicted"]) < float(row["high"])
+
+
+def test_words_of_a_table_are_printed_as_they_are(tmp_path: Path) -> None:
+    table = tmp_path / "ops.csv"
+    table.write_text(OPERATORS)
+    result = membound("validate", str(table))
+    assert result.returncode == 0, result.stderr
+    assert "[/lab]" in result.stdout and "by device" in result.stdout
+
+
+def test_validate_refuses_what_it_cannot_read_or_must_not_write(tmp_path: Path) -> None:
+    table = tmp_path / "ops.csv"
+    table.write_text(OPERATORS)
+    assert "is the table itself" in refused("validate", str(table), "--rows", str(table))
+    assert table.read_text() == OPERATORS
+    assert "cannot be written" in refused("validate", str(table), "--rows", str(tmp_path / "no" / "rows.csv"))
+    assert "cannot be read" in refused("validate", str(tmp_path / "missing.csv"))
+    table.write_text("a,b\n1,2\n")
+    assert "lacks the columns" in refused("validate", str(table))
+
+
+def test_calibrate_from_a_table_keeps_fits_that_predict_names(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "home"))
+    table = tmp_path / "ops.csv"
+    table.write_text(OPERATORS.replace("H100-SXM5", "MI210").replace("bf16,", "bf16,9"))
+    result = membound("calibrate", "--from", str(table), "--device", "MI210", "--json")
+    assert result.returncode == 0, result.stderr
+    (device,) = json.loads(result.stdout)["devices"]
+    assert device["device"] == "MI210" and device["rows"] == 2 and Path(device["file"]).is_file()
+    assert {"rows", "median_error_before", "median_error_after", "spread"} <= set(device["residuals"][0])
+    predicted = json.loads(membound("predict", tiny, "--hardware", "MI210", "--json").stdout)
+    assert any("ops.csv" in kernel["sources"] for kernel in predicted["origin"]["kernels"])
+
+
+def test_options_of_the_two_calibrations_are_not_mixed(tmp_path: Path) -> None:
+    assert "option --device needs --from" in refused("calibrate", "--device", "MI210")
+    assert "option --threads is for measuring" in refused("calibrate", "--from", "x.csv", "--threads", "2")
+    assert "'x.csv' cannot be read" in refused("calibrate", "--from", "x.csv")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")

@@ -1,0 +1,222 @@
+"""Does a table of measurements teach the physics that made it, stay kept, and come before what is published?"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from membound.roofline import efficiency
+from membound.roofline.efficiency import find_fit, published_fits
+from membound.roofline.errors import MemboundError
+from membound.roofline.foreign import DeviceFits, calibrate_from, fits_for
+from membound.roofline.hardware import HardwareSpec, get_hardware, read_hardware
+from membound.roofline.home import device_fits_path
+from membound.roofline.models import get_model
+from membound.roofline.operating_point import OperatingPoint
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
+
+Row = Mapping[str, object]
+SHAPES = [(m, n, k) for m in (1, 4, 16, 64, 256, 1024, 4096) for n, k in ((4096, 4096), (28672, 8192), (8192, 28672))]
+# A device that reaches less of both roofs than any that is published.
+TRUE = {"launch_s": 9e-6, "bandwidth_share": 0.6, "matrix_share": 0.5, "wave_loss": 0.1, "cache_bytes_per_cycle": 12.0}
+SHEET = """
+name: {name}
+vendor: test
+kind: gpu
+architecture: Hopper
+memory_bytes: 100000000000
+memory_kind: HBM
+bandwidth_bytes_per_s: 3.0e12
+compute_units: 100
+matrix_flops: {{bf16: 8.0e14}}
+source: made up for this test
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def sheet(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SHEET.format(name="GPU/9000"))
+    return path
+
+
+def gemms(device: HardwareSpec, slowness: float = 1.0, gpu: str = "") -> list[Row]:
+    """Rows of GEMMs as a device with the parameters `TRUE` takes them."""
+    rate = efficiency.matrix_rate(TRUE, device, "bf16")
+    rows = []
+    for m, n, k in SHAPES:
+        moved = 2.0 * (n * k + m * (n + k))
+        seconds = float(efficiency.gemm_s(TRUE, device, rate, m, n, k, moved)[0]) * slowness
+        rows.append(gemm_row(gpu or device.name, m, n, k, seconds * 1e6))
+    return rows
+
+
+def gemm_row(gpu: str, m: int, n: int, k: int, us: float) -> Row:
+    return {"source": "lab", "gpu": gpu, "op": "gemm", "m": m, "n": n, "k": k, "dtype": "bf16", "latency_us": us}
+
+
+def attention_rows(gpu: str, gigabytes_per_s: float) -> list[Row]:
+    """Decode attention of 32 sequences with 8 KV heads at a constant bandwidth."""
+    lengths = (1024, 2048, 4096, 8192, 16384)
+    heads = {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "batch": 32, "q_len": 1}
+    return [
+        {"source": "lab", "gpu": gpu, "op": "decode_attention", "dtype": "bf16", "kv_len": length, **heads}
+        | {"latency_us": 32 * 8 * length * 512 / gigabytes_per_s / 1e3}
+        for length in lengths
+    ]
+
+
+def table(path: Path, rows: Sequence[Row], columns: Sequence[str] = OPERATOR_COLUMNS) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def decode_s(device: HardwareSpec, batch: int = 64) -> float:
+    return OperatingPoint(get_model("Llama-3.1-8B"), device, EngineSetup(), "decode", batch, 1024).time_s
+
+
+def test_a_fit_finds_the_parameters_that_made_the_table(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    (found,) = calibrate_from(table(tmp_path / "ops.csv", gemms(device))).devices
+    (residual,) = found.residuals
+    assert residual.median_error_after < 0.02 < 0.2 < residual.median_error_before
+    fit = find_fit(fits_for(device), device, "gemm", "bf16")
+    assert fit.scope == "H200-SXM" and fit.rows == len(SHAPES)
+    for name in ("bandwidth_share", "matrix_share"):
+        assert fit.parameters[name] == pytest.approx(TRUE[name], rel=0.05)
+
+
+def test_predictions_of_the_device_take_the_fit_and_other_devices_do_not(tmp_path: Path) -> None:
+    device, other = get_hardware("H200-SXM"), get_hardware("H100-SXM5")
+    before, others_before = decode_s(device), decode_s(other)
+    assert fits_for(device) is published_fits()
+    calibrate_from(table(tmp_path / "ops.csv", gemms(device)))
+    assert decode_s(device) > 1.1 * before
+    assert decode_s(other) == others_before
+    origin = OperatingPoint(get_model("Llama-3.1-8B"), device, EngineSetup(), "decode", 1, 128).origin
+    assert {kernel.fit.family for kernel in origin.kernels if kernel.level == "device"} == {"gemm"}
+
+
+def test_a_device_that_takes_longer_in_the_table_is_predicted_to_take_longer(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    times = []
+    for slowness in (0.9, 1.0, 1.5):
+        calibrate_from(table(tmp_path / "ops.csv", gemms(device, slowness)))
+        times.append(decode_s(device))
+    assert times == sorted(times) and times[-1] > 1.2 * times[0]
+
+
+def test_what_is_kept_says_where_it_is_from(tmp_path: Path) -> None:
+    path = table(tmp_path / "ops.csv", gemms(get_hardware("H200-SXM")))
+    result = calibrate_from(path)
+    kept = DeviceFits.load(result.paths[0])
+    assert kept == result.devices[0]
+    (source,) = kept.tables
+    assert (source.name, source.sha256) == ("ops.csv", hashlib.sha256(path.read_bytes()).hexdigest())
+    assert source.rows == len(SHAPES) and source.read.tzinfo is not None
+    assert all("lab" in fit.sources and "ops.csv" in fit.sources for fit in kept.fits)
+
+
+def test_a_second_table_adds_its_kernels_and_keeps_every_earlier_file(tmp_path: Path, home: Path) -> None:
+    device = get_hardware("H200-SXM")
+    first = calibrate_from(table(tmp_path / "gemm.csv", gemms(device)))
+    earlier = first.paths[0].read_bytes()
+    second = calibrate_from(table(tmp_path / "attention.csv", attention_rows("H200-SXM", 2000.0)))
+    assert second.devices[0].kernels == {("gemm", "bf16"), ("decode_attention", "bf16")}
+    assert [known.name for known in second.devices[0].tables] == ["gemm.csv", "attention.csv"]
+    third = calibrate_from(table(tmp_path / "gemm.csv", gemms(device, 2.0)))
+    assert {known.table for known in third.devices[0].residuals} == {"attention.csv", "gemm.csv"}
+    kept = sorted(path.name for path in third.paths[0].parent.iterdir())
+    assert kept == ["H200-SXM.json", "H200-SXM.json.previous", "H200-SXM.json.previous2"]
+    assert third.paths[0].with_name("H200-SXM.json.previous").read_bytes() == earlier
+
+
+def test_a_data_sheet_makes_a_device_known_by_its_name(tmp_path: Path, sheet: Path) -> None:
+    mine = read_hardware(sheet)
+    rows = [*gemms(mine), *gemms(get_hardware("H200-SXM"))]
+    result = calibrate_from(table(tmp_path / "ops.csv", rows), str(sheet))
+    assert [found.device for found in result.devices] == ["GPU/9000"]
+    sheet.unlink()
+    assert get_hardware("gpu 9000") == mine
+    assert find_fit(fits_for(mine), mine, "gemm", "bf16").scope == "GPU/9000"
+
+
+def test_a_changed_data_sheet_is_read_again(sheet: Path) -> None:
+    assert read_hardware(sheet).bandwidth_bytes_per_s == 3.0e12
+    sheet.write_text(sheet.read_text().replace("3.0e12", "30.0e11").replace("8.0e14", "9.0e14"))
+    assert read_hardware(sheet).matrix_flops == {"bf16": 9.0e14}
+
+
+def test_one_device_of_several_is_chosen_by_any_of_its_names(tmp_path: Path) -> None:
+    rows = [*gemms(get_hardware("H200-SXM")), *gemms(get_hardware("A100-SXM4-80GB"), gpu="A100-80GB-SXM")]
+    path = table(tmp_path / "ops.csv", rows)
+    assert [found.device for found in calibrate_from(path, "A100-SXM4-80GB").devices] == ["A100-SXM4-80GB"]
+    assert len(calibrate_from(path).devices) == 2
+
+
+def test_rows_that_cannot_be_fitted_are_counted_with_the_reason(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    too_fast, of_nothing = gemm_row("H200-SXM", 16, 8192, 8192, 1e-3), gemm_row("H200-SXM", 0, 8192, 8192, 9.0)
+    unknown = gemm_row("no such device", 16, 8192, 8192, 100.0)
+    result = calibrate_from(table(tmp_path / "ops.csv", [*gemms(device), too_fast, of_nothing, unknown]))
+    assert result.devices[0].tables[0].rows == len(SHAPES)
+    assert sorted(result.left_out.values()) == [1, 1, 1]
+    reasons = " | ".join(result.left_out)
+    assert "faster than the device's roofs" in reasons and "m is '0'" in reasons and "no such device" in reasons
+
+
+def test_end_to_end_tables_are_refused_with_what_is_needed(tmp_path: Path) -> None:
+    row = dict.fromkeys(END_TO_END_COLUMNS, "x") | {"value": 1}
+    path = table(tmp_path / "e2e.csv", [row], END_TO_END_COLUMNS)
+    with pytest.raises(MemboundError, match=r"end-to-end.*give a table of single operators.*latency_us"):
+        calibrate_from(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "device", "said"),
+    [
+        ([gemm_row("H200-SXM", 1, 8, 8, 5.0)], "A100-SXM4-80GB", "of 'A100-SXM4-80GB'; its column gpu holds H200"),
+        ([gemm_row("H200-SXM", 1, 8, 8, 5.0)], "no such device", "'no such device' is unknown"),
+        ([gemm_row("H200-SXM", 1, 8, 8, 5.0)], "missing.yaml", "missing.yaml' cannot be read"),
+        ([gemm_row("no such device", 1, 8, 8, 5.0)], None, "no row that can be fitted: hardware 'no such device'"),
+        ([gemm_row("local", 1, 8, 8, 5.0)], None, "run `membound calibrate`"),
+        ([gemm_row("H200-SXM", 1, 8, 8, float("nan"))], None, "latency_us is 'nan'"),
+        (
+            [gemm_row("H200-SXM", 16, 8192, 8192, 1e-3)],
+            None,
+            "can be fitted: faster than the device's roofs",
+        ),
+        ([], None, "no rows"),
+    ],
+)
+def test_a_table_that_teaches_nothing_is_one_sentence(
+    tmp_path: Path, home: Path, rows: list[Row], device: str | None, said: str
+) -> None:
+    path = table(tmp_path / "ops.csv", rows)
+    with pytest.raises(MemboundError, match=said) as caught:
+        calibrate_from(path, device)
+    assert "\n" not in str(caught.value)
+    assert not home.exists()
+
+
+def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    path = device_fits_path(device.name)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema_version": 7}')
+    with pytest.raises(MemboundError, match=r"damaged or from another version.*calibrate --from TABLE.csv"):
+        fits_for(device)
