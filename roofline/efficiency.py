@@ -174,6 +174,15 @@ def matrix_rate(p: Mapping[str, float], hardware: HardwareSpec, dtype: str) -> f
     return hardware.peak_flops(dtype) * power_share(hardware, dtype) * p["matrix_share"]
 
 
+def fp16_accumulation_gain(hardware: HardwareSpec) -> float:
+    """How many times the rate of fp32 accumulation a device reaches with fp16 accumulation: GeForce halves the former.
+
+    Source: NVIDIA's GA102 and AD102 white papers (RTX 3090: 142 against 71 TFLOP/s, RTX 4090: 330 against 165).
+    """
+    workstation = hardware.name.startswith(("RTX-A", "RTX-PRO", "RTX-6000"))
+    return 2.0 if hardware.name.startswith("RTX-") and not workstation else 1.0
+
+
 def cached_share(hardware: HardwareSpec, working_set_bytes: Count) -> Count:
     """The share of a repeated read that the last-level cache serves: all up to half its size, nothing beyond it."""
     cache_bytes = hardware.cache_bytes or 0
@@ -233,7 +242,8 @@ def decode_attention_s(
 
     `streams` are the (sequence, KV head) pairs, each of which reads its own keys and values: `kv_tokens` in all over
     the streams. A stream keeps only so many bytes in flight, so that it takes `half_streams` of them for each TB/s of
-    the device to reach half its bandwidth, and each pays for part of a tile (`tile_tokens`). A stream's `rows_per_stream` queries share its read; each query-key pair costs `flops_per_pair`.
+    the device to reach half its bandwidth, and each pays for part of a tile (`tile_tokens`). A stream's
+    `rows_per_stream` queries share its read; each query-key pair costs `flops_per_pair`.
     """
     moved_bytes = (kv_tokens + streams * p["tile_tokens"]) * bytes_per_kv_token
     half = p["half_streams"] * hardware.bandwidth_bytes_per_s / 1e12
@@ -293,6 +303,16 @@ def _skewed_curve(experts: float, top_k: float, skew: float) -> tuple[np.ndarray
     tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
     read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
     return np.log1p(tokens), read
+
+
+def slowest_rank(mean: Count, ranks: float, most: Count) -> Count:
+    """What the most loaded of `ranks` devices gets where each gets `mean` on average of items that fall at random.
+
+    The maximum of Poisson-like loads lies about sqrt(2 ln(ranks) x mean) above their mean; it is never more than all.
+    """
+    if ranks <= 1:
+        return mean
+    return np.minimum(mean + np.sqrt(2.0 * np.log(ranks) * mean), most)
 
 
 def moe_s(

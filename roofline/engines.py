@@ -23,11 +23,14 @@ class EngineProfile(BaseModel):
     `library` names the kernels' fits. With `graphs` decode steps of up to `most_graph_sequences` are captured and need
     no launches; otherwise the host takes `launch_s` for each kernel and the step is no shorter than all of them.
     `gap_s` passes on the device between two kernels; it is negative where a kernel starts while the one before ends
-    (programmatic dependent launch). `step_s` is host work that the device waits for in each step,
-    `sequence_s` that for each sequence of the batch, `prefill_s` that of a step with a prompt. An unfused engine runs
-    `extra_kernels` more elementwise kernels in each layer. Of the time of other requests' prompts the `interleaved`
-    share falls between a request's tokens: 0.5 where prompts go first and together, 1 where chunks join decode steps. `spread` is the 80 % quantile of |ln(predicted / measured)|
-    of the steps it was fitted on.
+    (programmatic dependent launch). `step_s` is host work that the device waits for in each step, `sequence_s` that for
+    each sequence of the batch, `prefill_s` that of a step with a prompt. An unfused engine runs `extra_kernels` more
+    elementwise kernels in each layer.
+
+    Of the time of other requests' prompts the `interleaved` share falls between a request's tokens: 0.5 where prompts
+    go first and together, 1 where chunks join decode steps. The engine's linear kernels reach `rate_share` of the
+    matrix rate that the tables' kernels do, and with `fp16_accumulate` they take the doubled rate of GeForce cards.
+    `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -43,6 +46,8 @@ class EngineProfile(BaseModel):
     prefill_s: float = Field(0.0, ge=0)
     extra_kernels: float = Field(0.0, ge=0)
     interleaved: float = Field(0.75, ge=0, le=1)
+    rate_share: float = Field(1.0, gt=0, le=2)
+    fp16_accumulate: bool = False
     spread: float = Field(0.15, ge=0)
     source: str = Field(min_length=1)
 

@@ -7,6 +7,7 @@ stays near the scope that holds it instead of following its noise. scipy does th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ Floats = NDArray[np.float64]
 # Relative scatter of one row that is no news: two teams that time the same GEMM agree within 6 to 13 %
 # (published noise floor), and a fit that goes below it follows noise.
 ROW_SCATTER = 0.08
+# What a device's rows are worth at most where they speak of other devices too.
+ROWS_A_DEVICE = 12.0
 # A row that is further off than this many scatters counts less and less.
 ROBUST_AT = 1.5
 
@@ -89,11 +92,12 @@ def prior_parameters(family: Family) -> dict[str, float]:
 
 
 def fit_parameters(
-    family: Family, batches: Sequence[KernelBatch], prior: Mapping[str, float], tightness: float = 1.0
+    family: Family, batches: Sequence[KernelBatch], prior: Mapping[str, float], *, for_others: bool = False
 ) -> dict[str, float]:
     """The most likely parameters: rows against the model in ln, parameters against the prior in ln.
 
-    `tightness` divides the prior's widths. Raises MemboundError never: an empty list gives the prior back.
+    In a fit that is `for_others` than the devices it is made of, the rows of each weigh as much as `ROWS_A_DEVICE`:
+    many rows do not make a device a better witness of others. An empty list gives the prior back.
     """
     if not batches:
         return dict(prior)
@@ -102,7 +106,8 @@ def fit_parameters(
     names = list(PARAMETERS[family])
     bounds = [PARAMETERS[family][name] for name in names]
     centre = np.log([max(prior[name], 1e-12) for name in names])
-    widths = np.array([bound.width for bound in bounds]) / tightness
+    widths = np.array([bound.width for bound in bounds])
+    weights = _weights(batches) if for_others else 1.0
     low = np.log([max(bound.low, 1e-12) for bound in bounds])
     high = np.log([bound.high for bound in bounds])
     measured = np.log(np.concatenate([batch.measured_s for batch in batches]))
@@ -112,11 +117,20 @@ def fit_parameters(
         predicted = np.log(np.concatenate([batch.predict(p) for batch in batches]))
         off = (predicted - measured) / ROW_SCATTER
         robust = np.sign(off) * np.sqrt(2.0 * ROBUST_AT**2 * (np.sqrt(1.0 + (off / ROBUST_AT) ** 2) - 1.0))
-        return np.concatenate([robust, (point - centre) / widths])
+        return np.concatenate([weights * robust, (point - centre) / widths])
 
     start = np.clip(centre, low + 1e-6, high - 1e-6)
     found = least_squares(residuals, start, bounds=(low, high), x_scale=0.3, max_nfev=60)
     return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
+
+
+def _weights(batches: Sequence[KernelBatch]) -> Floats:
+    """The square root of each row's weight."""
+    rows = Counter[str]()
+    for batch in batches:
+        rows[batch.hardware.name] += len(batch.measured_s)
+    each = [min(1.0, ROWS_A_DEVICE / rows[batch.hardware.name]) ** 0.5 for batch in batches]
+    return np.concatenate([np.full(len(b.measured_s), weight) for b, weight in zip(batches, each, strict=True)])
 
 
 def errors(batches: Iterable[KernelBatch], p: Mapping[str, float]) -> Floats:
@@ -140,7 +154,11 @@ def fit_all(batches: Sequence[KernelBatch]) -> list[KernelFit]:
     made: list[KernelFit] = []
     for family in FAMILIES:
         of_family = [batch for batch in batches if batch.family == family]
-        root = fit_parameters(family, of_family, prior_parameters(family)) if of_family else prior_parameters(family)
+        root = (
+            fit_parameters(family, of_family, prior_parameters(family), for_others=True)
+            if of_family
+            else prior_parameters(family)
+        )
         for kernel in sorted({batch.kernel for batch in of_family}):
             mine = [batch for batch in of_family if batch.kernel == kernel]
             made += _fit_kernel(family, kernel, mine, root)
@@ -158,7 +176,7 @@ def _fit_kernel(
             inside = [batch for batch in batches if _scopes_of(batch)[level] == scope]
             above = _scopes_of(inside[0])[level - 1] if level else ""
             around = parents.get((above, ANY), root)
-            overall = _fit(family, kernel, scope, ANY, inside, around)
+            overall = _fit(family, kernel, scope, ANY, inside, around, level < 3)
             parents[(scope, ANY)] = overall.parameters
             if family not in OWN_KERNELS or len(libraries) > 1 or ANY in libraries:
                 made.append(overall)
@@ -167,7 +185,7 @@ def _fit_kernel(
             for library in sorted({batch.library for batch in inside} - {ANY}):
                 chosen = [batch for batch in inside if batch.library == library]
                 near = parents.get((above, library), overall.parameters)
-                fit = _fit(family, kernel, scope, library, chosen, near)
+                fit = _fit(family, kernel, scope, library, chosen, near, level < 3)
                 parents[(scope, library)] = fit.parameters
                 made.append(fit)
     return made
@@ -180,8 +198,9 @@ def _fit(
     library: str,
     batches: Sequence[KernelBatch],
     prior: Mapping[str, float],
+    for_others: bool,
 ) -> KernelFit:
-    p = fit_parameters(family, batches, prior)
+    p = fit_parameters(family, batches, prior, for_others=for_others)
     off = errors(batches, p)
     sources = sorted({case.row.text("source") for batch in batches for case in batch.cases})
     return KernelFit(

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from membound.roofline.efficiency import distinct_experts
+from membound.roofline.efficiency import distinct_experts, slowest_rank
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
@@ -382,7 +382,10 @@ class _Step:
         matrices = ffn.expert_linears(model.hidden, parallel.moe_tp)
         pairs = self.all_tokens * ffn.top_k / parallel.ep
         read = distinct_experts(float(ffn.experts), float(ffn.top_k), self.all_tokens, self.setup.expert_skew)
-        active = read / parallel.ep
+        # The step waits for the device whose experts were chosen most; random choices are not even ones.
+        local = ffn.experts / parallel.ep
+        active = slowest_rank(read / parallel.ep, parallel.ep, np.minimum(read, local))
+        pairs = slowest_rank(pairs, parallel.ep, self.all_tokens * min(float(ffn.top_k), local))
         elements = sum(n * k for _, n, k in matrices)
         inner = sum(n for name, n, _ in matrices if name != "down")
         load = ExpertLoad(pairs, active, 2.0 * elements, sum(_matrix_bytes(weights, n, k) for _, n, k in matrices))

@@ -16,7 +16,7 @@ from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import Times, times_for
+from membound.roofline.times import RoofTimes, Times, times_for
 
 # What engines leave free of the device's memory, and what they need beside weights and cache.
 USABLE_MEMORY = 0.90
@@ -27,16 +27,20 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on devices with an engine: one replica, whose parallelism is in the set-up."""
+    """A model on devices with an engine: one replica, whose parallelism is in the set-up.
+
+    `ideal` takes the bare roofs for the kernels: what no engine can beat.
+    """
 
     model: ModelSpec
     hardware: HardwareSpec
     setup: EngineSetup
     chunk_tokens: int = CHUNK_TOKENS
+    ideal: bool = False
 
     @cached_property
     def times(self) -> Times:
-        return times_for(self.hardware, self.setup.profile)
+        return RoofTimes(self.hardware) if self.ideal else times_for(self.hardware, self.setup.profile)
 
     @property
     def interleaved(self) -> float:

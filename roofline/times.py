@@ -180,6 +180,9 @@ class KernelTimes:
         rate = efficiency.matrix_rate(p, self.hardware, dtype)
         if kernel in ("w4a16", "w8a16") and self.fit("gemm", kernel).scope != self.hardware.name:
             rate *= efficiency.MIXED_INPUT_SHARE.get(self.hardware.architecture, 1.0)
+        rate *= self.profile.rate_share
+        if self.profile.fp16_accumulate and dtype in ("bf16", "fp16"):
+            rate *= efficiency.fp16_accumulation_gain(self.hardware)
         if operator.precision.sparse and dtype in self.hardware.sparse_flops:
             rate *= efficiency.SPARSE_SPEEDUP
         time_s, memory_s, compute_s = efficiency.gemm_s(
@@ -289,6 +292,30 @@ def _kernel_name(weights: Precision, dtype: str) -> str:
     if weights.width >= 16:
         return "fp32" if dtype in ("fp32", "tf32") else "bf16"
     return "w4a16" if weights.width <= 5 else "w8a16"
+
+
+class RoofTimes:
+    """The bare roofs: every operator at full bandwidth, full rate and full link, and nothing else. A lower bound."""
+
+    needs_working_set = False
+    relative_error = 0.0
+
+    def __init__(self, hardware: HardwareSpec) -> None:
+        self.hardware = hardware
+        self.activation_bytes = 4.0 if hardware.kind == "cpu" else 2.0
+
+    def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
+        return None
+
+    def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
+        if operator.collective is not None:
+            link = self.hardware.scale_up or self.hardware.scale_out or self.hardware.host
+            link_s = operator.link_bytes / link.bandwidth_bytes_per_s if link else 0.0
+            return OperatorTime(link_s, 0.0, 0.0, 0.0, link_s)
+        # Activations may stay in the cache from one kernel to the next; weights and KV have to come from memory.
+        memory_s = (operator.weight_bytes + operator.kv_bytes) / self.hardware.bandwidth_bytes_per_s
+        compute_s = operator.flops / max(self.hardware.matrix_flops.values())
+        return OperatorTime(np.maximum(memory_s, compute_s), memory_s, compute_s, 0.0)
 
 
 class CalibratedTimes:

@@ -68,6 +68,8 @@ _COLLECTIVES = {
     "send_recv": "sendrecv",
     "p2p": "sendrecv",
 }
+# How much more than by chance the busiest rank gets where a table draws its tokens from a power law.
+POWER_LAW_IMBALANCE = 1.5
 # Boost clocks exceed the data sheet a little (RTX 4090: up to 2.75 GHz where 2.52 is promised).
 CLOCK_MARGIN = 1.09
 LIBRARIES = ("vllm", "sglang", "trtllm", "nccl")
@@ -304,7 +306,17 @@ def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Floats:
             for e, k, t, s, ep in zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True)
         ]
     )
-    active = np.where(a["balanced"] > 0, np.minimum(local, np.maximum(pairs, 1.0)), np.maximum(uniform, 1e-3))
+    skewed = [
+        (
+            efficiency.slowest_rank(read, ep, min(read * ep, here)),
+            efficiency.slowest_rank(mean, ep, mean * ep) * (POWER_LAW_IMBALANCE if ep > 1 else 1.0),
+        )
+        for read, mean, ep, here in zip(uniform, pairs, a["ep"], local, strict=True)
+    ]
+    busiest_active, busiest_pairs = (np.array(column, dtype=float) for column in zip(*skewed, strict=True))
+    balanced = a["balanced"] > 0
+    active = np.where(balanced, np.minimum(local, np.maximum(pairs, 1.0)), np.maximum(busiest_active, 1e-3))
+    pairs = np.where(balanced, pairs, np.minimum(busiest_pairs, pairs * a["ep"]))
     elements = 3.0 * n * a["hidden"]
     routed = pairs * (4.0 * a["hidden"] + 6.0 * n) * 2.0
     return efficiency.moe_s(

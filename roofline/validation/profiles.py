@@ -45,6 +45,7 @@ PRIORS = {
     "sequence_s": Prior(1e-5, 3e-5, 0.0, 1e-3),
     "launch_s": Prior(8e-6, 4e-6, 1e-6, 1e-4),
     "extra_kernels": Prior(10.0, 20.0, 0.0, 200.0),
+    "rate_share": Prior(1.0, 0.3, 0.05, 1.5),
     "interleaved": Prior(0.75, 0.2, 0.0, 1.0),
 }
 # Rows further off than this (in ln) count less and less.
@@ -64,9 +65,9 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "megatron": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
     "turbomind": (CAPTURED, {}),
     "torch-compile": (("gap_s", "step_s"), {}),
-    "exllama": (("gap_s", "step_s"), {"graphs": False, "launch_s": 3e-6}),
-    "autoawq": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
-    "llama.cpp": (("gap_s", "step_s"), {}),
+    "exllama": (("gap_s", "step_s", "rate_share"), {"graphs": False, "launch_s": 3e-6, "fp16_accumulate": True}),
+    "autoawq": (("launch_s", "extra_kernels", "step_s", "rate_share"), {"graphs": False}),
+    "llama.cpp": (("gap_s", "step_s", "rate_share"), {}),
     "mlc": (("gap_s", "step_s"), {}),
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
 }

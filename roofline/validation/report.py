@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from membound.roofline.efficiency import KernelFit, find_fit, published_fits
+from membound.roofline.efficiency import KernelFit, find_fit
 from membound.roofline.errors import MemboundError
+from membound.roofline.foreign import fits_for
 from membound.roofline.validation import kernel_cases, step_cases
 from membound.roofline.validation.speedups import speedup_of
 from membound.roofline.validation.tables import Row, Schema, Table, read_table
@@ -207,15 +208,16 @@ def _operators(table: Table) -> list[RowResult]:
     results: dict[int, RowResult] = dict(refused)
     for batch in kernel_cases.batches(cases):
         try:
-            predictions = list(_kernel_results(batch))
+            fit = find_fit(fits_for(batch.hardware), batch.hardware, batch.family, batch.kernel, batch.library)
+            predictions = list(kernel_results(batch, fit))
         except MemboundError as error:
             predictions = [_refused(case.row, error) for case in batch.cases]
         results |= {result.row.line: result for result in predictions}
     return [results[row.line] for row in table.rows]
 
 
-def _kernel_results(batch: kernel_cases.KernelBatch) -> Iterable[RowResult]:
-    fit = find_fit(published_fits(), batch.hardware, batch.family, batch.kernel, batch.library)
+def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[RowResult]:
+    """The rows of a batch under one fit."""
     seconds, bound = batch.predict(fit.parameters), batch.bound_s()
     for case, predicted_s, bound_s in zip(batch.cases, seconds, bound, strict=True):
         low, high = _interval(float(predicted_s) * 1e6, _spread(fit, batch.hardware.name))
@@ -237,7 +239,7 @@ def _gemm_phase(m: float) -> str:
 
 # How much wider a device's interval is that inherits from its generation, from its kind of memory, or from all: the
 # ratio of leave-one-device-out to fitted spreads of the published operators.
-_INHERITED = {"device": 1.0, "generation": 1.3, "wider": 1.6}
+_INHERITED = {"generation": 1.6, "wider": 2.2}
 
 
 def _spread(fit: KernelFit, device: str) -> float:
@@ -257,6 +259,7 @@ def _end_to_end(table: Table) -> list[RowResult]:
 
 
 def _step_result(row: Row) -> RowResult:
+    case = None
     if row.text("metric") == "speedup_x":
         predicted, spread, device, model = speedup_of(row)
         phase, batch = "ratio", row.number("batch_or_concurrency") if _is_number(row) else None
@@ -267,7 +270,10 @@ def _step_result(row: Row) -> RowResult:
     if not np.isfinite(predicted) or predicted <= 0:
         raise MemboundError("the prediction is not a number, which is a fault of membound")
     low, high = _interval(predicted, spread)
-    return RowResult(row, device, model, phase, batch, predicted, low, high, _why_not_judged(row.columns))
+    reason = _why_not_judged(row.columns)
+    if not reason and case is not None and not case.is_possible():
+        reason = "measured faster than the device's roofs allow for the stated load"
+    return RowResult(row, device, model, phase, batch, predicted, low, high, reason)
 
 
 def _is_number(row: Row) -> bool:

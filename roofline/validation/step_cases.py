@@ -71,6 +71,16 @@ class StepCase:
         own = times.relative_error
         return own if self.phase != "serving" else 1.2 * own
 
+    def is_possible(self) -> bool:
+        """Whether the row is not faster than the bare roofs allow: all bytes at full bandwidth, all FLOPs at peak."""
+        if self.metric in ("joules_per_token",):
+            return True
+        best = replace(self, deployment=replace(self.deployment, ideal=True)).predict()
+        faster = (
+            self.row.measured > best if "tok_s" in self.metric or self.metric == "req_s" else self.row.measured < best
+        )
+        return not faster
+
     @property
     def static(self) -> StaticBatch:
         return StaticBatch(self.deployment, self.batch, self.prompt_tokens, self.output_tokens)
@@ -151,6 +161,11 @@ def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallel
     notes = row.text("notes")
     found = {name: int(float(value)) for name, value in re.findall(r"(attn DP|MoE TP|EP) ?([0-9.]+)", notes)}
     dp, ep = max(found.get("attn DP", 1), 1), max(found.get("EP", 1), 1)
+    if stated := re.search(r"_tp(\d+)(?:_0)?_ep(\d+)(?:_0)?_\d+;", notes):
+        # The run's own name counts its devices; n_gpu was derived as MoE TP x EP and so squares tp8_ep8.
+        devices, ep = min(devices, float(stated.group(1))), int(stated.group(2))
+        dp = min(dp, int(devices))
+        tp = int(devices) // dp
     if not tp and row.text("metric").startswith("throughput") and devices > 1:
         tp = _smallest_tp(single, devices)
     elif not tp:
