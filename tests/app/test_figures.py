@@ -67,6 +67,13 @@ def test_a_datasheet_roof_is_dotted_and_a_calibrated_one_solid(device: hardware.
     assert dashes == {"solid" if device.calibration else "dot"}
 
 
+@pytest.mark.parametrize("name", list(hardware.catalog()))
+def test_every_device_of_the_catalog_has_roofs_to_draw(name: str) -> None:
+    roofs = roofline.roofs_of(hardware.get_hardware(name))
+    fig = roofline.roofline_figure(roofs, [], T)
+    assert len(fig.data) == len(roofs.bandwidths) + len(roofs.rates) >= 2
+
+
 def test_a_calibrated_cpu_has_a_roof_for_its_cache_above_that_of_memory() -> None:
     calibration = Calibration.load(Path(__file__).with_name("calibration.json"))
     spec = hardware.get_hardware("A10G").model_copy(update={"calibration": calibration})
