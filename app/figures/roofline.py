@@ -26,6 +26,8 @@ from membound.roofline.hardware import HardwareSpec
 INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
 STEP_COLORS, STEP_SYMBOLS = (BLUE, VERMILLION, GREEN), ("star", "star-diamond", "hourglass")
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
+# markers with less of the step's time have no label, and a label names so many operators; hovering shows all
+LEAST_NAMED_SHARE, MOST_NAMES = 0.02, 3
 
 
 @dataclass(frozen=True)
@@ -201,17 +203,26 @@ def _draw_operators(fig: go.Figure, cost: StepCost, t: Translate) -> None:
             hoverinfo="text",
         )
     for cluster in _clusters(shown):
+        if sum(float(op.total_s) for op in cluster) < LEAST_NAMED_SHARE * float(cost.time_s):
+            continue
         lowest = min(cluster, key=rate_of)
         fig.add_annotation(
             x=np.log10(_intensity(lowest)),
             y=np.log10(rate_of(lowest)),
-            text=", ".join(op.operator.name for op in cluster),
+            text=_names(cluster),
             showarrow=False,
             xanchor="left",
             xshift=20,
             yshift=-14,
             font={"size": 11},
         )
+
+
+def _names(cluster: Sequence[OperatorCost]) -> str:
+    """The operators of a cluster that take longest, and how many more there are: a label must not hide the chart."""
+    longest = sorted(cluster, key=lambda op: -float(op.total_s))
+    named = ", ".join(op.operator.name for op in longest[:MOST_NAMES])
+    return f"{named} +{len(cluster) - MOST_NAMES}" if len(cluster) > MOST_NAMES else named
 
 
 def _clusters(operators: Sequence[OperatorCost]) -> list[list[OperatorCost]]:

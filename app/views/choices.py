@@ -100,6 +100,7 @@ def _techniques(t: Translate) -> list[str]:
         names,
         selection_mode="multi",
         key="with",
+        wrap=True,
         persist_state="session",
         format_func=lambda name: technique_title(name, t),
         help=t("help.techniques", others=", ".join(others)),

@@ -52,6 +52,19 @@ def test_every_operator_with_flops_is_on_the_chart_with_the_symbol_of_its_bound(
     assert drawn == expected
 
 
+def test_labels_name_what_takes_long_and_count_the_rest() -> None:
+    point = OperatingPoint(
+        models.get_model("DeepSeek-V3"), hardware.get_hardware("H200-SXM"), EngineSetup(), "decode", 64, 4096
+    )
+    steps = [roofline.PlacedStep("s", "", point.cost)]
+    fig = roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, T)
+    bare = roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, T, operators=False)
+    labels = [label.text for label in fig.layout.annotations[len(bare.layout.annotations) :]]
+    longest = max(point.cost.operators, key=lambda op: float(op.total_s))
+    assert any(longest.operator.name in label for label in labels)
+    assert all(label.count(",") < roofline.MOST_NAMES for label in labels)
+
+
 def test_axes_do_not_move_with_the_operating_point(device: hardware.HardwareSpec) -> None:
     figures = [
         roofline.roofline_figure(roofline.roofs_of(device), [roofline.PlacedStep("s", "", point.cost)], T)
