@@ -45,7 +45,7 @@ PRIORS = {
     "sequence_s": Prior(1e-5, 3e-5, 0.0, 1e-3),
     "launch_s": Prior(8e-6, 4e-6, 1e-6, 1e-4),
     "extra_kernels": Prior(10.0, 20.0, 0.0, 200.0),
-    "rate_share": Prior(1.0, 0.3, 0.05, 1.5),
+    "rate_share": Prior(0.9, 0.3, 0.02, 1.5),
     "interleaved": Prior(0.75, 0.2, 0.0, 1.0),
 }
 # Rows further off than this (in ln) count less and less.
@@ -60,14 +60,15 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "vllm-2023": (EAGER, {"graphs": False}),
     "sglang": (SERVED, {"library": "sglang"}),
     "tensorrt-llm": (SERVED, {"library": "trtllm"}),
-    "tensorrt-llm-0": (CAPTURED, {"library": "trtllm"}),
+    "tensorrt-llm-0": ((*CAPTURED, "rate_share"), {"library": "trtllm"}),
     "fastertransformer": (("gap_s", "step_s", "sequence_s"), {"graphs": False, "launch_s": 5e-6}),
     "megatron": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
     "turbomind": (CAPTURED, {}),
     "torch-compile": (("gap_s", "step_s"), {}),
     "exllama": (("gap_s", "step_s", "rate_share"), {"graphs": False, "launch_s": 3e-6, "fp16_accumulate": True}),
     "autoawq": (("launch_s", "extra_kernels", "step_s", "rate_share"), {"graphs": False}),
-    "llama.cpp": (("gap_s", "step_s", "rate_share"), {}),
+    "autoawq-gemv": (("launch_s", "extra_kernels", "step_s", "rate_share"), {"graphs": False}),
+    "llama.cpp": (("gap_s", "step_s", "rate_share"), {"fp16_accumulate": True}),
     "mlc": (("gap_s", "step_s"), {}),
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
 }

@@ -31,6 +31,9 @@ _DATASET_TOKENS = {
     "cnn": 870.0,
     "dataset": 294.0,
 }
+# Mean prompt and output of the benchmark's data sets that its tables call only "dataset" (MLPerf inference repository,
+# reference implementations; the prompts of Mixtral's mixed set and of Llama-3.1-8B's articles from memory).
+_MLPERF_TOKENS = {"Mixtral-8x7B": (300.0, 145.0), "GPT-J-6B": (870.0, 70.0), "Llama-3.1-8B": (780.0, 73.0)}
 # Sequences in a step at most where an engine is only told to take what fits.
 _MOST_SEQUENCES = 1024.0
 
@@ -106,12 +109,14 @@ def case_of(row: Row) -> StepCase:
     if "kv" in plan.assumed and plan.activations.width <= 8 and "tensorrt" in engine.lower():
         plan = replace(plan, kv=parse_plan("fp8", "fp8", "fp8").kv)
     eager = any(flag in row.text("flags") for flag in ("eager", "host_bound")) or "enforce" in row.text("notes").lower()
-    profile = profile_of_engine(engine, version, row.number("year"), eager=eager)
+    profile = profile_of_engine(f"{engine} {technique}", version, row.number("year"), eager=eager)
     setup = EngineSetup(precision=plan, policy="continuous", profile=profile.name)
     parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
     deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
-    prompt = _tokens(row.text("input_len"), row, 32.0)
-    output = _tokens(row.text("output_len"), row, 128.0)
+    prompt = _tokens(row.text("input_len"), 32.0)
+    output = _tokens(row.text("output_len"), 128.0)
+    if "mlperf" in row.text("source") and model.name in _MLPERF_TOKENS:
+        prompt, output = _MLPERF_TOKENS[model.name]
     if "range ratio 0.8" in row.text("notes"):
         prompt, output = 0.9 * prompt, 0.9 * output
     steady = "online" in row.text("flags") or "queueing" in row.text("flags") or "concurrency" in row.text("notes")
@@ -126,7 +131,7 @@ def _weights(row: Row, has_experts: bool) -> str:
     return "fp8_block" if text == "fp8" and has_experts and "modelopt" not in row.text("notes").lower() else text
 
 
-def _tokens(text: str, row: Row, default: float) -> float:
+def _tokens(text: str, default: float) -> float:
     """A length in tokens, of a number, an approximate one or a data set's name."""
     if match := re.search(r"\d+(?:\.\d+)?", text):
         return max(float(match.group()), 1.0)
@@ -166,6 +171,10 @@ def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallel
         devices, ep = min(devices, float(stated.group(1))), int(stated.group(2))
         dp = min(dp, int(devices))
         tp = int(devices) // dp
+    if ranks := re.search(r"(\d+) decode ranks", notes):
+        # Attention data-parallel over all ranks, experts spread over them: how DeepSeek's models are disaggregated.
+        dp = ep = int(ranks.group(1))
+        tp, devices = 1, float(dp)
     if not tp and row.text("metric").startswith("throughput") and devices > 1:
         tp = _smallest_tp(single, devices)
     elif not tp:
