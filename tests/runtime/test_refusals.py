@@ -1,0 +1,28 @@
+"""What is predicted but does not run yet is refused in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from membound.roofline.parallel import Parallelism
+from membound.roofline.techniques import TECHNIQUES, EngineSetup
+from membound.runtime.engine import unmeasured
+
+RUNS = ("int8_weights", "continuous_batching", "ngram_speculation", "flash_attention", "mla_absorption")
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_technique_runs_or_says_that_it_is_only_predicted(name):
+    problem = unmeasured(TECHNIQUES[name]().apply(EngineSetup()))
+    if name in RUNS:
+        assert problem is None
+    else:
+        assert problem is not None and "is predicted, not measured yet: the runtime has " in problem
+        assert "\n" not in problem
+
+
+def test_several_devices_and_unfused_attention_are_only_predicted():
+    assert "a model on 4 devices is predicted" in unmeasured(replace(EngineSetup(), parallel=Parallelism(tp=4)))
+    assert "writes its scores to memory is predicted" in unmeasured(replace(EngineSetup(), fused_attention=False))
