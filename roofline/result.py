@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from membound.roofline.samples import Samples
 from membound.roofline.scenario import Scenario
 
 Column = NDArray[Any]
@@ -32,6 +33,11 @@ class Distribution(BaseModel):
         p50, p90, p99 = np.percentile(samples_s, (50, 90, 99))
         return cls(mean=float(np.mean(samples_s)), p50=float(p50), p90=float(p90), p99=float(p99))
 
+    @classmethod
+    def of_samples(cls, samples: Samples) -> Distribution:
+        p50, p90, p99 = samples.percentiles((50, 90, 99))
+        return cls(mean=samples.mean, p50=p50, p90=p90, p99=p99)
+
 
 class Summary(BaseModel):
     """The metrics of a run, defined in METRICS.md beside this file."""
@@ -52,6 +58,8 @@ class Summary(BaseModel):
     goodput_rps: float
     slo_attainment: float
     kv_utilization: float
+    kv_waste: float | None = None
+    prefix_hit_rate: float | None = None
     preemptions: int
     tokens_per_step: float
     acceptance_rate: float | None
@@ -81,9 +89,10 @@ class RunResult:
     """A scenario's outcome: the summary, and tables with one entry a request, a step, an inter-token gap.
 
     `requests`: id, arrival_s, admitted_s, first_token_s, finished_s (NaN where it did not happen), prompt_tokens,
-    output_tokens, preemptions, completed. `steps`: start_s, time_s, the sums of `StepShape`, prefill_tokens,
-    drafted, accepted, emitted, blocks_used, and the share of each bound. `itl_s`: gaps between the moments at which a
-    request's tokens came.
+    output_tokens, preemptions, service_class, completed. `steps`: start_s, time_s, how many `steps` a row stands for,
+    drafted, accepted, emitted, moved_blocks, cached_tokens, all of them summed over these steps; blocks_used and
+    held_tokens, their mean over time; the sums of `StepShape` of the mean step; and the share of each bound. `itl_s`:
+    gaps between the moments at which a request's tokens came.
     """
 
     scenario: Scenario
@@ -91,7 +100,7 @@ class RunResult:
     provenance: Provenance
     requests: dict[str, Column]
     steps: dict[str, Column]
-    itl_s: NDArray[np.float64]
+    itl_s: Samples
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -89,16 +89,7 @@ class StepShape:
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int, int]]) -> StepShape:
         """From one (cached tokens, new tokens, logits rows) for each sequence of the step."""
-        sums = [0.0] * 9
-        for cached, new, rows in parts:
-            part = (new, 1, cached + new, new * cached + new * (new + 1) / 2)
-            is_prefill = new > MOST_DECODE_TOKENS or (cached == 0 and new > 1)
-            for index, value in enumerate(part):
-                sums[index] += value
-                if is_prefill:
-                    sums[5 + index] += value
-            sums[4] += rows
-        return cls(*sums)
+        return cls(*shape_sums(parts))
 
     def __add__(self, other: StepShape) -> StepShape:
         """Both batches in one step."""
@@ -107,3 +98,17 @@ class StepShape:
     def columns(self) -> dict[str, Any]:
         """The sums by name, for a table of steps."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def shape_sums(parts: Iterable[tuple[int, int, int]]) -> tuple[float, ...]:
+    """The fields of `StepShape` from one (cached tokens, new tokens, logits rows) for each sequence of a step."""
+    sums = [0.0] * 9
+    for cached, new, rows in parts:
+        part = (new, 1, cached + new, new * cached + new * (new + 1) / 2)
+        is_prefill = new > MOST_DECODE_TOKENS or (cached == 0 and new > 1)
+        for index, value in enumerate(part):
+            sums[index] += value
+            if is_prefill:
+                sums[5 + index] += value
+        sums[4] += rows
+    return tuple(sums)

@@ -14,6 +14,7 @@ import torch
 
 from membound.kernels.base import Kernels, WeightFormat
 from membound.kernels.dispatch import kernels_for, why_not_cpp
+from membound.roofline.engine_settings import Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.gguf_file import GgufFile
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -32,8 +33,9 @@ from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import sampler_for
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
-from membound.simulator.scheduling.build import MEMORY_SHARE, build_scheduler, num_blocks, run_result
+from membound.simulator.scheduling.build import build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
+from membound.simulator.scheduling.kv_memory import MEMORY_SHARE, kv_memory
 from membound.simulator.scheduling.loop import Executor, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.workload import requests_for
@@ -130,6 +132,8 @@ class Runtime:
         `clock` and `wrap` replace the wall clock and the executor's outcome, for instance by scripted step times.
         `hardware` says what the bounds are attributed with. Raises MemboundError where the scenario cannot run.
         """
+        if problem := unmeasured_engine(scenario.engine):
+            raise MemboundError(problem)
         hardware = hardware or get_hardware(scenario.hardware)
         decoder = self.decoder(scenario)
         requests = requests_for(scenario, vocab=decoder.spec.vocab)
@@ -140,8 +144,10 @@ class Runtime:
                     f"request {request.id} has {total} tokens, more than the {decoder.spec.max_context} of "
                     f"'{scenario.model}'; make the prompts or output_tokens shorter"
                 )
-        blocks = num_blocks(scenario, decoder.spec, hardware.memory_bytes, requests)
-        scheduler = build_scheduler(scenario, blocks, content_known=True)
+        longest = max(turn.tokens for request in requests for turn in request.turns())
+        memory, times = kv_memory(scenario, decoder.spec, hardware.memory_bytes, longest), times_for(hardware)
+        blocks = memory.num_blocks
+        scheduler = build_scheduler(scenario, decoder.spec, times, memory, content_known=True, numbered_blocks=True)
         kv = decoder.kv_cache(blocks, scenario.engine.block_size)
         sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
         _warm_up(decoder, scenario)
@@ -155,7 +161,7 @@ class Runtime:
             clock.wait_until(until_s)
         scheduler.check_integrity()
         provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls)
-        return run_result(scenario, decoder.spec, times_for(hardware), blocks, recorder, provenance)
+        return run_result(scenario, decoder.spec, times, blocks, recorder, provenance)
 
     def _provenance(self, scenario: Scenario, hardware: HardwareSpec, stalls: int) -> Provenance:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
@@ -194,6 +200,17 @@ def unmeasured(setup: EngineSetup) -> str | None:
         (plan.kv.width < 16, f"a KV cache in {plan.kv.name}", "16 and 32 bits"),
         (drafts is not None and drafts.kind != "ngram", f"speculation by {drafts and drafts.kind}", "n-gram drafts"),
         (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
+    )
+    wrong = next((part for part in parts if part[0]), None)
+    return None if wrong is None else f"{wrong[1]} is predicted, not measured yet: the runtime has {wrong[2]}"
+
+
+def unmeasured_engine(engine: Engine) -> str | None:
+    """The first setting of an engine that is predicted but does not run here yet, in one sentence, or None."""
+    parts = (
+        (engine.disaggregation is not None, "engine.disaggregation", "one engine for prompts and outputs"),
+        (engine.preemption == "swap", "engine.preemption 'swap'", "'recompute'"),
+        (engine.prefix_caching, "engine.prefix_caching", "no cache beyond a request"),
     )
     wrong = next((part for part in parts if part[0]), None)
     return None if wrong is None else f"{wrong[1]} is predicted, not measured yet: the runtime has {wrong[2]}"

@@ -27,9 +27,10 @@ class TorchExecutor:
         start_s = self.clock.now_s()
         token_ids, batch, logits_rows = self._inputs(step, sequences)
         logits = self.decoder.forward(token_ids, batch, self.kv, logits_rows)  # [rows, vocab]
-        drafts = [work.drafts for work in step.work]
-        emitted = self.sampler.verify(logits, [1 + len(guess) for guess in drafts], drafts)
-        by_id = {work.sequence: tokens for work, tokens in zip(step.work, emitted, strict=True)}
+        emitting = [work for work in step.work if work.emits]
+        drafts = [work.drafts for work in emitting]
+        emitted = self.sampler.verify(logits, [work.logits_rows for work in emitting], drafts)
+        by_id = {work.sequence: tokens for work, tokens in zip(emitting, emitted, strict=True)}
         return Outcome(self.clock.now_s() - start_s, by_id)
 
     def _inputs(self, step: Step, sequences: dict[int, Sequence]) -> tuple[Tensor, RaggedBatch, Tensor]:
@@ -44,13 +45,13 @@ class TorchExecutor:
             ids = sequences[work.sequence].token_ids
             assert ids is not None, "the runtime needs the tokens"
             table[i, : len(blocks)] = blocks
-            tokens += ids[work.start :]
+            tokens += ids[work.start : work.context]
             tokens += work.drafts
             position = np.arange(work.start, work.context)
             positions.append(position)
             slots.append(table[i, position // size].astype(np.int64) * size + position % size)
             query_start.append(len(tokens))
-            rows.append(np.arange(len(tokens) - 1 - len(work.drafts), len(tokens)))
+            rows.append(np.arange(len(tokens) - work.logits_rows, len(tokens)))
         device = self.decoder.device
         batch = RaggedBatch(
             positions=torch.from_numpy(np.concatenate(positions)).to(device),

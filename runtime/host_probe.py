@@ -20,10 +20,10 @@ from membound.runtime.executor import TorchExecutor
 from membound.runtime.pool import Pool
 from membound.runtime.sampling import GreedySampler
 from membound.runtime.weights import random_weights
-from membound.simulator.scheduling.blocks import BlockPool
+from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import serve
-from membound.simulator.scheduling.policy import ContinuousBatching
+from membound.simulator.scheduling.policies import ContinuousBatching
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Request, Sequence
 from membound.simulator.scheduling.scheduler import Scheduler
@@ -86,6 +86,7 @@ class HostProbe:
             max_num_seqs=sequences,
             max_batched_tokens=sequences * (PROMPT_TOKENS + tokens),
             drafter=_SureDrafter(drafts) if drafts else None,
+            tables=BlockTables(blocks, BLOCK_SIZE),
         )
         clock = WallClock()
         executor = TorchExecutor(decoder, decoder.kv_cache(blocks, BLOCK_SIZE), BLOCK_SIZE, GreedySampler(), clock)

@@ -52,5 +52,7 @@ def content_for(scenario: Scenario, recorded: bool) -> Content:
     if recorded:
         return RecordedContent()
     drafts = scenario.setup.drafts
-    alpha = AcceptanceProfile.constant(drafts.alpha if drafts else 0.0)
-    return ModelledContent(acceptance_of(scenario.workload, "ngram") or alpha, scenario.workload.seed)
+    if drafts is None:
+        return ModelledContent(AcceptanceProfile.constant(0.0), scenario.workload.seed)
+    profile = acceptance_of(scenario.workload, drafts.content) or AcceptanceProfile.constant(drafts.alpha)
+    return ModelledContent(profile, scenario.workload.seed)

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import simpy
 
-from membound.roofline.cost import step_cost
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
-from membound.roofline.shape import StepShape
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import NgramDrafts
 from membound.roofline.times import Times, times_for
+from membound.roofline.workload import TextPrompts
 from membound.simulator.content import Content, content_for
-from membound.simulator.scheduling.build import build_scheduler, num_blocks, run_result
+from membound.simulator.executor import RooflineExecutor
+from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
-from membound.simulator.scheduling.loop import Executor, serve
+from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
+from membound.simulator.scheduling.loop import Executor, Waits, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
-from membound.simulator.scheduling.request import Outcome, Sequence, Step
-from membound.simulator.scheduling.workload import requests_for
-
-
-class RooflineExecutor:
-    """Takes a step's time from the roofline and its tokens from the content."""
-
-    def __init__(self, model: ModelSpec, setup: EngineSetup, times: Times, content: Content) -> None:
-        self.model = model
-        self.setup = setup
-        self.times = times
-        self.content = content
-
-    def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
-        shape = StepShape.of((work.start, work.tokens, 1 + len(work.drafts)) for work in step.work)
-        cost = step_cost(self.model, self.setup, self.times, shape)
-        emitted = {work.sequence: self.content.emitted(work, sequences[work.sequence]) for work in step.work}
-        return Outcome(float(cost.time_s), emitted)
+from membound.simulator.scheduling.request import Request
+from membound.simulator.scheduling.workload import request_stream
+from membound.simulator.step_times import StepTimes
 
 
 class VirtualClock:
@@ -51,9 +38,46 @@ class VirtualClock:
         return float(self.env.now)
 
 
-def _engine(env: simpy.Environment, waits: Iterator[float]) -> Iterator[simpy.Event]:
+def engine_process(env: simpy.Environment, waits: Waits) -> Iterator[simpy.Event]:
+    """An engine that knows its next arrival: it sleeps through each step, or run of equal steps."""
     for until_s in waits:
         yield env.timeout(max(0.0, until_s - env.now))
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """All that a scenario names, found: what each of its engines is built of."""
+
+    scenario: Scenario
+    model: ModelSpec
+    times: Times
+    memory: KvMemory
+    step_times: StepTimes
+    content: Content
+    content_known: bool
+
+    def executor(self, step_by_step: bool = False) -> RooflineExecutor:
+        link = self.times.hardware.host
+        return RooflineExecutor(self.step_times, self.content, self.memory, link, step_by_step)
+
+
+def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[Deployment, Iterator[Request]]:
+    """What the scenario's engine is made of, and its requests; `hardware` stands in for the scenario's."""
+    model = resolve_model(scenario.model)
+    times = times_for(hardware or get_hardware(scenario.hardware), scenario.setup.profile)
+    requests = request_stream(scenario.workload)
+    drafts = scenario.setup.drafts
+    content_known = isinstance(scenario.workload.prompts, TextPrompts)
+    longest = None
+    if content_known:  # few enough to look at all of them before
+        listed = list(requests)
+        longest = max(turn.tokens for request in listed for turn in request.turns())
+        content_known = drafts is None or isinstance(drafts, NgramDrafts)
+        requests = iter(listed if content_known else [_without_content(request) for request in listed])
+    memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest)
+    step_times = StepTimes(model, scenario.setup, times, memory.seats, scenario.engine.max_batched_tokens)
+    content = content_for(scenario, content_known)
+    return Deployment(scenario, model, times, memory, step_times, content, content_known), requests
 
 
 def run(
@@ -62,30 +86,37 @@ def run(
     observer: Observer | None = None,
     executor: Executor | None = None,
     recorder: Recorder | None = None,
+    step_by_step: bool = False,
 ) -> RunResult:
     """Serves the scenario's workload in virtual time.
 
     `hardware` stands in for the scenario's; `executor` replaces the roofline, for instance by recorded step times.
-    Raises MemboundError where the scenario names something unknown or the model does not fit.
+    Equal steps run as one event, unless `step_by_step`. Raises MemboundError where the scenario names something
+    unknown or the model does not fit.
     """
-    model = resolve_model(scenario.model)
-    times = times_for(hardware or get_hardware(scenario.hardware))
-    requests = requests_for(scenario)
-    content_known = requests[0].output_ids is not None
-    content = content_for(scenario, content_known)
-    blocks = num_blocks(scenario, model, times.hardware.memory_bytes, requests)
-    scheduler = build_scheduler(scenario, blocks, content_known)
+    deployment, requests = deploy(scenario, hardware)
+    if scenario.engine.disaggregation is not None:
+        from membound.simulator.disaggregated import run_disaggregated
+
+        return run_disaggregated(deployment, requests, observer, step_by_step)
+    model, times, memory = deployment.model, deployment.times, deployment.memory
+    scheduler = build_scheduler(scenario, model, times, memory, deployment.content_known)
     recorder = recorder or Recorder(observer)
-    executor = executor or RooflineExecutor(model, scenario.setup, times, content)
+    recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
+    executor = executor or deployment.executor(step_by_step)
 
     env = simpy.Environment()
     client = client_for(scenario.workload.arrivals, requests)
-    env.process(_engine(env, serve(scheduler, client, executor, VirtualClock(env), recorder)))  # type: ignore[arg-type]
+    env.process(engine_process(env, serve(scheduler, client, executor, VirtualClock(env), recorder)))  # type: ignore[arg-type]
     env.run()
     scheduler.check_integrity()
+    return run_result(scenario, model, times, memory.num_blocks, recorder, provenance(times))
 
+
+def provenance(times: Times) -> Provenance:
+    """Who made the numbers of a simulated run."""
     calibrated = times.hardware.calibration is not None
-    provenance = Provenance(
+    return Provenance(
         producer="simulator",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=times.hardware.name,
@@ -94,4 +125,8 @@ def run(
             f"interval ±{times.relative_error:.0%} ({'calibrated' if calibrated else 'data sheet'})",
         ],
     )
-    return run_result(scenario, model, times, blocks, recorder, provenance)
+
+
+def _without_content(request: Request) -> Request:
+    """Only n-gram drafts follow from the text; what other drafters propose is modelled."""
+    return replace(request, prompt_ids=None, output_ids=None)

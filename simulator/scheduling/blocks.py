@@ -1,7 +1,8 @@
-"""Which KV blocks are free, and who holds the others?"""
+"""How much KV memory is free, and which blocks does a sequence hold?"""
 
 from __future__ import annotations
 
+from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.request import Sequence
 
 
@@ -10,7 +11,57 @@ class OutOfBlocks(Exception):
 
 
 class BlockPool:
-    """Paged KV memory as plain numbers: blocks of `block_size` tokens, each held by one sequence or free."""
+    """Paged KV memory as plain numbers: blocks of `block_size` tokens, each in use or free.
+
+    Blocks that only the prefix cache still holds count as in use, but are `available`: it gives up the oldest. The
+    host has room for `host_blocks` more, which take what is swapped out. A sequence takes `fixed_blocks` whatever its
+    length.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        cache: PrefixCache | None = None,
+        host_blocks: int = 0,
+        fixed_blocks: int = 0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.free = num_blocks
+        self.cache = cache
+        self.host_free = host_blocks
+        self.fixed_blocks = fixed_blocks
+
+    @property
+    def used(self) -> int:
+        return self.num_blocks - self.free
+
+    @property
+    def available(self) -> int:
+        return self.free if self.cache is None else self.free + self.cache.unused
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a sequence of `tokens` tokens fills, the last one perhaps in part."""
+        return self.fixed_blocks - (-tokens // self.block_size)
+
+    def take(self, blocks: int) -> None:
+        """Raises OutOfBlocks and changes nothing where fewer are available."""
+        if blocks > self.free:
+            if blocks > self.available:
+                raise OutOfBlocks(f"{blocks} blocks needed, {self.available} available")
+            assert self.cache is not None, "without a cache, available is free"
+            self.free += self.cache.evict(blocks - self.free)
+        self.free -= blocks
+
+    def give(self, blocks: int) -> None:
+        """Takes blocks back."""
+        self.free += blocks
+        assert self.free <= self.num_blocks, "more blocks came back than were taken"
+
+
+class BlockTables:
+    """Which blocks each sequence holds, by number: what an engine that computes needs besides their count."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -21,33 +72,13 @@ class BlockPool:
     def used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that `tokens` tokens fill, the last one perhaps in part."""
-        return -(-tokens // self.block_size)
-
-    def missing(self, sequence: Sequence, tokens: int) -> int:
-        """Blocks that `sequence` still needs to hold its first `tokens` tokens."""
-        return max(0, self.blocks_for(tokens) - len(sequence.blocks))
-
-    def can_grow(self, sequence: Sequence, tokens: int) -> bool:
-        return self.missing(sequence, tokens) <= len(self._free)
-
-    def grow(self, sequence: Sequence, tokens: int) -> None:
-        """Gives `sequence` the blocks to hold its first `tokens` tokens; raises OutOfBlocks and changes nothing."""
-        missing = self.missing(sequence, tokens)
-        if missing > len(self._free):
-            raise OutOfBlocks(f"{missing} blocks needed, {len(self._free)} free")
-        for _ in range(missing):
+    def hold(self, sequence: Sequence, tokens: int) -> None:
+        """Gives `sequence` the blocks of its first `tokens` tokens, and takes those beyond them back."""
+        wanted = -(-tokens // self.block_size)
+        while len(sequence.blocks) < wanted:
             sequence.blocks.append(self._free.pop())
-
-    def shrink(self, sequence: Sequence, tokens: int) -> None:
-        """Takes back the blocks beyond the first `tokens` tokens, which rejected drafts had used."""
-        while len(sequence.blocks) > self.blocks_for(tokens):
+        while len(sequence.blocks) > wanted:
             self._free.append(sequence.blocks.pop())
-
-    def release(self, sequence: Sequence) -> None:
-        """Takes all blocks back."""
-        self.shrink(sequence, 0)
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Asserts that every block is either free or held by exactly one of `sequences`."""

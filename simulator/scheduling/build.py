@@ -1,96 +1,178 @@
-"""Which scheduler and how much KV memory does a scenario ask for, and what does its record come to?"""
+"""Which scheduler does a scenario ask for, and what does its record come to?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
 
 from membound.roofline.cost import step_cost
+from membound.roofline.engine_settings import DEFAULT_AGEING_S, Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.metrics import summarize
 from membound.roofline.models import ModelSpec
-from membound.roofline.operators import weights_bytes
-from membound.roofline.result import BOUNDS, Provenance, RunResult
+from membound.roofline.result import Column, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.tasks import found_of
-from membound.roofline.techniques import NgramDrafts
+from membound.roofline.techniques import Drafts, EngineSetup, NgramDrafts
 from membound.roofline.times import Times
 from membound.roofline.workload import Workload
-from membound.simulator.scheduling.blocks import BlockPool
+from membound.simulator.scheduling.blocks import BlockTables
 from membound.simulator.scheduling.drafter import Drafter, ModelledDrafter, NgramDrafter
-from membound.simulator.scheduling.policy import POLICIES
-from membound.simulator.scheduling.recorder import Recorder
-from membound.simulator.scheduling.request import Request
-from membound.simulator.scheduling.scheduler import Scheduler
+from membound.simulator.scheduling.kv_memory import KvMemory
+from membound.simulator.scheduling.policies import (
+    BATCHINGS,
+    Admission,
+    Batching,
+    EarliestDeadline,
+    Everybody,
+    FirstCome,
+    InTime,
+    LeastSlack,
+    Order,
+    PriorityWithAgeing,
+    ShortQueue,
+    Strict,
+)
+from membound.simulator.scheduling.prefix import mixed_hash
+from membound.simulator.scheduling.recorder import Bounds, Recorder
+from membound.simulator.scheduling.request import Sequence
+from membound.simulator.scheduling.scheduler import Classify, Scheduler
 
-# vLLM's default of gpu_memory_utilization: the rest is for activations and for what else runs there.
-MEMORY_SHARE = 0.9
 
+def build_scheduler(
+    scenario: Scenario,
+    model: ModelSpec,
+    times: Times,
+    memory: KvMemory,
+    content_known: bool,
+    numbered_blocks: bool = False,
+) -> Scheduler:
+    """The scheduler that the scenario's engine and techniques ask for, over the blocks of `memory`.
 
-def num_blocks(scenario: Scenario, model: ModelSpec, memory_bytes: float, requests: Items[Request]) -> int:
-    """KV blocks of the engine: as given, else what memory holds beside the weights, but no more than can be used.
-
-    Raises MemboundError where the weights leave no room for a single block, or not for as many as given.
+    `numbered_blocks` is for an engine that computes. Raises MemboundError where the scenario contradicts itself.
     """
-    engine = scenario.engine
-    block_bytes = model.kv_bytes_per_token(scenario.setup.kv.bits) * engine.block_size
-    held = weights_bytes(model, scenario.setup)
-    fitting = int((memory_bytes * MEMORY_SHARE - held) // block_bytes)
-    if fitting < 1:
-        raise MemboundError(
-            f"model '{model.name}' does not fit: its weights take {held / 2**30:.1f} GiB of the "
-            f"{memory_bytes * MEMORY_SHARE / 2**30:.1f} GiB usable on '{scenario.hardware}'"
-        )
-    if engine.num_blocks is not None:
-        if engine.num_blocks > fitting:
-            raise MemboundError(
-                f"field 'engine.num_blocks' is {engine.num_blocks}, but '{scenario.hardware}' holds at most {fitting} "
-                f"blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
-            )
-        return engine.num_blocks
-    longest = max(turn.tokens for request in requests for turn in request.turns())
-    useful = engine.max_num_seqs * (-(-longest // engine.block_size))
-    return min(fitting, useful)
-
-
-def build_scheduler(scenario: Scenario, blocks: int, content_known: bool) -> Scheduler:
-    """The scheduler that the scenario's techniques ask for, over `blocks` KV blocks."""
     setup, engine = scenario.setup, scenario.engine
+    batching = batching_of(engine, setup)
     drafter: Drafter | None = None
-    if setup.drafts is not None:
-        drafter = NgramDrafter(setup.drafts) if content_known else _modelled_drafter(scenario.workload, setup.drafts)
-    pool = BlockPool(blocks, engine.block_size)
-    return Scheduler(POLICIES[setup.policy](), pool, engine.max_num_seqs, engine.max_batched_tokens, drafter)
+    if isinstance(setup.drafts, NgramDrafts) and content_known:
+        drafter = NgramDrafter(setup.drafts)
+    elif setup.drafts is not None:
+        drafter = _modelled_drafter(scenario.workload, setup.drafts)
+    seconds_per_token = _seconds_per_token(scenario, model, times)
+    return Scheduler(
+        batching,
+        memory.pool(),
+        memory.seats,
+        engine.max_batched_tokens,
+        drafter,
+        order=_order(engine, seconds_per_token),
+        admission=_admission(engine, seconds_per_token),
+        classify=_classify(scenario),
+        swap=engine.preemption == "swap",
+        reserved_tokens=engine.reserved_tokens,
+        itemized=content_known or drafter is not None or numbered_blocks,
+        tables=BlockTables(memory.num_blocks, memory.block_size) if numbered_blocks else None,
+    )
 
 
-def _modelled_drafter(workload: Workload, drafts: NgramDrafts) -> ModelledDrafter:
+def batching_of(engine: Engine, setup: EngineSetup) -> Batching:
+    """As the engine says, else as the techniques make it."""
+    if engine.batching == "static" and setup.policy != "static":
+        raise MemboundError(
+            f"field 'engine.batching' is 'static', but a technique makes it {setup.policy}; remove one of them"
+        )
+    return BATCHINGS[engine.batching or setup.policy]
+
+
+def _modelled_drafter(workload: Workload, drafts: Drafts) -> ModelledDrafter:
     """Finds a draft as often as in the workload's task, else as often as the technique says."""
-    found = found_of(workload, "ngram")
+    found = found_of(workload, drafts.content)
     return ModelledDrafter(drafts if found is None else replace(drafts, hit_rate=found), workload.seed)
 
 
+def _order(engine: Engine, seconds_per_token: float) -> Order:
+    match engine.order:
+        case "priority":
+            return PriorityWithAgeing(engine.ageing_s or DEFAULT_AGEING_S)
+        case "deadline":
+            return EarliestDeadline()
+        case "slack":
+            return LeastSlack(seconds_per_token)
+        case _:
+            return FirstCome()
+
+
+def _admission(engine: Engine, seconds_per_token: float) -> Admission:
+    if engine.admission is None:
+        return Everybody()
+    rules: list[Admission] = []
+    if engine.admission.max_waiting is not None:
+        rules.append(ShortQueue(engine.admission.max_waiting))
+    if engine.admission.only_in_time:
+        rules.append(InTime(seconds_per_token))
+    return Strict(tuple(rules))
+
+
+def _classify(scenario: Scenario) -> Classify | None:
+    """Draws the class of each request from the workload's seed and its id."""
+    engine, slo = scenario.engine, scenario.slo
+    in_time = engine.order in ("deadline", "slack") or (engine.admission and engine.admission.only_in_time)
+    due = [one.ttft_s or slo.ttft_s for one in engine.classes] or [slo.ttft_s]
+    if in_time and None in due:
+        raise MemboundError(
+            "the engine serves by deadlines, but some requests have none; give slo.ttft_s, or ttft_s in each of "
+            "engine.classes"
+        )
+    if not engine.classes and not in_time:
+        return None
+    reached = [0.0, *accumulate(one.share for one in engine.classes)]
+    priorities = [one.priority for one in engine.classes] or [0]
+
+    def classify(sequence: Sequence) -> None:
+        draw = mixed_hash(scenario.workload.seed, sequence.id) / 2**64
+        index = min(bisect_right(reached, draw) - 1, len(due) - 1) if engine.classes else 0
+        sequence.service_class, sequence.priority = index, priorities[index]
+        if (ttft_s := due[index]) is not None:
+            sequence.deadline_s = sequence.request.arrival_s + ttft_s
+
+    return classify
+
+
+def _seconds_per_token(scenario: Scenario, model: ModelSpec, times: Times) -> float:
+    """Seconds of prefill for each token of a full step: no engine is faster."""
+    tokens = float(min(scenario.engine.max_batched_tokens, model.max_context))
+    return float(step_cost(model, scenario.setup, times, StepShape.prefill(1.0, tokens)).time_s) / tokens
+
+
+def bounds_of(model: ModelSpec, setup: EngineSetup, times: Times) -> Bounds:
+    """The share of each bound in the time of steps, as `times` sees it for their shapes."""
+
+    def bounds(shape: StepShape) -> dict[str, Column]:
+        shares = step_cost(model, setup, times, shape).shares()
+        return {bound: np.broadcast_to(share, np.shape(shape.tokens)) for bound, share in shares.items()}
+
+    return bounds
+
+
 def run_result(
-    scenario: Scenario, model: ModelSpec, times: Times, blocks: int, recorder: Recorder, provenance: Provenance
+    scenario: Scenario, model: ModelSpec, times: Times, num_blocks: int, recorder: Recorder, provenance: Provenance
 ) -> RunResult:
     """The result of a recorded run; the bounds of its steps are those that `times` sees for their shapes."""
-    steps = recorder.steps()
-    if recorder.plans:
-        shape = StepShape(**{name: steps[name] for name in StepShape.__dataclass_fields__})
-        shares = step_cost(model, scenario.setup, times, shape).shares()
-        steps |= {bound: share + 0.0 * steps["time_s"] for bound, share in shares.items()}
-    else:
-        steps |= dict.fromkeys(BOUNDS, steps["time_s"])
-    requests, itl_s = recorder.requests(), recorder.itl_s()
+    recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
+    steps, requests, price = recorder.steps(), recorder.requests(), times.hardware.price_usd_per_h
     summary = summarize(
         requests,
         steps,
-        itl_s,
+        recorder.itl_s,
         slo=scenario.slo,
         duration_s=recorder.end_s,
         idle_s=recorder.idle_s,
-        num_blocks=blocks,
-        power_w=None,
-        price_usd_per_h=times.hardware.price_usd_per_h,
+        num_blocks=num_blocks,
+        block_size=scenario.engine.block_size,
+        price_usd_per_h=None if price is None else price * scenario.setup.parallel.devices,
     )
-    return RunResult(scenario, summary, provenance, requests, steps, itl_s, recorder.outputs)
+    return RunResult(scenario, summary, provenance, requests, steps, recorder.itl_s, recorder.outputs)

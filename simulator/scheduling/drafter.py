@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
-from membound.roofline.techniques import NgramDrafts
+from membound.roofline.techniques import Drafts, NgramDrafts
 from membound.simulator.scheduling.request import Sequence
 
 
@@ -46,9 +46,9 @@ class NgramDrafter:
 
 
 class ModelledDrafter:
-    """Stands for prompt lookup where nobody knows the content: a draft is found in `hit_rate` of the steps."""
+    """Stands for a drafter where nobody knows what it would propose: a draft is found in `hit_rate` of the steps."""
 
-    def __init__(self, drafts: NgramDrafts, seed: int) -> None:
+    def __init__(self, drafts: Drafts, seed: int) -> None:
         self.drafts = drafts
         self.seed = seed
 

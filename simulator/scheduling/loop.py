@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Protocol
 
 from membound.simulator.scheduling.client import Client
@@ -21,42 +21,50 @@ class Executor(Protocol):
     """Computes a step: the runtime with tensors, the simulator with the roofline."""
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
-        """What the step came to; `sequences` holds all sequences of the engine by id."""
+        """What the step, or up to `step.steady` of them, came to; `sequences` holds those of the engine by id."""
 
 
-def serve(
-    scheduler: Scheduler, client: Client, executor: Executor, clock: Clock, recorder: Recorder
-) -> Iterator[float]:
+# The caller may send the time of something that arrived before the time that was yielded.
+Waits = Generator[float, float | None, None]
+
+
+def serve(scheduler: Scheduler, client: Client, executor: Executor, clock: Clock, recorder: Recorder) -> Waits:
     """Serves every request of `client`; yields the time in seconds until which the caller's clock must advance.
 
-    A real clock has already passed that time when the executor was real, so the runtime waits only for arrivals.
+    A real clock has already passed that time when the executor was real, so the runtime waits only for arrivals. Where
+    arrivals are not known before (the client's next one is at infinity), the caller sends the time of what arrived
+    meanwhile: equal steps that were to run as one then end with the step that is under way.
     """
     sequences: dict[int, Sequence] = {}
     while True:
-        for request in client.due(clock.now_s()):
+        start_s = clock.now_s()
+        for request in client.due(start_s):
             sequence = scheduler.add(request)
             if sequence.status == "rejected":
                 recorder.rejected(sequence)
-                client.ended(sequence, clock.now_s())
+                client.ended(sequence, start_s)
             else:
                 sequences[sequence.id] = sequence
 
-        start_s = clock.now_s()
         step = scheduler.plan()
+        arrival_s = client.next_arrival_s()
         if step is None:
-            arrival_s = client.next_arrival_s()
             if arrival_s is None:
                 return
-            recorder.idle(max(0.0, arrival_s - start_s))
-            yield arrival_s
+            news_s = yield arrival_s
+            recorder.idle(max(0.0, (arrival_s if news_s is None else news_s) - start_s))
             continue
 
         outcome = executor.run(step, sequences)
-        yield start_s + outcome.time_s
+        if outcome.steps > 1 and arrival_s is not None:
+            outcome = outcome.until(arrival_s - start_s)
+        while (news_s := (yield start_s + outcome.time_s)) is not None:
+            outcome = outcome.until(news_s - start_s)
 
         end_s = clock.now_s()
+        usage = scheduler.usage(step, outcome)
         ended = scheduler.commit(step, outcome)
-        recorder.step(step, outcome, sequences, start_s, end_s)
+        recorder.step(step, outcome, usage, sequences, start_s, end_s)
         for sequence in ended:
             recorder.completed(sequence)
             client.ended(sequence, end_s)

@@ -43,6 +43,11 @@ def _mixed(ids: NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.uin
     return _finalized(_finalized(ids + np.uint64(0x9E3779B97F4A7C15)) ^ index)
 
 
+def mixed_hash(seed: int, id: int) -> int:
+    """64 well-mixed bits of (seed, id)."""
+    return int(_mixed(np.array([seed], dtype=np.uint64), np.array([id], dtype=np.uint64))[0])
+
+
 def _finalized(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,121 +1,281 @@
-"""What happened, step by step and request by request?"""
+"""What happened, step by step and request by request?
+
+Equal steps that ran as one are one row, and rows are joined where there are very many: what a run costs in memory
+grows with its requests, not with its tokens. The sums over rows, and so the summary, do not depend on that.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.result import Column
+from membound.roofline.result import BOUNDS, Column
+from membound.roofline.samples import Samples
 from membound.roofline.shape import StepShape
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
 
-STEP_COLUMNS = (
-    "start_s",
-    "time_s",
-    *StepShape.__dataclass_fields__,
-    "drafted",
-    "accepted",
-    "emitted",
-    "blocks_used",
+SHAPE_COLUMNS = tuple(StepShape.__dataclass_fields__)
+SUMMED = ("time_s", "steps", "drafted", "accepted", "emitted")
+COUNTED_COLUMNS = ("start_s", *SUMMED, "moved_blocks", "cached_tokens", "blocks_used", "held_tokens", *SHAPE_COLUMNS)
+REQUEST_COLUMNS = (
+    "id",
+    "arrival_s",
+    "admitted_s",
+    "first_token_s",
+    "finished_s",
+    "prompt_tokens",
+    "output_tokens",
+    "preemptions",
+    "service_class",
+    "completed",
 )
+_COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class")
+
+# Rows whose bounds are worked out together, and rows that are kept at most.
+_CHUNK = 1 << 15
+MOST_ROWS = 1 << 18
 
 Observer = Callable[[Step, Outcome, float], None]
+Bounds = Callable[[StepShape], dict[str, Column]]
+NAN = float("nan")
 
 
 class Recorder:
-    """Keeps a run's records as they happen; `observer` is told each step, its outcome and when it ended."""
+    """Keeps a run's records as they happen; `observer` is told each step, its outcome and when it ended.
 
-    def __init__(self, observer: Observer | None = None) -> None:
+    `bounds` gives the share of each bound in the time of steps of some shapes. With `keep_plans` every step is kept.
+    """
+
+    def __init__(
+        self, observer: Observer | None = None, bounds: Bounds | None = None, keep_plans: bool = False
+    ) -> None:
         self.plans: list[Step] = []
         self.idle_s = 0.0
         self.end_s = 0.0
         self.outputs: dict[int, list[int]] = {}
+        self.rejections: dict[int, str] = {}
+        self.itl_s = Samples()
+        self.bounds = bounds
         self._observer = observer
-        self._steps: dict[str, list[float]] = {name: [] for name in STEP_COLUMNS}
-        self._requests: dict[str, list[float]] = {}
-        self._itl_s: list[float] = []
+        self._keep_plans = keep_plans
+        self._rows = array("d")
+        self._tables: list[NDArray[np.float64]] = []
+        self._requests = array("d")
+        # Who decodes: those that have emitted nothing since they joined, with the time of their last token, and others.
+        self._joined: dict[int, float] = {}
+        self._decoding: set[int] = set()
+        self._decoded_s = 0.0
 
     def idle(self, seconds: float) -> None:
         """The engine had nothing to do for that long."""
         self.idle_s += seconds
 
-    def step(self, step: Step, outcome: Outcome, sequences: dict[int, Sequence], start_s: float, end_s: float) -> None:
-        """A step ran from `start_s` to `end_s`; its outcome has been committed to `sequences`."""
-        self.plans.append(step)
+    def step(
+        self,
+        step: Step,
+        outcome: Outcome,
+        usage: tuple[float, float],
+        sequences: dict[int, Sequence],
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        """A step, or equal ones, ran from `start_s` to `end_s`; the outcome has been committed to `sequences`.
+
+        `usage` is block-seconds in use, and token-seconds held in them.
+        """
         self.end_s = end_s
-        drafted = accepted = emitted = 0
-        for work in step.work:
-            sequence = sequences[work.sequence]
-            count = len(outcome.emitted[work.sequence])
-            drafted += len(work.drafts)
-            accepted += count - 1
-            emitted += count
+        if self._keep_plans:
+            self.plans.append(step)
+        for id in step.preempted:
+            self._left(sequences[id])
+        for id in step.admitted:
+            sequence = sequences[id]
             if sequence.admitted_s is None:
                 sequence.admitted_s = start_s
-            if sequence.first_token_s is None:
-                sequence.first_token_s = end_s
-            if sequence.last_token_s is not None:
-                self._itl_s.append(end_s - sequence.last_token_s)
-            sequence.last_token_s = end_s
-        shape = StepShape.of((work.start, work.tokens, 1 + len(work.drafts)) for work in step.work)
-        self._append(
-            self._steps,
-            start_s=start_s,
-            time_s=end_s - start_s,
-            **shape.columns(),
-            drafted=drafted,
-            accepted=accepted,
-            emitted=emitted,
-            blocks_used=step.blocks_used,
-        )
+        for id in step.resumed:
+            last_s = sequences[id].last_token_s
+            assert last_s is not None, "what goes on has begun"
+            self._joined[id] = last_s
+        if step.decoding:
+            self._decoded(step, outcome, start_s, end_s)
+        emitted = step.decoding * outcome.steps
+        for work in step.prompts:
+            if work.emits:
+                self._prompt_ended(sequences[work.sequence], end_s)
+                emitted += 1
+        drafted = 0
+        if outcome.emitted is not None and step.work:
+            drafted = step.drafted
+            emitted = sum(len(outcome.emitted[work.sequence]) for work in step.work if work.emits)
+        self._row(step, outcome, usage, start_s, end_s - start_s, drafted, emitted)
         if self._observer:
             self._observer(step, outcome, end_s)
 
     def completed(self, sequence: Sequence) -> None:
         """`sequence` has emitted its last token."""
+        self._left(sequence)
         if sequence.token_ids is not None:
             self.outputs[sequence.id] = sequence.token_ids[sequence.request.prompt_tokens :]
-        self._request(sequence, finished_s=sequence.last_token_s, completed=True)
+        assert sequence.last_token_s is not None, "a completed request has a last token"
+        self._request(sequence, sequence.last_token_s, 1.0)
 
     def rejected(self, sequence: Sequence) -> None:
-        """`sequence` can never be served."""
-        self._request(sequence, finished_s=None, completed=False)
+        """`sequence` was turned away."""
+        if len(self.rejections) < 100:
+            self.rejections[sequence.id] = sequence.reason or ""
+        self._request(sequence, NAN, 0.0)
 
     def requests(self) -> dict[str, Column]:
         """The table of requests in order of their ids; see RunResult."""
-        table = {name: np.array(values) for name, values in self._requests.items()}
-        order = np.argsort(table["id"], kind="stable")
-        counts = ("id", "prompt_tokens", "output_tokens", "preemptions")
-        table = {
-            name: column[order].astype(np.int64 if name in counts else np.float64) for name, column in table.items()
-        }
-        return table | {"completed": table["completed"].astype(bool)}
+        table = np.frombuffer(self._requests, dtype=np.float64).reshape(-1, len(REQUEST_COLUMNS))
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        columns = dict(zip(REQUEST_COLUMNS, table.T, strict=True))
+        columns = {name: column.astype(np.int64 if name in _COUNTS else float) for name, column in columns.items()}
+        return columns | {"completed": columns["completed"].astype(bool)}
 
     def steps(self) -> dict[str, Column]:
-        """The table of steps in order of time, without the shares of the bounds."""
-        return {name: np.array(values, dtype=np.float64) for name, values in self._steps.items()}
+        """The table of steps in order of time; with the share of each bound where `bounds` is known."""
+        self._flush()
+        names = (*COUNTED_COLUMNS, *BOUNDS) if self.bounds else COUNTED_COLUMNS
+        table = np.concatenate(self._tables) if self._tables else np.zeros((0, len(names)))
+        return {name: np.ascontiguousarray(column) for name, column in zip(names, table.T, strict=True)}
 
-    def itl_s(self) -> NDArray[np.float64]:
-        return np.array(self._itl_s, dtype=np.float64)
+    # -- when tokens came
 
-    def _request(self, sequence: Sequence, finished_s: float | None, completed: bool) -> None:
-        nan = float("nan")
-        self._append(
-            self._requests,
-            id=sequence.id,
-            arrival_s=sequence.request.arrival_s,
-            admitted_s=nan if sequence.admitted_s is None else sequence.admitted_s,
-            first_token_s=nan if sequence.first_token_s is None else sequence.first_token_s,
-            finished_s=nan if finished_s is None else finished_s,
-            prompt_tokens=sequence.request.prompt_tokens,
-            output_tokens=sequence.emitted,
-            preemptions=sequence.preemptions,
-            completed=completed,
+    def _decoded(self, step: Step, outcome: Outcome, start_s: float, end_s: float) -> None:
+        """Everybody who decodes has emitted in each step: a gap since the last token of each."""
+        first_end_s = end_s if outcome.steps == 1 else start_s + outcome.first_s
+        others = len(self._decoding)
+        ramp = 0
+        if self._decoded_s == start_s:
+            ramp = others
+        elif others:
+            self.itl_s.add(first_end_s - self._decoded_s, others)
+        for last_s in self._joined.values():
+            if last_s == start_s:
+                ramp += 1
+            else:
+                self.itl_s.add(first_end_s - last_s)
+        if outcome.steps == 1:
+            if ramp:
+                self.itl_s.add(first_end_s - start_s, ramp)
+        elif ramp == step.decoding:
+            self.itl_s.add(outcome.first_s, ramp, outcome.steps, outcome.slope_s)
+        else:
+            if ramp:
+                self.itl_s.add(first_end_s - start_s, ramp)
+            self.itl_s.add(outcome.first_s + outcome.slope_s, step.decoding, outcome.steps - 1, outcome.slope_s)
+        if self._joined:
+            self._decoding.update(self._joined)
+            self._joined.clear()
+        self._decoded_s = end_s
+
+    def _prompt_ended(self, sequence: Sequence, end_s: float) -> None:
+        if sequence.first_token_s is None:
+            sequence.first_token_s = end_s
+        elif sequence.last_token_s is not None:
+            self.itl_s.add(end_s - sequence.last_token_s)
+        sequence.last_token_s = end_s
+        if sequence.status == "running":
+            self._joined[sequence.id] = end_s
+
+    def _left(self, sequence: Sequence) -> None:
+        """`sequence` no longer decodes, if it did."""
+        if sequence.id in self._decoding:
+            self._decoding.remove(sequence.id)
+            sequence.last_token_s = self._decoded_s
+        else:
+            self._joined.pop(sequence.id, None)
+
+    # -- rows
+
+    def _row(
+        self,
+        step: Step,
+        outcome: Outcome,
+        usage: tuple[float, float],
+        start_s: float,
+        time_s: float,
+        drafted: int,
+        emitted: int,
+    ) -> None:
+        tokens, sequences, kv_tokens, attended, *others = step.sums()
+        grown = step.decoding * (outcome.steps - 1) / 2  # the mean step of equal ones attends to so many tokens more
+        per_s = 1 / outcome.time_s if outcome.time_s > 0 else 0.0
+        accepted = emitted - step.decoding - sum(work.emits for work in step.prompts) if drafted else 0
+        self._rows.extend(
+            (
+                start_s,
+                time_s,
+                outcome.steps,
+                drafted,
+                accepted,
+                emitted,
+                step.moved_blocks,
+                step.cached_tokens,
+                usage[0] * per_s,
+                usage[1] * per_s,
+                tokens,
+                sequences,
+                kv_tokens + grown,
+                attended + grown,
+                *others,
+            )
+        )
+        if self.bounds and len(self._rows) >= _CHUNK * len(COUNTED_COLUMNS):
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        table = np.array(self._rows).reshape(-1, len(COUNTED_COLUMNS))
+        del self._rows[:]
+        if self.bounds:
+            columns = dict(zip(COUNTED_COLUMNS, table.T, strict=True))
+            shares = self.bounds(StepShape(**{name: columns[name] for name in SHAPE_COLUMNS}))
+            bounds = np.stack([np.broadcast_to(shares[bound], len(table)) for bound in BOUNDS], axis=1)
+            table = np.concatenate([table, bounds], axis=1)
+        self._tables.append(table)
+        if sum(map(len, self._tables)) > MOST_ROWS:
+            self._tables = [_joined_rows(np.concatenate(self._tables))]
+
+    def _request(self, sequence: Sequence, finished_s: float, completed: float) -> None:
+        self._requests.extend(
+            (
+                sequence.id,
+                sequence.request.arrival_s,
+                NAN if sequence.admitted_s is None else sequence.admitted_s,
+                NAN if sequence.first_token_s is None else sequence.first_token_s,
+                finished_s,
+                sequence.request.prompt_tokens,
+                sequence.emitted,
+                sequence.preemptions,
+                sequence.service_class,
+                completed,
+            )
         )
 
-    @staticmethod
-    def _append(table: dict[str, list[float]], **row: float) -> None:
-        for name, value in row.items():
-            table.setdefault(name, []).append(value)
+
+def _joined_rows(table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Every two rows as one: counts and seconds summed, shapes as means over steps, the rest as means over time."""
+    if len(table) % 2:
+        table = np.concatenate([table, np.zeros((1, table.shape[1]))])
+    pairs = table.reshape(-1, 2, table.shape[1])
+    names = COUNTED_COLUMNS
+    steps, time_s = pairs[:, :, names.index("steps")], pairs[:, :, names.index("time_s")]
+    by_steps = steps / steps.sum(axis=1, keepdims=True)
+    by_time = time_s / time_s.sum(axis=1, keepdims=True)
+    joined = np.empty((len(pairs), table.shape[1]))
+    for index in range(table.shape[1]):
+        name = names[index] if index < len(names) else "bound"
+        column = pairs[:, :, index]
+        if name == "start_s":
+            joined[:, index] = column[:, 0]
+        elif name in SUMMED or name in ("moved_blocks", "cached_tokens"):
+            joined[:, index] = column.sum(axis=1)
+        else:
+            joined[:, index] = (column * (by_steps if name in SHAPE_COLUMNS else by_time)).sum(axis=1)
+    return joined

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
+from membound.roofline.shape import StepShape, shape_sums
 from membound.simulator.scheduling.prefix import PrefixChain
 
 Status = Literal["waiting", "running", "completed", "rejected"]
@@ -44,34 +46,84 @@ class Request:
             turn = turn.follow_up
 
 
-@dataclass
+class Clock(Protocol):
+    """Counts the steps of sequences that decode together."""
+
+    steps: int
+
+
 class Sequence:
     """A request in the engine.
 
-    Of its `tokens` tokens (prompt and emitted), the first `computed` have their K and V in `blocks`. A sequence in
-    decode has exactly one that is not computed: the newest. `token_ids` follows `tokens` where content is known.
+    Of its `tokens` tokens (prompt and emitted) the first `computed` have their K and V in blocks. A sequence that
+    decodes has exactly one that is not computed, the newest, and gets one more with each step of the `clock` that it
+    shares with all others that decode: a step costs nothing for each of them. `token_ids` follows `tokens` where
+    content is known. `number` counts arrivals, `key` is its place in the engine's order.
     """
 
-    request: Request
-    token_ids: list[int] | None
-    tokens: int
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    status: Status = "waiting"
-    preemptions: int = 0
-    admitted_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
+    __slots__ = (
+        "admitted_s",
+        "blocks",
+        "cached",
+        "clock",
+        "deadline_s",
+        "ends_at",
+        "first_token_s",
+        "key",
+        "last_token_s",
+        "loaded",
+        "number",
+        "preemptions",
+        "priority",
+        "reason",
+        "request",
+        "service_class",
+        "standing",
+        "standing_computed",
+        "status",
+        "swapped_blocks",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, token_ids: list[int] | None = None) -> None:
+        self.request = request
+        self.token_ids = token_ids
+        self.standing = request.prompt_tokens  # tokens at step 0 of the clock, all tokens where it has none
+        self.standing_computed = 0
+        self.clock: Clock | None = None
+        self.status: Status = "waiting"
+        self.reason: str | None = None  # why it was rejected
+        self.number = request.id
+        self.key = 0.0
+        self.service_class = 0
+        self.priority = 0
+        self.deadline_s = math.inf
+        self.blocks: list[int] = []  # ids, where somebody needs them
+        self.cached: list[int] = []  # hashes of the blocks that it shares with the prefix cache
+        self.swapped_blocks = 0  # on the host
+        self.loaded = False  # its K and V exist elsewhere and come without being computed
+        self.ends_at = 0
+        self.preemptions = 0
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> Sequence:
         """A sequence that has its prompt and nothing else."""
-        ids = None if request.prompt_ids is None else list(request.prompt_ids)
-        return cls(request, ids, request.prompt_tokens)
+        return cls(request, None if request.prompt_ids is None else list(request.prompt_ids))
 
     @property
     def id(self) -> int:
         return self.request.id
+
+    @property
+    def tokens(self) -> int:
+        return self.standing if self.clock is None else self.standing + self.clock.steps
+
+    @property
+    def computed(self) -> int:
+        return self.standing_computed if self.clock is None else self.standing + self.clock.steps - 1
 
     @property
     def emitted(self) -> int:
@@ -86,34 +138,109 @@ class Sequence:
         return self.remaining <= 0
 
 
-@dataclass(frozen=True)
-class Work:
-    """A sequence's part of a step: tokens `start : start + tokens` are computed, the last `len(drafts)` are guesses."""
+class Work(NamedTuple):
+    """A sequence's part of a step: tokens `start : start + tokens` are computed, the last `len(drafts)` are guesses.
+
+    A chunk that does not reach the end of its prompt emits nothing.
+    """
 
     sequence: int
     start: int
     tokens: int
     drafts: tuple[int, ...] = ()
+    emits: bool = True
 
     @property
     def context(self) -> int:
         return self.start + self.tokens
 
+    @property
+    def logits_rows(self) -> int:
+        return 1 + len(self.drafts) if self.emits else 0
 
-@dataclass(frozen=True)
-class Step:
-    """One decision of the scheduler: what the engine computes next, and whom it admitted and preempted for that."""
 
+class Step(NamedTuple):
+    """One decision of the scheduler: what the engine computes next, and whom it admitted and preempted for that.
+
+    `decoding` sequences each compute their newest token and together attend to `kv_tokens` tokens; `prompts` are
+    whole prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a
+    sequence. `work` lists all parts where the scheduler was asked for it, else it is empty. `resumed` sequences go on
+    with K and V that exist elsewhere; `moved_blocks` cross the link to the host, in either direction. `cached_tokens`
+    of admitted prompts were found, not computed. `held_tokens` is what the blocks in use really hold.
+    """
+
+    decoding: int
+    kv_tokens: int
+    prompts: tuple[Work, ...]
     work: tuple[Work, ...]
     admitted: tuple[int, ...]
+    resumed: tuple[int, ...]
     preempted: tuple[int, ...]
+    moved_blocks: int
+    cached_tokens: int
     blocks_used: int
+    held_tokens: int
     num_blocks: int
+    steady: int
+
+    @property
+    def sequences(self) -> int:
+        return self.decoding + len(self.prompts)
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens of all sequences."""
+        return sum(len(work.drafts) for work in self.work)
+
+    def sums(self) -> tuple[float, ...]:
+        """The fields of `StepShape`: what decides the step's cost."""
+        listed = self.work or self.prompts
+        sums = shape_sums((work.start, work.tokens, work.logits_rows) for work in listed) if listed else _NOTHING
+        if self.work or not self.decoding:
+            return sums
+        n, kv_tokens = self.decoding, self.kv_tokens
+        return (sums[0] + n, sums[1] + n, sums[2] + kv_tokens, sums[3] + kv_tokens, sums[4] + n, *sums[5:])
+
+    def shape(self) -> StepShape:
+        """The sums that decide the step's cost, as the roofline takes them."""
+        return StepShape(*self.sums())
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a step came to: how long it took, and the tokens that each sequence emitted (accepted drafts and one)."""
+_NOTHING = (0.0,) * 9
+
+
+class Outcome(NamedTuple):
+    """What a step came to: its seconds, and the tokens that each sequence emitted (accepted drafts and one).
+
+    `emitted` is None where nobody knows the tokens: each sequence then has emitted one a step. `steps` equal steps may
+    be one outcome, each `slope_s` longer than the one before.
+    """
 
     time_s: float
-    emitted: dict[int, tuple[int, ...]]
+    emitted: dict[int, tuple[int, ...]] | None = None
+    steps: int = 1
+    slope_s: float = 0.0
+
+    @property
+    def first_s(self) -> float:
+        """Seconds of the first step."""
+        return self.time_s / self.steps - self.slope_s * (self.steps - 1) / 2
+
+    def time_of(self, steps: int) -> float:
+        """Seconds of the first `steps` steps."""
+        return steps * (self.first_s + self.slope_s * (steps - 1) / 2)
+
+    def until(self, seconds: float) -> Outcome:
+        """Only the steps that begin before `seconds`: the engine looks up after each, and then sees what arrived."""
+        if self.steps == 1 or self.time_s <= seconds:
+            return self
+        first, slope = self.first_s, self.slope_s
+        # steps * first + slope * steps * (steps - 1) / 2 = seconds
+        linear = first - slope / 2
+        guess = 2 * seconds / (linear + math.sqrt(max(0.0, linear * linear + 2 * slope * seconds)))
+        steps = min(max(1, math.ceil(guess)), self.steps)
+        while steps > 1 and self.time_of(steps - 1) >= seconds:
+            steps -= 1
+        while steps < self.steps and self.time_of(steps) < seconds:
+            steps += 1
+        return Outcome(self.time_of(steps), None, steps, slope)

@@ -6,146 +6,452 @@ pool it makes the same decisions, whatever the clock that it never sees.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
 
-from membound.simulator.scheduling.blocks import BlockPool
+from membound.simulator.scheduling.blocks import BlockPool, BlockTables
+from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.drafter import Drafter
-from membound.simulator.scheduling.policy import Policy
+from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step, Work
+
+Classify = Callable[[Sequence], None]
+
+FIRST_COME, EVERYBODY = FirstCome(), Everybody()
 
 
 class Scheduler:
     """Holds the queue and the batch: `add` requests, `plan` a step, `commit` what came of it.
 
-    Running sequences come first, each with its uncomputed token and its drafts; then waiting ones join with their
-    whole prompt, first come first served, while `max_num_seqs`, `max_batched_tokens` and free blocks allow and the
-    policy agrees. When a running sequence finds no block, the latest to join is preempted and recomputed later.
+    The policies decide, this is the mechanism: sequences that decode each compute their newest token and their drafts,
+    then prompts that were begun go on, then waiting ones join in the engine's order while `max_num_seqs`,
+    `max_batched_tokens` and blocks allow. A prompt takes all its blocks when it joins. Where a sequence that decodes
+    finds no block, the last in order is preempted: its tokens are recomputed later, or with `swap` its blocks wait on
+    the host while there is room.
+
+    With `itemized` each step lists the work of every sequence, which an engine that computes needs, and drafts do.
+    Without, steps cost nothing for each sequence, and equal steps are planned as one. The decisions are the same.
+    `tables` number the blocks of each sequence. `classify` sets the class, priority and deadline of one that arrives.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        batching: Batching,
         pool: BlockPool,
         max_num_seqs: int,
         max_batched_tokens: int,
         drafter: Drafter | None = None,
+        *,
+        order: Order = FIRST_COME,
+        admission: Admission = EVERYBODY,
+        classify: Classify | None = None,
+        swap: bool = False,
+        reserved_tokens: int | None = None,
+        itemized: bool = True,
+        tables: BlockTables | None = None,
     ) -> None:
-        self.policy = policy
+        assert itemized or (drafter is None and tables is None), "drafts and block tables need each sequence's work"
+        self.batching = batching
+        self.order = order
+        self.admission = admission
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.drafter = drafter
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.classify = classify
+        self.swap = swap
+        self.reserved_tokens = reserved_tokens
+        self.itemized = itemized
+        self.tables = tables
+        self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None)
+        self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
+        self._queue: list[tuple[float, int]] = []
+        self._waiting: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._draft_blocks = 0
+        self._moved_blocks = 0
+        self._cached_tokens = 0
+        self._prompt_tokens = 0
+        self._grown = False  # whether those who decode have the block of the token that they are about to compute
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences that wait, in no order."""
+        return list(self._waiting.values())
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences that decode, then those whose prompts are being computed."""
+        return [*self.decoders.members.values(), *self.prompts.values()]
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoders) + len(self.prompts)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self._waiting) or self.num_running > 0
 
     def refusal(self, request: Request) -> str | None:
         """Why the engine can never serve `request`, or None."""
-        total = request.prompt_tokens + request.output_tokens
-        if self.pool.blocks_for(total) > self.pool.num_blocks:
-            return f"{total} tokens do not fit into {self.pool.num_blocks} KV blocks of {self.pool.block_size}"
-        if total > self.max_batched_tokens:
-            return f"{total} tokens exceed max_batched_tokens ({self.max_batched_tokens})"
+        pool, total = self.pool, request.tokens
+        if self.reserved_tokens is not None and total > self.reserved_tokens:
+            return f"{total} tokens are more than the {self.reserved_tokens} that are reserved for a request"
+        if pool.blocks_for(self.reserved_tokens or total) > pool.num_blocks:
+            return f"{total} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}"
+        if self.batching.whole_prompts and total > self.max_batched_tokens:
+            return (
+                f"{total} tokens exceed max_batched_tokens ({self.max_batched_tokens}), "
+                f"and {self.batching.name} batching computes a prompt in one step"
+            )
         return None
 
     def add(self, request: Request) -> Sequence:
-        """Queues a request; one that can never be served is returned as rejected and not queued."""
+        """Queues a request; one that is turned away is returned as rejected, with the reason, and not queued."""
         sequence = Sequence.of(request)
-        if self.refusal(request) is None:
-            self.waiting.append(sequence)
-        else:
-            sequence.status = "rejected"
+        self.queue(sequence)
         return sequence
 
+    def queue(self, sequence: Sequence) -> None:
+        """Queues a sequence, also one whose prompt was computed elsewhere."""
+        sequence.number = self._arrivals
+        self._arrivals += 1
+        if self.classify is not None:
+            self.classify(sequence)
+        sequence.key = self.order.key(sequence)
+        reason = self.refusal(sequence.request) or self.admission.refusal(
+            sequence, len(self._waiting), self._tokens_ahead
+        )
+        if reason is None:
+            self._wait(sequence)
+        else:
+            sequence.status, sequence.reason = "rejected", reason
+
     def plan(self) -> Step | None:
-        """The next step, or None when nothing can be computed. Blocks for all its tokens are allocated."""
-        running_before = len(self.running)
+        """The next step, or None when nothing can be computed. Blocks for all its tokens are taken."""
+        alone = self.batching.prompts_alone
+        self._moved_blocks = self._cached_tokens = 0
+        self._grown = False
         preempted: list[int] = []
-        work = self._continue_running(preempted)
-        admitted = [] if preempted else self._admit(work, running_before)
-        if not work:
+        joined: list[Sequence] = []
+        prompts: list[Work] = []
+        if alone:
+            prompts = self._plan_prompts(self.max_batched_tokens, joined)
+        decoding = not prompts
+        drafts: dict[int, tuple[int, ...]] = {}
+        if decoding and self.decoders.members:
+            self._make_room(preempted)
+            drafts = self._draft()
+        if not alone:
+            budget = self.max_batched_tokens - len(self.decoders) - sum(map(len, drafts.values()))
+            prompts = self._plan_prompts(budget, joined, join=not preempted)
+        if not prompts and not self.decoders.members:
             return None
-        return Step(tuple(work), tuple(admitted), tuple(preempted), self.pool.used, self.pool.num_blocks)
+        return self._step(decoding, tuple(prompts), drafts, joined, tuple(preempted))
+
+    def usage(self, step: Step, outcome: Outcome) -> tuple[float, float]:
+        """Block-seconds in use and token-seconds held in them, of a planned step that came to `outcome`."""
+        held = step.held_tokens * outcome.time_s
+        used = step.blocks_used * outcome.time_s
+        if outcome.steps == 1:
+            return used, held
+        k = outcome.steps
+        later = outcome.first_s * k * (k - 1) / 2 + outcome.slope_s * (k - 1) * k * (2 * k - 1) / 6
+        return used + self.decoders.growth_seconds(outcome), held + step.decoding * later
 
     def commit(self, step: Step, outcome: Outcome) -> list[Sequence]:
-        """Applies the emitted tokens and returns the sequences that ended, their blocks released."""
-        by_id = {sequence.id: sequence for sequence in self.running}
-        ended = []
-        for work in step.work:
-            sequence = by_id[work.sequence]
-            emitted = outcome.emitted[sequence.id][: sequence.remaining]
-            # Every emitted token but the newest was an accepted draft, so its K and V are already in place.
-            sequence.tokens += len(emitted)
-            sequence.computed = sequence.tokens - 1
-            self.pool.shrink(sequence, sequence.tokens)
-            if sequence.token_ids is not None:
-                sequence.token_ids.extend(emitted)
-            if sequence.finished:
-                sequence.status = "completed"
-                self.pool.release(sequence)
-                ended.append(sequence)
-        if ended:
-            self.running = [sequence for sequence in self.running if sequence.status == "running"]
+        """Applies what the step emitted and returns the sequences that ended, their blocks released."""
+        ended: list[Sequence] = []
+        self._grown = False
+        if step.decoding:
+            if outcome.steps > 1:
+                self.pool.take(self.decoders.growth_over(1, outcome.steps))
+            self.pool.give(self._draft_blocks)
+            self._draft_blocks = 0
+            members = [] if outcome.emitted is None else list(self.decoders.members.values())
+            self.decoders.advance(outcome.steps)
+            for sequence in members:
+                self._accept(sequence, outcome)
+            ended = self.decoders.take_ended()
+        for work in step.prompts:
+            self._advance_prompt(work, outcome, ended)
+        for sequence in ended:
+            sequence.status = "completed"
+            self._release(sequence, self.pool.blocks_for(self.reserved_tokens or sequence.computed))
         return ended
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost or shared and that no sequence is in two places."""
-        self.pool.check_integrity([*self.running, *self.waiting])
-        ids = [sequence.id for sequence in [*self.running, *self.waiting]]
+        everybody = [*self.running, *self.waiting]
+        ids = [sequence.id for sequence in everybody]
         assert len(ids) == len(set(ids)), "a sequence is in two places"
+        assert len(self._queue) == len(self._waiting), "the queue and those who wait differ"
+        cache = self.pool.cache
+        shared = 0 if cache is None else cache.used + cache.unused
+        held = sum(self._blocks(sequence) - len(sequence.cached) for sequence in self.running)
+        assert held + self._draft_blocks + shared == self.pool.used, "a block was lost or is counted twice"
+        assert self._prompt_tokens == sum(sequence.tokens for sequence in self.prompts.values())
+        if cache is not None:
+            cache.check_integrity([sequence.cached for sequence in everybody])
+        if self.tables is not None:
+            self.tables.check_integrity(everybody)
+            assert self.tables.used == self.pool.used, "counted and numbered blocks differ"
 
-    def _continue_running(self, preempted: list[int]) -> list[Work]:
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            if self.pool.can_grow(sequence, sequence.tokens):
-                self.pool.grow(sequence, sequence.tokens)
-                index += 1
-            else:
-                victim = self.running.pop()
-                self._preempt(victim)
-                preempted.append(victim.id)
-        # Drafts come second: they use what every sequence's own token has left of tokens and blocks.
-        spare = self.max_batched_tokens - len(self.running)
-        work = []
-        for sequence in self.running:
-            drafts = self._drafts(sequence, spare)
-            self.pool.grow(sequence, sequence.tokens + len(drafts))
-            work.append(Work(sequence.id, sequence.computed, sequence.tokens - sequence.computed + len(drafts), drafts))
-            spare -= len(drafts)
-        return work
+    # -- prompts
 
-    def _drafts(self, sequence: Sequence, spare: int) -> tuple[int, ...]:
-        if self.drafter is None:
-            return ()
-        # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
-        drafts = self.drafter.draft(sequence, min(spare, sequence.remaining - 1))
-        return drafts if self.pool.can_grow(sequence, sequence.tokens + len(drafts)) else ()
-
-    def _admit(self, work: list[Work], running_before: int) -> list[int]:
-        admitted: list[int] = []
-        budget = self.max_batched_tokens - sum(item.tokens for item in work)
-        while self.waiting and len(self.running) < self.max_num_seqs and self.policy.may_admit(running_before):
-            sequence = self.waiting[0]
-            if sequence.tokens > budget or not self.pool.can_grow(sequence, sequence.tokens):
+    def _plan_prompts(self, budget: int, joined: list[Sequence], join: bool = True) -> list[Work]:
+        """Work on prompts for up to `budget` tokens: those begun, then those that join."""
+        planned: list[Work] = []
+        for sequence in self.prompts.values():
+            if budget <= 0:
+                return planned
+            planned.append(self._chunk(sequence, budget))
+            budget -= planned[-1].tokens
+        if not (join and self._queue and self.batching.admits(self.num_running)):
+            return planned
+        while self._queue and budget > 0 and self.num_running < self.max_num_seqs:
+            sequence = self._waiting[self._queue[0][1]]
+            if not self._join(sequence, budget):
                 break
-            self.waiting.popleft()
-            self.pool.grow(sequence, sequence.tokens)
-            sequence.status = "running"
-            self.running.append(sequence)
-            work.append(Work(sequence.id, 0, sequence.tokens))
-            admitted.append(sequence.id)
-            budget -= sequence.tokens
-        return admitted
+            joined.append(sequence)
+            if sequence.clock is not None:
+                budget -= 1
+                continue
+            planned.append(self._chunk(sequence, budget))
+            budget -= planned[-1].tokens
+        return planned
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Work:
+        start, left = sequence.standing_computed, sequence.standing - sequence.standing_computed
+        return Work(sequence.id, start, min(left, budget), (), left <= budget)
+
+    def _join(self, sequence: Sequence, budget: int) -> bool:
+        """Takes the first who waits out of the queue, with all blocks of its tokens; False where it must wait on."""
+        pool, cache = self.pool, self.pool.cache
+        if sequence.loaded:
+            return self._resume(sequence)
+        here = idle = there = computed = 0
+        hashes: list[int] = []
+        if cache is not None and sequence.request.prefix is not None:
+            hashes = sequence.request.prefix.block_hashes(pool.block_size, sequence.tokens).tolist()
+            # The last token must be computed to emit the next one: a block that it fills is not shared but copied.
+            last = (sequence.tokens - 1) // pool.block_size
+            here, idle, there = cache.found(hashes[:last])
+            computed = (here + there) * pool.block_size
+            if here + there == last < len(hashes) and cache.has(hashes[last]):
+                computed = sequence.tokens - 1
+        if self.batching.whole_prompts and sequence.tokens - computed > budget:
+            return False
+        needed = pool.blocks_for(self.reserved_tokens or sequence.tokens) - here
+        if needed > pool.available - idle:
+            return False
+        self._leave_queue()
+        if cache is not None:
+            cache.use(hashes[:here])
+            sequence.cached = hashes[:here]
+            self._moved_blocks += there
+            self._cached_tokens += computed
+        pool.take(needed)
+        sequence.standing_computed = computed
+        sequence.status = "running"
+        self.prompts[sequence.id] = sequence
+        self._prompt_tokens += sequence.standing
+        return True
+
+    def _resume(self, sequence: Sequence) -> bool:
+        """A sequence whose K and V exist elsewhere decodes at once: it comes back from the host, or from a prefill."""
+        # Where steps of prompts go alone, the blocks of the next token are taken after this.
+        tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
+        needed = self.pool.blocks_for(self.reserved_tokens or tokens)
+        if needed > self.pool.available:
+            return False
+        self._leave_queue()
+        self.pool.take(needed)
+        if sequence.swapped_blocks:
+            self._moved_blocks += sequence.swapped_blocks
+            self.pool.host_free += sequence.swapped_blocks
+            sequence.swapped_blocks = 0
+        sequence.loaded = False
+        sequence.status = "running"
+        self._grown = not self.batching.prompts_alone
+        self.decoders.add(sequence)
+        return True
+
+    def _advance_prompt(self, work: Work, outcome: Outcome, ended: list[Sequence]) -> None:
+        """The tokens of `work` are computed; with the last of a prompt its sequence emits a token and decodes."""
+        sequence = self.prompts[work.sequence]
+        sequence.standing_computed = work.context
+        if not work.emits:
+            return
+        del self.prompts[work.sequence]
+        self._prompt_tokens -= sequence.standing
+        if self.pool.cache is not None:
+            self._share(sequence)
+        sequence.standing += 1
+        if sequence.token_ids is not None:
+            assert outcome.emitted is not None, "content is known"
+            sequence.token_ids.append(outcome.emitted[sequence.id][0])
+        if sequence.finished:
+            ended.append(sequence)
+        else:
+            self.decoders.add(sequence)
+
+    # -- sequences that decode
+
+    def _make_room(self, preempted: list[int]) -> None:
+        """Takes a block for everybody who needs one for the next token, from those last in order if need be."""
+        while (needed := self.decoders.growth()) > self.pool.available:
+            victim = max(self.running, key=lambda sequence: (sequence.key, sequence.number))
+            self._preempt(victim)
+            preempted.append(victim.id)
+        self.pool.take(needed)
+        self._grown = True
+
+    def _draft(self) -> dict[int, tuple[int, ...]]:
+        """Drafts by sequence; they use what every sequence's own token has left of tokens and blocks."""
+        drafts: dict[int, tuple[int, ...]] = {}
+        if self.drafter is None:
+            return drafts
+        spare = self.max_batched_tokens - len(self.decoders)
+        for sequence in self.decoders.members.values():
+            # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
+            found = self.drafter.draft(sequence, min(spare, sequence.remaining - 1))
+            blocks = 0
+            if self.reserved_tokens is None:
+                blocks = self.pool.blocks_for(sequence.tokens + len(found)) - self.pool.blocks_for(sequence.tokens)
+            if found and blocks <= self.pool.available:
+                self.pool.take(blocks)
+                self._draft_blocks += blocks
+                drafts[sequence.id] = found
+                spare -= len(found)
+        return drafts
+
+    def _accept(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Every emitted token but the newest was an accepted draft, so its K and V are already in place."""
+        assert outcome.emitted is not None, "each sequence's tokens are known"
+        emitted = outcome.emitted[sequence.id]
+        wanted = sequence.remaining + 1
+        if sequence.token_ids is not None:
+            sequence.token_ids.extend(emitted[:wanted])
+        if len(emitted) > 1:
+            before = sequence.computed
+            self.decoders.emit_more(sequence, min(len(emitted), wanted) - 1)
+            if self.reserved_tokens is None:  # of the blocks for drafts, those of accepted ones stay
+                self.pool.take(self.pool.blocks_for(sequence.computed) - self.pool.blocks_for(before))
+        if self.tables is not None:
+            self.tables.hold(sequence, self.reserved_tokens or sequence.computed)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.pool.release(sequence)
-        sequence.status = "waiting"
-        sequence.computed = 0
+        held = self._blocks(sequence)
+        if sequence.clock is None:
+            del self.prompts[sequence.id]
+            self._prompt_tokens -= sequence.standing
+        else:
+            self.decoders.remove(sequence)
+            if self.swap and held <= self.pool.host_free and not sequence.cached:
+                self.pool.host_free -= held
+                self._moved_blocks += held
+                sequence.swapped_blocks = held
+                sequence.loaded = True
+        self._release(sequence, held)
+        if not sequence.loaded:
+            sequence.standing_computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        self._wait(sequence)
+
+    # -- blocks
+
+    def _blocks(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence holds, with those that it shares."""
+        if self.reserved_tokens is not None:
+            return self.pool.blocks_for(self.reserved_tokens)
+        all_taken = sequence.clock is None or self._grown
+        return self.pool.blocks_for(sequence.tokens if all_taken else sequence.computed)
+
+    def _share(self, sequence: Sequence) -> None:
+        """Blocks of `sequence` that are full and computed become blocks of the prefix cache."""
+        cache, prefix = self.pool.cache, sequence.request.prefix
+        if cache is None or prefix is None:
+            return
+        hashes = prefix.block_hashes(self.pool.block_size, sequence.computed).tolist()
+        # What it found there it already uses; what others have meanwhile put there stays its own, a second time.
+        sequence.cached += [name for name in hashes[len(sequence.cached) :] if cache.add(name)]
+
+    def _release(self, sequence: Sequence, held: int) -> None:
+        """Gives up all its blocks; those that can be found again stay in the prefix cache."""
+        self._share(sequence)
+        self.pool.give(held - len(sequence.cached))
+        if self.pool.cache is not None:
+            self.pool.cache.leave(sequence.cached)
+            sequence.cached = []
+        if self.tables is not None:
+            self.tables.hold(sequence, 0)
+
+    # -- the queue
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.status = "waiting"
+        self._waiting[sequence.number] = sequence
+        heappush(self._queue, (sequence.key, sequence.number))
+
+    def _leave_queue(self) -> None:
+        _, number = heappop(self._queue)
+        del self._waiting[number]
+
+    def _tokens_ahead(self, sequence: Sequence) -> int:
+        begun = sum(other.standing - other.standing_computed for other in self.prompts.values())
+        return begun + sum(
+            other.standing - other.standing_computed for other in self._waiting.values() if other.key <= sequence.key
+        )
+
+    # -- the step
+
+    def _step(
+        self,
+        decoding: bool,
+        prompts: tuple[Work, ...],
+        drafts: dict[int, tuple[int, ...]],
+        joined: list[Sequence],
+        preempted: tuple[int, ...],
+    ) -> Step:
+        decoders, pool = self.decoders, self.pool
+        members = len(decoders) if decoding else 0
+        work: tuple[Work, ...] = ()
+        if self.itemized:
+            work = self._items(drafts) + prompts if decoding else prompts
+            if self.tables is not None:
+                self._hold(work, self.tables)
+        steady = 1
+        if not (prompts or preempted or self.itemized):
+            ends = decoders.steps_to_first_end()
+            steady = ends if ends == 1 else 1 + decoders.steps_within(pool.available, ends - 1)
+        return Step(
+            members,
+            decoders.tokens if decoding else 0,
+            prompts,
+            work,
+            tuple(sequence.id for sequence in joined if sequence.clock is None),
+            tuple(sequence.id for sequence in joined if sequence.clock is not None),
+            preempted,
+            self._moved_blocks,
+            self._cached_tokens,
+            pool.used if pool.cache is None else pool.used - pool.cache.unused,
+            decoders.tokens + self._prompt_tokens,
+            pool.num_blocks,
+            steady,
+        )
+
+    def _items(self, drafts: dict[int, tuple[int, ...]]) -> tuple[Work, ...]:
+        return tuple(
+            Work(sequence.id, sequence.computed, 1 + len(guess), guess)
+            for sequence in self.decoders.members.values()
+            for guess in (drafts.get(sequence.id, ()),)
+        )
+
+    def _hold(self, work: tuple[Work, ...], tables: BlockTables) -> None:
+        running = {sequence.id: sequence for sequence in self.running}
+        for item in work:
+            sequence = running[item.sequence]
+            tables.hold(sequence, self.reserved_tokens or max(item.context, sequence.tokens))

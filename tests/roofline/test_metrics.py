@@ -11,6 +11,7 @@ import pytest
 from membound.roofline.comparison import gain, spread, verdict
 from membound.roofline.metrics import summarize
 from membound.roofline.result import BOUNDS, Summary
+from membound.roofline.samples import Samples
 from membound.roofline.scenario import Slo
 
 NAN = float("nan")
@@ -28,6 +29,7 @@ REQUESTS = {
 STEPS = {
     "start_s": np.array([0.0, 1.0]),
     "time_s": np.array([1.0, 4.0]),
+    "steps": np.array([1.0, 1.0]),
     "drafted": np.array([0.0, 4.0]),
     "accepted": np.array([0.0, 3.0]),
     "emitted": np.array([1.0, 5.0]),
@@ -37,7 +39,7 @@ STEPS = {
 
 def summary(slo: Slo = Slo(), **changes) -> Summary:  # noqa: B008 (frozen)
     given = {"duration_s": 10.0, "idle_s": 5.0, "num_blocks": 8} | changes
-    return summarize(REQUESTS, STEPS, np.array([1.0, 3.0]), slo=slo, **given)
+    return summarize(REQUESTS, STEPS, Samples.of([1.0, 3.0]), slo=slo, **given)
 
 
 def test_rates_latencies_and_shares():

@@ -123,7 +123,7 @@ def test_equal_decisions_at_every_step(tmp_path, techniques, arrivals, num_block
         scripted.append(ScriptedTimes(executor))
         return scripted[0]
 
-    real, virtual = Recorder(), Recorder()
+    real, virtual = Recorder(keep_plans=True), Recorder(keep_plans=True)
     hardware = get_hardware("H100-SXM5")
     measured = Runtime().run(chosen, hardware, clock=ScriptedClock(), wrap=wrap, recorder=real)
     predicted = simulate(chosen, hardware, executor=Replayed(scripted[0].outcomes), recorder=virtual)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from membound.simulator.scheduling.blocks import BlockPool, OutOfBlocks
 from membound.simulator.scheduling.drafter import prompt_lookup
-from membound.simulator.scheduling.policy import ContinuousBatching, StaticBatching
+from membound.simulator.scheduling.policies import ContinuousBatching, StaticBatching
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.scheduler import Scheduler
 
@@ -107,12 +107,11 @@ def test_drafts_never_cost_another_sequence_its_blocks(lengths, gamma, accept):
     assert all(sequence.preemptions == 0 for sequence in ended)
 
 
-def test_growing_beyond_the_pool_raises_and_changes_nothing():
+def test_taking_more_than_there_is_raises_and_changes_nothing():
     pool = BlockPool(2, 4)
-    sequence = Sequence.of(Request(0, 0.0, 12, 1))
     with pytest.raises(OutOfBlocks):
-        pool.grow(sequence, 12)
-    assert sequence.blocks == [] and pool.used == 0
+        pool.take(3)
+    assert pool.used == 0
 
 
 def test_prompt_lookup_continues_the_latest_match_of_the_longest_suffix():

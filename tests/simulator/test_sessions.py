@@ -14,7 +14,7 @@ from membound.roofline.workload import Workload
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import serve
-from membound.simulator.scheduling.policy import ContinuousBatching
+from membound.simulator.scheduling.policies import ContinuousBatching
 from membound.simulator.scheduling.prefix import PrefixChain
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step

@@ -1,0 +1,118 @@
+"""What is the distribution of many latencies, of which equal or evenly growing ones are kept as one?"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Column = NDArray[np.float64]
+
+# Values that are looked at together; memory stays bounded whatever the number of samples.
+_CHUNK = 1 << 20
+_BINS = 1 << 14
+
+
+class Samples:
+    """Weighted ramps: `count` values from `first` on, each `slope` more than the one before, `weight` times each.
+
+    A sequence of equal engine steps gives each of its sequences such latencies, so a ramp stands for many tokens.
+    """
+
+    def __init__(self) -> None:
+        self._ramps = array("d")
+
+    @classmethod
+    def of(cls, values: ArrayLike) -> Samples:
+        """Single values."""
+        samples = cls()
+        for value in np.asarray(values, dtype=np.float64).ravel().tolist():
+            samples.add(value)
+        return samples
+
+    def add(self, first: float, weight: float = 1.0, count: int = 1, slope: float = 0.0) -> None:
+        """Adds a ramp."""
+        self._ramps.extend((first, slope, count, weight))
+
+    def extend(self, other: Samples) -> None:
+        """Adds all of `other`."""
+        self._ramps.extend(other._ramps)
+
+    def __len__(self) -> int:
+        """The number of values, each as often as it weighs."""
+        _, _, count, weight = self._columns()
+        return int(np.sum(count * weight))
+
+    @property
+    def mean(self) -> float | None:
+        """None without samples."""
+        first, slope, count, weight = self._columns()
+        total = np.sum(count * weight)
+        return float(np.sum(weight * count * (first + slope * (count - 1) / 2)) / total) if total else None
+
+    def percentiles(self, percents: Iterable[float]) -> list[float | None]:
+        """By linear interpolation between the sorted values, each as often as it weighs, as numpy does it."""
+        total = len(self)
+        wanted = [percent / 100 * (total - 1) for percent in percents]
+        if not total:
+            return [None for _ in wanted]
+        ranks = sorted({rank for place in wanted for rank in (int(place), min(int(place) + 1, total - 1))})
+        at = dict(zip(ranks, self._ranked(ranks), strict=True))
+        found: list[float | None] = []
+        for place in wanted:
+            low, high = at[int(place)], at[min(int(place) + 1, total - 1)]
+            found.append(low + (high - low) * (place - int(place)))
+        return found
+
+    def values(self) -> Column:
+        """Every value as often as it weighs, in no order; for small runs."""
+        parts = [np.repeat(values, weights.astype(np.int64)) for values, weights in self._chunks()]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _ranked(self, ranks: list[int]) -> list[float]:
+        """The values at `ranks` of all sorted values: counted in bins, of which those that matter are then sorted."""
+        first, slope, count, _ = self._columns()
+        last = first + slope * (count - 1)
+        low, high = float(min(first.min(), last.min())), float(max(first.max(), last.max()))
+        if low == high:
+            return [low] * len(ranks)
+        # Latencies spread over decades, so bins are equal in the logarithm where they can be.
+        edges = np.geomspace(low, high, _BINS) if low > 0 else np.linspace(low, high, _BINS)
+        masses = np.zeros(_BINS + 1)
+        for values, weights in self._chunks():
+            masses += np.bincount(np.searchsorted(edges, values), weights, _BINS + 1)
+        below = np.concatenate(([0.0], np.cumsum(masses)))
+        bins = np.searchsorted(below, np.asarray(ranks), side="right") - 1
+        kept: dict[int, list[tuple[Column, Column]]] = {int(index): [] for index in bins}
+        for values, weights in self._chunks():
+            where = np.searchsorted(edges, values)
+            for index, parts in kept.items():
+                inside = where == index
+                parts.append((values[inside], weights[inside]))
+        found = []
+        for rank, index in zip(ranks, bins.tolist(), strict=True):
+            values, weights = (np.concatenate(columns) for columns in zip(*kept[index], strict=True))
+            order = np.argsort(values, kind="stable")
+            reached = below[index] + np.cumsum(weights[order])
+            found.append(float(values[order][np.searchsorted(reached, rank, side="right")]))
+        return found
+
+    def _columns(self) -> tuple[Column, Column, Column, Column]:
+        table = np.frombuffer(self._ramps, dtype=np.float64).reshape(-1, 4) if self._ramps else np.zeros((0, 4))
+        return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+
+    def _chunks(self) -> Iterator[tuple[Column, Column]]:
+        """All values with their weights, some at a time."""
+        first, slope, count, weight = self._columns()
+        ends = np.cumsum(count)
+        begin = 0
+        while begin < len(first):
+            passed = ends[begin - 1] if begin else 0.0
+            end = max(begin + 1, int(np.searchsorted(ends, passed + _CHUNK, side="right")))
+            counts = count[begin:end].astype(np.int64)
+            index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            values = np.repeat(first[begin:end], counts) + np.repeat(slope[begin:end], counts) * index
+            yield values, np.repeat(weight[begin:end], counts)
+            begin = end

@@ -1,0 +1,52 @@
+"""What does a step come to by the roofline?"""
+
+from __future__ import annotations
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import Link
+from membound.simulator.content import Content
+from membound.simulator.scheduling.kv_memory import KvMemory
+from membound.simulator.scheduling.request import Outcome, Sequence, Step
+from membound.simulator.step_times import StepTimes
+
+
+class RooflineExecutor:
+    """Takes a step's time from the roofline and its tokens from the content.
+
+    Blocks that move to the host and back take their time on `link` before the step begins, as in engines that swap.
+    """
+
+    def __init__(
+        self,
+        times: StepTimes,
+        content: Content,
+        memory: KvMemory,
+        link: Link | None = None,
+        step_by_step: bool = False,
+    ) -> None:
+        self.times = times
+        self.content = content
+        self.block_bytes = memory.block_bytes
+        self.link = link
+        self.step_by_step = step_by_step
+
+    def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
+        moved_s = self._moved_s(step.moved_blocks) if step.moved_blocks else 0.0
+        if step.work:
+            emitted = {
+                work.sequence: self.content.emitted(work, sequences[work.sequence]) for work in step.work if work.emits
+            }
+            return Outcome(self.times.seconds(step.sums()) + moved_s, emitted)
+        if step.prompts:
+            return Outcome(self.times.seconds(step.sums()) + moved_s)
+        first_s, slope_s, alike = self.times.decode(step.decoding, step.kv_tokens)
+        steps = 1 if moved_s or self.step_by_step else min(step.steady, alike)
+        return Outcome(steps * (first_s + slope_s * (steps - 1) / 2) + moved_s, None, steps, slope_s)
+
+    def _moved_s(self, blocks: int) -> float:
+        if self.link is None:
+            raise MemboundError(
+                f"hardware '{self.times.times.hardware.name}' gives no link to its host, over which KV blocks would "
+                "move; give one, or leave engine.host_kv_gib at 0"
+            )
+        return blocks * self.block_bytes / self.link.bandwidth_bytes_per_s + self.link.latency_s

@@ -1,0 +1,131 @@
+"""Which sequences decode, when will they end, and when do they need another block?"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+import numpy as np
+
+from membound.simulator.scheduling.request import Outcome, Sequence
+
+
+class Decoders:
+    """Sequences that decode in lockstep: with each step all of them compute and emit a token.
+
+    `steps` is their common clock. Nothing is done for a single sequence in a step: its tokens follow from the clock,
+    the sum of all their tokens grows by their number, the next to end is on top of a heap, and those that need a new
+    block are counted by the remainder of their tokens at step 0. With `grow` false, blocks were reserved before.
+    """
+
+    def __init__(self, block_size: int, grow: bool = True) -> None:
+        self.steps = 0
+        self.members: dict[int, Sequence] = {}
+        self._block_size = block_size
+        self._grow = grow
+        self._standing = 0
+        self._phases = [0] * block_size
+        self._ends: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all members: what they attend to in the next step."""
+        return self._standing + len(self.members) * self.steps
+
+    def add(self, sequence: Sequence) -> None:
+        """`sequence`, whose last token is not computed, decodes from the next step on."""
+        sequence.standing -= self.steps
+        sequence.clock = self
+        self.members[sequence.number] = sequence
+        self._standing += sequence.standing
+        self._phases[sequence.standing % self._block_size] += 1
+        self._schedule_end(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """`sequence` no longer decodes; its tokens stand still."""
+        del self.members[sequence.number]
+        self._standing -= sequence.standing
+        self._phases[sequence.standing % self._block_size] -= 1
+        sequence.standing += self.steps
+        sequence.standing_computed = sequence.standing - 1
+        sequence.clock = None
+        sequence.ends_at = -1
+
+    def emit_more(self, sequence: Sequence, tokens: int) -> None:
+        """`sequence` has emitted `tokens` tokens beyond the one of the step: accepted drafts."""
+        self._phases[sequence.standing % self._block_size] -= 1
+        self._standing += tokens
+        sequence.standing += tokens
+        self._phases[sequence.standing % self._block_size] += 1
+        self._schedule_end(sequence)
+
+    def growth(self, steps_ahead: int = 0) -> int:
+        """New blocks that the step after `steps_ahead` more needs: one for each member whose blocks are full."""
+        return self._phases[(1 - self.steps - steps_ahead) % self._block_size] if self._grow else 0
+
+    def growth_over(self, first: int, end: int) -> int:
+        """New blocks that the steps `first` to `end - 1` from now on need."""
+        if not self._grow:
+            return 0
+        rounds, rest = divmod(end - first, self._block_size)
+        return rounds * len(self.members) + sum(self.growth(first + i) for i in range(rest))
+
+    def growth_seconds(self, outcome: Outcome) -> float:
+        """Block-seconds of the blocks that the steps of `outcome` after the first add."""
+        if not self._grow:
+            return 0.0
+        if outcome.steps <= 2 * self._block_size:
+            return sum(
+                grown * (outcome.time_s - outcome.time_of(step))
+                for step in range(1, outcome.steps)
+                if (grown := self.growth(step))
+            )
+        later = np.arange(1, outcome.steps)
+        grown = np.asarray(self._phases)[(1 - self.steps - later) % self._block_size]
+        before_s = later * (outcome.first_s + outcome.slope_s * (later - 1) / 2)
+        return float(np.sum(grown * (outcome.time_s - before_s)))
+
+    def steps_to_first_end(self) -> int:
+        """Steps until the next member ends."""
+        while True:
+            ends_at, number = self._ends[0]
+            if self._is_due(number, ends_at):
+                return ends_at - self.steps
+            heappop(self._ends)
+
+    def steps_within(self, blocks: int, most: int) -> int:
+        """How many steps beyond the next one, up to `most`, `blocks` new blocks suffice for."""
+        if not self._grow or blocks >= self.growth_over(1, 1 + most):
+            return most
+        rounds = blocks // len(self.members)
+        steps, left = rounds * self._block_size, blocks - rounds * len(self.members)
+        while steps < most and (needed := self.growth(steps + 1)) <= left:
+            left -= needed
+            steps += 1
+        return steps
+
+    def advance(self, steps: int) -> None:
+        """All members have emitted `steps` tokens."""
+        self.steps += steps
+
+    def take_ended(self) -> list[Sequence]:
+        """Removes and returns the members that have emitted all their tokens."""
+        ended = []
+        while self._ends and self._ends[0][0] <= self.steps:
+            ends_at, number = heappop(self._ends)
+            if self._is_due(number, ends_at):
+                sequence = self.members[number]
+                self.remove(sequence)
+                ended.append(sequence)
+        return ended
+
+    def _is_due(self, number: int, ends_at: int) -> bool:
+        """Whether an entry of the heap still holds: its sequence may have left, or accepted drafts."""
+        sequence = self.members.get(number)
+        return sequence is not None and sequence.ends_at == ends_at
+
+    def _schedule_end(self, sequence: Sequence) -> None:
+        sequence.ends_at = self.steps + sequence.remaining
+        heappush(self._ends, (sequence.ends_at, sequence.number))

@@ -1,0 +1,214 @@
+"""How long does a step take, answered a million times?
+
+Steps of the same sequences grow by the same number of attended tokens each, so their time is tabulated over those
+tokens for each number of sequences and is linear between two entries: equal steps are then one sum in closed form.
+A step with prompts is the sum of what its operators take, and each operator depends on a part of the step alone: on
+all tokens, on the rows of logits, on the sequences that decode, or on the prompts. So a table of each part is enough.
+Where operators depend on the whole step (a calibrated CPU, whose caches hold what the step touches), it is costed as
+a whole, as are steps with drafts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from membound.roofline.cost import step_cost
+from membound.roofline.models import ModelSpec
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.times import Times
+
+Column = NDArray[np.float64]
+
+# Tokens of one sequence at which steps of decode are tabulated: four to an octave.
+CONTEXTS = np.unique(np.round(2.0 ** np.arange(0, 23.01, 0.25)))
+# Tokens of a step: all small numbers, since kernels work in tiles, then every 64.
+DENSE_TOKENS = 4096
+PROMPTS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256]
+# Tokens of a prompt, on both sides of each tile's edge.
+_TILES = range(64, 2049, 64)
+PROMPT_TOKENS = sorted({1, 16, 34, 48, *_TILES, *(edge + 1 for edge in _TILES)})
+PROMPT_TOKENS += [2560, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536, 131072, 1048576]
+CACHED_TOKENS = [0, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 8388608]
+
+
+class StepTimes:
+    """Seconds of steps of one engine of up to `most_sequences` sequences and `most_tokens` tokens a step."""
+
+    def __init__(
+        self, model: ModelSpec, setup: EngineSetup, times: Times, most_sequences: int, most_tokens: int
+    ) -> None:
+        self.model = model
+        self.setup = setup
+        self.times = times
+        self.most_sequences = most_sequences
+        self.most_tokens = most_tokens
+        self._decode: dict[int, _Decode] = {}
+
+    def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
+        """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
+        table = self._decode.get(sequences)
+        if table is None:
+            table = self._decode[sequences] = _Decode(self, sequences)
+        index = min(bisect_right(table.kv_tokens, kv_tokens), len(table.kv_tokens) - 1) - 1
+        at = table.kv_tokens[index]
+        low, slope = table.piece(index)
+        alike = 1 + int((table.kv_tokens[index + 1] - kv_tokens) // sequences)
+        return low + slope * (kv_tokens - at), slope * sequences, alike
+
+    def seconds(self, sums: tuple[float, ...]) -> float:
+        """Seconds of any step, given the fields of its `StepShape`."""
+        decoding = sums[1] - sums[6]
+        if not sums[6] and sums[0] == decoding:
+            return self.decode(int(decoding), int(sums[2]))[0]
+        if self.times.needs_working_set or sums[0] - sums[5] != decoding:
+            return float(self.exact(StepShape(*sums)))
+        return self._parts.seconds(sums)
+
+    def exact(self, shape: StepShape) -> Any:
+        """Seconds by the roofline itself."""
+        return step_cost(self.model, self.setup, self.times, shape).time_s
+
+    def device(self, shape: StepShape) -> Column:
+        """Seconds of the device alone, without what it waits for the host."""
+        cost = step_cost(self.model, self.setup, self.times, shape)
+        host = cost.operators[-1]
+        own = self.times.of(host.operator, 0.0).time_s * host.operator.calls
+        return np.asarray(cost.time_s - (host.total_s - own), dtype=np.float64)
+
+    @cached_property
+    def _parts(self) -> _Parts:
+        return _Parts(self)
+
+
+class _Decode:
+    """Steps of decode of one number of sequences, over the tokens they attend to together."""
+
+    def __init__(self, times: StepTimes, sequences: int) -> None:
+        self.kv_tokens: list[float] = (CONTEXTS * sequences).tolist()
+        self._times = times
+        self._sequences = sequences
+        self._seconds: list[float | None] = [None] * len(self.kv_tokens)
+        if not times.times.needs_working_set:
+            n, kv_tokens = np.full(len(CONTEXTS), float(sequences)), CONTEXTS * sequences
+            seconds = times.exact(StepShape(n, n, kv_tokens, kv_tokens, n))
+            self._seconds = np.broadcast_to(seconds, n.shape).tolist()
+        self._pieces: dict[int, tuple[float, float]] = {}
+
+    def piece(self, index: int) -> tuple[float, float]:
+        """Seconds at entry `index`, and how many more for each attended token up to the next."""
+        piece = self._pieces.get(index)
+        if piece is None:
+            low, high = self._at(index), self._at(index + 1)
+            slope = (high - low) / (self.kv_tokens[index + 1] - self.kv_tokens[index])
+            piece = self._pieces[index] = (low, slope)
+        return piece
+
+    def _at(self, index: int) -> float:
+        seconds = self._seconds[index]
+        if seconds is None:  # where caches matter, each step is costed alone
+            shape = StepShape.decode(self._sequences, self.kv_tokens[index] / self._sequences)
+            seconds = self._seconds[index] = float(self._times.exact(shape))
+        return seconds
+
+
+class _Parts:
+    """Seconds of steps with prompts as a sum of parts."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        most = max(times.most_tokens + times.most_sequences, DENSE_TOKENS)
+        nodes = np.arange(0.0, DENSE_TOKENS + 1)
+        if most > DENSE_TOKENS:
+            nodes = np.concatenate((nodes, np.unique(np.geomspace(DENSE_TOKENS + 64, most + 64, 512).round())))
+        self._token_nodes: list[float] = nodes.tolist()
+        zero = np.zeros(len(nodes))
+        tokens = times.device(StepShape(nodes, zero, zero, zero, zero, nodes, zero, zero, zero))
+        self._of_tokens: list[float] = tokens.tolist()
+        rows = np.arange(0.0, times.most_sequences + 2)
+        zero = np.zeros(len(rows))
+        of_rows = np.broadcast_to(times.device(StepShape(zero, zero, zero, zero, rows)), rows.shape)
+        self._of_rows: list[float] = (of_rows - of_rows[0]).tolist()
+        self._attention: dict[int, tuple[list[float], list[float]]] = {}
+        self._prompts = self._prompt_grid()
+        self._wait_s, self._launch_s = self._waiting()
+
+    def seconds(self, sums: tuple[float, ...]) -> float:
+        tokens, sequences, kv_tokens, _, rows, *prompts = sums
+        device_s = self._tokens(tokens) + self._of_rows[int(rows)]
+        decoding = int(sequences - prompts[1])
+        if decoding:
+            device_s += self._decoding(decoding, kv_tokens - prompts[2])
+        if prompts[1]:
+            device_s += self._prompt(prompts[0], prompts[1], prompts[3])
+        return device_s + self._wait_s + max(self._launch_s - device_s, 0.0)
+
+    def _tokens(self, tokens: float) -> float:
+        if tokens <= DENSE_TOKENS:
+            return self._of_tokens[int(tokens)]
+        return _between(self._token_nodes, self._of_tokens, tokens)
+
+    def _decoding(self, sequences: int, kv_tokens: float) -> float:
+        """What sequences that decode add to the time of their tokens and rows."""
+        found = self._attention.get(sequences)
+        if found is None:
+            n, nodes = np.full(len(CONTEXTS), float(sequences)), CONTEXTS * sequences
+            device_s = np.broadcast_to(self._times.device(StepShape(n, n, nodes, nodes, n)), n.shape)
+            rest = device_s - self._tokens(sequences) - self._of_rows[sequences]
+            found = self._attention[sequences] = (nodes.tolist(), rest.tolist())
+        return _between(*found, kv_tokens)
+
+    def _prompt_grid(self) -> NDArray[np.float64]:
+        """What some equal prompts of so many tokens behind so many cached ones add: [prompts, tokens, cached]."""
+        axes = np.meshgrid(PROMPTS, PROMPT_TOKENS, CACHED_TOKENS, indexing="ij")
+        count, tokens, cached = (axis.ravel().astype(np.float64) for axis in axes)
+        all_tokens, kv_tokens = count * tokens, count * (tokens + cached)
+        pairs = count * (tokens * cached + tokens * (tokens + 1) / 2)
+        shape = StepShape(all_tokens, count, kv_tokens, pairs, count, all_tokens, count, kv_tokens, pairs)
+        zero = np.zeros(len(count))
+        alone = StepShape(all_tokens, zero, zero, zero, count, all_tokens, zero, zero, zero)
+        added = self._times.device(shape) - self._times.device(alone)
+        return added.reshape(len(PROMPTS), len(PROMPT_TOKENS), len(CACHED_TOKENS))
+
+    def _prompt(self, tokens: float, prompts: float, attended: float) -> float:
+        """Of prompts that are not equal the mean counts: as long, and behind as many tokens as gives their pairs."""
+        mean = tokens / prompts
+        cached = max(0.0, attended / tokens - (mean + 1) / 2)
+        (i, x), (j, y), (k, z) = _place(PROMPTS, prompts), _place(PROMPT_TOKENS, mean), _place(CACHED_TOKENS, cached)
+        near, far = self._prompts_list[i], self._prompts_list[i + 1]
+        first = near[j][k] * (1 - z) + near[j][k + 1] * z
+        second = near[j + 1][k] * (1 - z) + near[j + 1][k + 1] * z
+        at_near = first * (1 - y) + second * y
+        if not x:
+            return at_near
+        first = far[j][k] * (1 - z) + far[j][k + 1] * z
+        second = far[j + 1][k] * (1 - z) + far[j + 1][k + 1] * z
+        return at_near * (1 - x) + (first * (1 - y) + second * y) * x
+
+    @cached_property
+    def _prompts_list(self) -> list[list[list[float]]]:
+        return self._prompts.tolist()
+
+    def _waiting(self) -> tuple[float, float]:
+        """Seconds that a step with prompts always waits, and seconds of launches that the device's must exceed."""
+        small, large = StepShape.prefill(1.0, 1.0), StepShape.prefill(1.0, 1e6)
+        wait_s = float(self._times.exact(large) - self._times.device(large))
+        device_s = float(self._times.device(small))
+        return wait_s, device_s + float(self._times.exact(small)) - device_s - wait_s
+
+
+def _place(axis: list[int], value: float) -> tuple[int, float]:
+    """The index below `value`, and how far it is from there to the next."""
+    index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
+    return index, (value - axis[index]) / (axis[index + 1] - axis[index])
+
+
+def _between(nodes: list[float], values: list[float], at: float) -> float:
+    index = min(max(bisect_right(nodes, at) - 1, 0), len(nodes) - 2)
+    share = (at - nodes[index]) / (nodes[index + 1] - nodes[index])
+    return values[index] * (1 - share) + values[index + 1] * share
