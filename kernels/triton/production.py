@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
+from membound.kernels.triton.block_copy import BlockPools
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.launch import Launch, recording
@@ -17,14 +18,17 @@ from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
 from membound.kernels.triton.linear_sparse import HALF_CHUNK, SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.machine import Machine
+from membound.kernels.triton.mamba2_update import mamba2_update
 from membound.kernels.triton.mla_decode import mla_decode
 from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
 from membound.kernels.triton.moe_routing import route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
+from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.silu_mul import silu_mul
 from membound.kernels.triton.verify_attention import verify_attention
+from membound.kernels.triton.verify_sampling import verify_sampling
 
 META = torch.device("meta")
 SEQUENCES, BLOCK_SIZE, BLOCKS_A_SEQUENCE = 16, 16, 512
@@ -113,6 +117,39 @@ def _mla(heads: int) -> None:
     mla_decode(q, cache, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), 192**-0.5, rank=512)
 
 
+def _verify_sampling(most_rows: int, *, draft_probabilities: bool) -> None:
+    rows, vocab = SEQUENCES * most_rows, 128256
+    drafts, seed = _of(rows, dtype=torch.int64), _of(1, dtype=torch.int64)
+    q = _of(rows, vocab, dtype=torch.float32) if draft_probabilities else None
+    starts, temperature = _ints(SEQUENCES + 1), _of(SEQUENCES, dtype=torch.float32)
+    logits = _of(rows, vocab, dtype=torch.float32)
+    verify_sampling(logits, starts, drafts, temperature, seed, most_rows=most_rows, draft_probabilities=q)
+
+
+def _mamba2() -> None:
+    """Mamba-2-2.7B: 80 heads of 64, a state of 128."""
+    heads, head_dim, size = 80, 64, 128
+    state, slots = _of(64, heads, head_dim, size, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
+    x, dt, b = _of(SEQUENCES, heads, head_dim), _of(SEQUENCES, heads), _of(SEQUENCES, 1, size)
+    vector = _of(heads, dtype=torch.float32)
+    mamba2_update(state, slots, x, dt, vector, vector, b, b, vector, x)
+
+
+def _rwkv(*, delta: bool) -> None:
+    """32 heads of 64."""
+    state, slots = _of(64, 32, 64, 64, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
+    x = _of(SEQUENCES, 32, 64)
+    if delta:
+        rwkv7_update(state, slots, x, x, x, x, x, x)
+    else:
+        rwkv6_update(state, slots, x, x, x, x, _of(32, 64, dtype=torch.float32))
+
+
+def _block_copy() -> None:
+    pools = BlockPools([_of(8192, BLOCK_SIZE, 8, 128) for _ in range(64)])
+    pools.copy(_of(SEQUENCES, 2, dtype=torch.int64))
+
+
 def _rms_norm(tokens: int, width: int, quantize: ActivationFormat | None) -> None:
     gain = _of(width, dtype=torch.float32)
     if quantize:
@@ -178,6 +215,12 @@ CASES: dict[str, Callable[[], None]] = {
     "moe_linear half 8192 tokens": lambda: _moe("half", 8192),
     "mla_decode 128 heads": lambda: _mla(128),
     "mla_decode 16 heads": lambda: _mla(16),
+    "verify_sampling 4 drafts": lambda: _verify_sampling(5, draft_probabilities=True),
+    "verify_sampling 1 point mass": lambda: _verify_sampling(2, draft_probabilities=False),
+    "mamba2_update": _mamba2,
+    "rwkv_update 7": lambda: _rwkv(delta=True),
+    "rwkv_update 6": lambda: _rwkv(delta=False),
+    "block_copy": _block_copy,
     "rms_norm": lambda: _rms_norm(SEQUENCES, 4096, None),
     "rms_norm of heads": lambda: _rms_norm(512, 128, None),
     "rms_norm to fp8, width 16384": lambda: _rms_norm(SEQUENCES, 16384, "fp8"),
