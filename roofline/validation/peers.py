@@ -12,114 +12,42 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from membound.roofline.engines import get_profile
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.models import ModelSpec, get_model
+from membound.roofline.hardware import get_hardware
+from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision_names import parse_plan
 from membound.roofline.serving import Deployment
-from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.validation.report import NOT_JUDGED
-from membound.roofline.validation.step_cases import StepCase, case_of
-from membound.roofline.validation.tables import Row, read_table
-
-Phase = Literal["decode", "prefill"]
+from membound.roofline.validation.operations import Measurement, Operation, Phase, read_measurements
+from membound.roofline.validation.tables import Row
 
 COLUMNS = ("tool", "gpu", "model", "wdtype", "kvdtype", "tp", "batch", "input_len", "context_len", "phase", "value")
+_PHASES: dict[str, Phase] = {"decode": "decode", "prefill": "prefill"}
 _GPUS = {"A100-80G-SXM": "A100-SXM4-80GB"}  # the peers' own spelling
 _WEIGHTS = {"w4": "int4", "w8": "int8"}  # weight-only formats without a name for the scales
-# The same chip and memory under a lower power cap: as fast where bandwidth binds, which is all it is used for.
-_SAME_BANDWIDTH = {"A100-SXM4-80GB-330W": "A100-SXM4-80GB"}
-# How far the work of a measurement may be from a case's, and predictions of two tools from each other to agree.
-SAME_WORK, AGREEMENT = 0.05, 0.20
-# Below this a prompt is as good as a decode step, so that the whole batch's rate is that of decoding.
-_NO_PROMPT = 8.0
-# With fewer prompts than this a step the median step has none, and the median inter-token latency is a decode step's.
-_MEDIAN_IS_DECODE = 1.0 / 3.0
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A decode step of `batch` sequences with `tokens` of context, or the prefill of `batch` prompts of `tokens`."""
-
-    deployment: Deployment
-    phase: Phase
-    batch: float
-    tokens: float
-
-    @cached_property
-    def ms(self) -> float:
-        """membound's prediction."""
-        run = self.deployment.decode_s if self.phase == "decode" else self.deployment.prefill_s
-        return 1e3 * run(self.batch, self.tokens)
-
-    @cached_property
-    def work(self) -> float:
-        """What binds the phase: bytes that a decode step moves, FLOPs of a prefill."""
-        if self.phase == "decode":
-            return float(self.deployment.step(StepShape.decode(self.batch, self.tokens)).bytes)
-        return float(self.deployment.step(StepShape.prefill(self.batch, self.tokens)).flops)
-
-    @property
-    def place(self) -> tuple[object, ...]:
-        """Where it runs: operations in different places are never the same case. Layers count, the vocabulary not."""
-        plan, parallel = self.deployment.setup.precision, self.deployment.setup.parallel
-        widths = (plan.weights.width, plan.activations.width)
-        widths += (plan.kv.width,) if self.phase == "decode" else ()
-        model = self.deployment.model
-        return (self.deployment.hardware.name, self.phase, model.hidden, model.groups(), widths, parallel)
-
-    def resembles(self, other: Operation) -> bool:
-        return (
-            self.place == other.place
-            and abs(self.batch / other.batch - 1.0) < SAME_WORK
-            and abs(self.work / other.work - 1.0) < SAME_WORK
-        )
-
-    def distance(self, other: Operation) -> float:
-        return abs(math.log(self.tokens / other.tokens))
+# How far predictions of two tools may be from each other to agree.
+AGREEMENT = 0.20
+ALL = "all of them"
 
 
 @dataclass(frozen=True)
 class PeerPrediction:
-    """What a tool predicts for an operation; `fits` is false where the tool itself says that memory does not suffice."""
+    """What a tool predicts for an operation; `fits` is false where the tool says that memory does not suffice."""
 
     tool: str
     operation: Operation
     ms: float
     fits: bool
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A published time of an operation, with the profile of the engine that ran it."""
-
-    row: Row
-    operation: Operation
-    profile: str
-    ms: float
-
-    @property
-    def source(self) -> tuple[str, str, str]:
-        return self.row.text("source"), self.row.text("engine"), self.row.text("engine_version")
-
-    @property
-    def launches(self) -> bool:
-        """Whether the engine launches every kernel from the host, which bounds its decode and no peer models."""
-        return not get_profile(self.profile).graphs
 
 
 @dataclass(frozen=True)
@@ -209,114 +137,14 @@ def read_peers(path: Path) -> list[PeerPrediction]:
 
 
 def _operation(row: Row) -> Operation:
-    phase, weights = row.text("phase"), row.text("wdtype")
-    if phase not in ("decode", "prefill"):
-        raise MemboundError(f"line {row.line}: phase is '{phase}'; it must be decode or prefill")
+    phase, weights = _PHASES.get(row.text("phase")), row.text("wdtype")
+    if phase is None:
+        raise MemboundError(f"line {row.line}: phase is '{row.text('phase')}'; it must be decode or prefill")
     plan = parse_plan(_WEIGHTS.get(weights, weights), "", row.text("kvdtype"))
     setup = EngineSetup(precision=plan, parallel=Parallelism(tp=int(row.count("tp"))))
     hardware = get_hardware(_GPUS.get(row.text("gpu"), row.text("gpu")))
     tokens = row.count("context_len" if phase == "decode" else "input_len")
-    # mypy does not narrow a str by membership in a tuple
-    known: Phase = "decode" if phase == "decode" else "prefill"
-    return Operation(Deployment(get_model(row.text("model")), hardware, setup), known, row.count("batch"), tokens)
-
-
-def read_measurements(path: Path, places: Iterable[Operation]) -> list[Measurement]:
-    """Times of single operations that an end-to-end table holds for devices and models of `places`.
-
-    Flagged rows, trust C, and what the bare roofs do not allow are left out, and so is what a source repeats.
-    """
-    table = read_table(path)
-    if table.schema != "end_to_end":
-        raise MemboundError(f"table '{path}' is of operators; peers predict whole steps")
-    wanted = {(place.deployment.hardware.name, place.deployment.model.hidden) for place in places}
-    runs: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
-    usable: list[Row] = []
-    for row in table.rows:
-        if set(row.text("flags").split(";")) & set(NOT_JUDGED) or row.text("trust") == "C":
-            continue
-        usable.append(row)
-        runs[_run(row)][row.text("metric")] = row.measured
-    found: dict[tuple[object, ...], Measurement] = {}
-    for row in usable:
-        try:
-            hardware, model = _same_bandwidth(get_hardware(row.text("gpu"))), get_model(row.text("model"))
-            if (hardware.name, model.hidden) not in wanted:
-                continue
-            case = case_of(row)
-            measurement = _measurement(case, model, hardware, runs[_run(row)])
-        except MemboundError:
-            continue
-        if measurement is not None and case.is_possible():
-            found.setdefault((row.text("source"), *measurement.operation.place, row.measured), measurement)
-    return list(found.values())
-
-
-def _same_bandwidth(hardware: HardwareSpec) -> HardwareSpec:
-    return get_hardware(_SAME_BANDWIDTH.get(hardware.name, hardware.name))
-
-
-_RUN = (
-    "source",
-    "engine",
-    "engine_version",
-    "gpu",
-    "model",
-    "weight_dtype",
-    "act_dtype",
-    "kv_dtype",
-    "tp",
-    "technique",
-)
-_LOAD = ("batch_or_concurrency", "input_len", "output_len")
-
-
-def _run(row: Row) -> tuple[str, ...]:
-    return tuple(row.text(column) for column in (*_RUN, *_LOAD))
-
-
-def _measurement(case: StepCase, model: ModelSpec, hardware: HardwareSpec, run: dict[str, float]) -> Measurement | None:
-    """The row as the time of a single operation; None where it mixes several or speculates."""
-    row, technique = case.row, case.row.text("technique").lower()
-    if case.replicas > 1.0 or re.search(r"specul|window|offload|sparse", technique):
-        return None
-    found = _prefill_ms(case) or _decode_ms(case, run)
-    if found is None:
-        return None
-    phase, tokens, ms = found
-    if hardware is not case.deployment.hardware and phase == "prefill":
-        return None
-    setup = replace(case.deployment.setup, profile="graphs", policy="static")
-    operation = Operation(Deployment(model, hardware, setup), phase, case.batch, tokens)
-    return Measurement(row, operation, case.deployment.setup.profile, ms)
-
-
-def _prefill_ms(case: StepCase) -> tuple[Phase, float, float] | None:
-    value = case.row.measured
-    if case.metric == "prefill_ms" or (case.metric == "ttft_ms" and case.batch == 1.0 and not case.steady):
-        return "prefill", case.prompt_tokens, value
-    if case.metric == "prefill_tok_s_total":
-        return "prefill", case.prompt_tokens, 1e3 * case.batch * case.prompt_tokens / value
-    return None
-
-
-def _decode_ms(case: StepCase, run: dict[str, float]) -> tuple[Phase, float, float] | None:
-    """A whole batch's rate is that of decoding where its prompts are short, or once its first token's time is known."""
-    value, context = case.row.measured, case.prompt_tokens + (case.output_tokens + 1.0) / 2.0
-    if case.metric == "tpot_ms":
-        few_prompts = "itl_median" in case.flags and case.batch / case.output_tokens < _MEDIAN_IS_DECODE
-        return ("decode", context, value) if few_prompts or not case.steady else None
-    if case.steady or ("includes_prefill" in case.flags and case.metric != "throughput_tok_s_total"):
-        return None
-    if case.metric == "decode_tok_s_per_user":
-        return "decode", context, 1e3 / value
-    if case.metric == "decode_tok_s_total":
-        return "decode", context, 1e3 * case.batch / value
-    if case.metric == "throughput_tok_s_total" and case.prompt_tokens <= _NO_PROMPT:
-        return "decode", context, 1e3 * case.batch / value
-    if case.metric == "throughput_tok_s_total" and case.batch == 1.0 and "ttft_ms" in run and case.output_tokens > 1.0:
-        return "decode", context, (1e3 * case.output_tokens / value - run["ttft_ms"]) / (case.output_tokens - 1.0)
-    return None
+    return Operation(Deployment(get_model(row.text("model")), hardware, setup), phase, row.count("batch"), tokens)
 
 
 def compare(peers: Sequence[PeerPrediction], measurements: Sequence[Measurement]) -> list[Comparison]:
@@ -366,17 +194,16 @@ def nearness(comparisons: Sequence[Comparison]) -> list[Nearness]:
     groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for pair in comparisons:
         groups[(pair.peer.tool, pair.kind)].append(pair)
-        groups[("~ all", pair.kind)].append(pair)
+        groups[(ALL, pair.kind)].append(pair)
     found = []
-    for (tool, kind), pairs in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
-        medians = [
+    for (tool, kind), pairs in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0] == ALL, item[0][0])):
+        peer_median, median, told_median = (
             float(np.median(np.abs(errors)))
             for errors in zip(*((pair.peer_error, pair.error, pair.told_error) for pair in pairs), strict=True)
-        ]
-        sources = len({pair.measurement.source[0] for pair in pairs})
-        found.append(
-            Nearness(tool, kind, len(pairs), sources, *medians, sum(pair.membound_is_nearer for pair in pairs))
         )
+        sources = len({pair.measurement.source[0] for pair in pairs})
+        nearer = sum(pair.membound_is_nearer for pair in pairs)
+        found.append(Nearness(tool, kind, len(pairs), sources, peer_median, median, told_median, nearer))
     return found
 
 
@@ -386,19 +213,14 @@ def markdown(peers: Sequence[PeerPrediction], comparisons: Sequence[Comparison])
         "| peer | phase | cases | peer / membound, median | 10 % to 90 % | within 20 % |",
         "|---|---|--:|--:|--:|--:|",
     ]
-    lines += [
-        f"| {b.tool} | {b.phase} | {b.n} | {b.median_ratio:.2f} | {b.p10_ratio:.2f} to {b.p90_ratio:.2f} | {b.agreeing:.0%} |"
-        for b in beside(peers)
-    ]
-    lines += [
-        "",
-        "| operation | peer | cases | sources | error of the peer | of membound | of membound, told the engine | membound nearer |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    for b in beside(peers):
+        ratios = f"{b.median_ratio:.2f} | {b.p10_ratio:.2f} to {b.p90_ratio:.2f}"
+        lines.append(f"| {b.tool} | {b.phase} | {b.n} | {ratios} | {b.agreeing:.0%} |")
+    columns = ("operation", "peer", "cases", "sources", "peer's error", "membound's", "told the engine", "nearer")
+    lines += ["", f"| {' | '.join(columns)} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
     for n in nearness(comparisons):
-        tool = "all of them" if n.tool == "~ all" else n.tool
         errors = " | ".join(f"{error:.1%}" for error in (n.peer_median, n.median, n.told_median))
-        lines.append(f"| {n.kind} | {tool} | {n.n} | {n.sources} | {errors} | {n.nearer} of {n.n} |")
+        lines.append(f"| {n.kind} | {n.tool} | {n.n} | {n.sources} | {errors} | {n.nearer} of {n.n} |")
     return "\n".join(lines)
 
 
