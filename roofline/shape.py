@@ -102,13 +102,28 @@ class StepShape:
 
 def shape_sums(parts: Iterable[tuple[int, int, int]]) -> tuple[float, ...]:
     """The fields of `StepShape` from one (cached tokens, new tokens, logits rows) for each sequence of a step."""
-    sums = [0.0] * 9
+    tokens = sequences = kv_tokens = attended = logits_rows = 0.0
+    prefill_tokens = prefill_sequences = prefill_kv_tokens = prefill_attended = 0.0
     for cached, new, rows in parts:
-        part = (new, 1, cached + new, new * cached + new * (new + 1) / 2)
-        is_prefill = new > MOST_DECODE_TOKENS or (cached == 0 and new > 1)
-        for index, value in enumerate(part):
-            sums[index] += value
-            if is_prefill:
-                sums[5 + index] += value
-        sums[4] += rows
-    return tuple(sums)
+        pairs = new * cached + new * (new + 1) / 2
+        tokens += new
+        sequences += 1
+        kv_tokens += cached + new
+        attended += pairs
+        logits_rows += rows
+        if new > MOST_DECODE_TOKENS or (cached == 0 and new > 1):
+            prefill_tokens += new
+            prefill_sequences += 1
+            prefill_kv_tokens += cached + new
+            prefill_attended += pairs
+    return (
+        tokens,
+        sequences,
+        kv_tokens,
+        attended,
+        logits_rows,
+        prefill_tokens,
+        prefill_sequences,
+        prefill_kv_tokens,
+        prefill_attended,
+    )

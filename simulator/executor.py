@@ -36,9 +36,9 @@ class RooflineExecutor:
             emitted = {
                 work.sequence: self.content.emitted(work, sequences[work.sequence]) for work in step.work if work.emits
             }
-            return Outcome(self.times.seconds(step.sums()) + moved_s, emitted)
+            return Outcome(self.times.seconds(step.sums) + moved_s, emitted)
         if step.prompts:
-            return Outcome(self.times.seconds(step.sums()) + moved_s)
+            return Outcome(self.times.seconds(step.sums) + moved_s)
         first_s, slope_s, alike = self.times.decode(step.decoding, step.kv_tokens)
         steps = 1 if moved_s or self.step_by_step else min(step.steady, alike)
         return Outcome(steps * (first_s + slope_s * (steps - 1) / 2) + moved_s, None, steps, slope_s)

@@ -159,9 +159,18 @@ def bounds_of(model: ModelSpec, setup: EngineSetup, times: Times) -> Bounds:
 
 
 def run_result(
-    scenario: Scenario, model: ModelSpec, times: Times, num_blocks: int, recorder: Recorder, provenance: Provenance
+    scenario: Scenario,
+    model: ModelSpec,
+    times: Times,
+    num_blocks: int,
+    recorder: Recorder,
+    provenance: Provenance,
+    engines: int = 1,
 ) -> RunResult:
-    """The result of a recorded run; the bounds of its steps are those that `times` sees for their shapes."""
+    """The result of a recorded run of `engines` equal engines of `num_blocks` each.
+
+    The bounds of its steps are those that `times` sees for their shapes.
+    """
     recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
     steps, requests, price = recorder.steps(), recorder.requests(), times.hardware.price_usd_per_h
     summary = summarize(
@@ -173,6 +182,6 @@ def run_result(
         idle_s=recorder.idle_s,
         num_blocks=num_blocks,
         block_size=scenario.engine.block_size,
-        price_usd_per_h=None if price is None else price * scenario.setup.parallel.devices,
+        price_usd_per_h=None if price is None else price * scenario.setup.parallel.devices * engines,
     )
     return RunResult(scenario, summary, provenance, requests, steps, recorder.itl_s, recorder.outputs)

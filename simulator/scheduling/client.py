@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,11 +15,14 @@ from membound.simulator.scheduling.request import Request, Sequence
 class Client(Protocol):
     """Sends requests to the engine; the loop asks it at every step, with the time of its own clock."""
 
-    def due(self, now_s: float) -> list[Request]:
-        """The requests that have arrived by `now_s` and were not handed out before, in order of arrival."""
+    def due(self, now_s: float) -> Items[Request | Sequence]:
+        """What has arrived by `now_s` and was not handed out before, in order of arrival.
+
+        Requests, or sequences whose prompts were computed elsewhere.
+        """
 
     def next_arrival_s(self) -> float | None:
-        """When the next request arrives if nothing ends before; None if none will."""
+        """When the next request arrives if nothing ends before; None if none will, infinity if nobody knows."""
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         """A request was answered (or refused, as its status says) at `now_s`."""
@@ -36,7 +40,7 @@ class OpenLoop:
         self._follow_ups = _Departures()
 
     def due(self, now_s: float) -> list[Request]:
-        arrived = []
+        arrived: list[Request] = []
         while (at_s := self.next_arrival_s()) is not None and at_s <= now_s:
             if self._first is not None and self._first.arrival_s == at_s:
                 arrived.append(self._first)
@@ -47,11 +51,11 @@ class OpenLoop:
         return arrived
 
     def next_arrival_s(self) -> float | None:
-        first_s = None if self._first is None else self._first.arrival_s
+        first = self._first
         follow_up_s = self._follow_ups.next_s
-        if first_s is None or follow_up_s is None:
-            return follow_up_s if first_s is None else first_s
-        return min(first_s, follow_up_s)
+        if first is None:
+            return follow_up_s
+        return first.arrival_s if follow_up_s is None else min(first.arrival_s, follow_up_s)
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         if (turn := _next_turn(sequence)) is not None:

@@ -97,7 +97,8 @@ class Decoders:
 
     def steps_within(self, blocks: int, most: int) -> int:
         """How many steps beyond the next one, up to `most`, `blocks` new blocks suffice for."""
-        if not self._grow or blocks >= self.growth_over(1, 1 + most):
+        enough = len(self.members) * (1 + most // self._block_size)
+        if not self._grow or blocks >= enough or blocks >= self.growth_over(1, 1 + most):
             return most
         rounds = blocks // len(self.members)
         steps, left = rounds * self._block_size, blocks - rounds * len(self.members)

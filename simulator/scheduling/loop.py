@@ -38,8 +38,9 @@ def serve(scheduler: Scheduler, client: Client, executor: Executor, clock: Clock
     sequences: dict[int, Sequence] = {}
     while True:
         start_s = clock.now_s()
-        for request in client.due(start_s):
-            sequence = scheduler.add(request)
+        for arrived in client.due(start_s):
+            sequence = arrived if isinstance(arrived, Sequence) else Sequence.of(arrived)
+            scheduler.queue(sequence)
             if sequence.status == "rejected":
                 recorder.rejected(sequence)
                 client.ended(sequence, start_s)
@@ -51,8 +52,8 @@ def serve(scheduler: Scheduler, client: Client, executor: Executor, clock: Clock
         if step is None:
             if arrival_s is None:
                 return
-            news_s = yield arrival_s
-            recorder.idle(max(0.0, (arrival_s if news_s is None else news_s) - start_s))
+            yield arrival_s
+            recorder.idle(clock.now_s() - start_s)
             continue
 
         outcome = executor.run(step, sequences)

@@ -128,6 +128,24 @@ class Recorder:
             self.rejections[sequence.id] = sequence.reason or ""
         self._request(sequence, NAN, 0.0)
 
+    @classmethod
+    def joined(cls, recorders: list[Recorder]) -> Recorder:
+        """The records of several engines that ran at the same time as one; an engine that has ended is idle."""
+        whole = cls(recorders[0]._observer, recorders[0].bounds)
+        whole.end_s = max(recorder.end_s for recorder in recorders)
+        for recorder in recorders:
+            recorder._flush()
+            whole._tables += recorder._tables
+            whole._requests.extend(recorder._requests)
+            whole.itl_s.extend(recorder.itl_s)
+            whole.outputs |= recorder.outputs
+            whole.rejections |= recorder.rejections
+            whole.idle_s += whole.end_s - sum(float(table[:, 1].sum()) for table in recorder._tables)
+        if whole._tables:
+            table = np.concatenate(whole._tables)
+            whole._tables = [table[np.argsort(table[:, 0], kind="stable")]]
+        return whole
+
     def requests(self) -> dict[str, Column]:
         """The table of requests in order of their ids; see RunResult."""
         table = np.frombuffer(self._requests, dtype=np.float64).reshape(-1, len(REQUEST_COLUMNS))
@@ -202,10 +220,10 @@ class Recorder:
         drafted: int,
         emitted: int,
     ) -> None:
-        tokens, sequences, kv_tokens, attended, *others = step.sums()
+        tokens, sequences, kv_tokens, attended, *others = step.sums
         grown = step.decoding * (outcome.steps - 1) / 2  # the mean step of equal ones attends to so many tokens more
         per_s = 1 / outcome.time_s if outcome.time_s > 0 else 0.0
-        accepted = emitted - step.decoding - sum(work.emits for work in step.prompts) if drafted else 0
+        accepted = emitted - step.decoding - sum([work.emits for work in step.prompts]) if drafted else 0
         self._rows.extend(
             (
                 start_s,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from membound.roofline.shape import StepShape, shape_sums
+from membound.roofline.shape import shape_sums
 from membound.simulator.scheduling.prefix import PrefixChain
 
 Status = Literal["waiting", "running", "completed", "rejected"]
@@ -166,7 +166,8 @@ class Step(NamedTuple):
     whole prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a
     sequence. `work` lists all parts where the scheduler was asked for it, else it is empty. `resumed` sequences go on
     with K and V that exist elsewhere; `moved_blocks` cross the link to the host, in either direction. `cached_tokens`
-    of admitted prompts were found, not computed. `held_tokens` is what the blocks in use really hold.
+    of admitted prompts were found, not computed. `held_tokens` is what the blocks in use really hold. `sums` are the
+    fields of `StepShape`, which decide the step's cost.
     """
 
     decoding: int
@@ -182,6 +183,7 @@ class Step(NamedTuple):
     held_tokens: int
     num_blocks: int
     steady: int
+    sums: tuple[float, ...]
 
     @property
     def sequences(self) -> int:
@@ -192,21 +194,16 @@ class Step(NamedTuple):
         """Drafted tokens of all sequences."""
         return sum(len(work.drafts) for work in self.work)
 
-    def sums(self) -> tuple[float, ...]:
-        """The fields of `StepShape`: what decides the step's cost."""
-        listed = self.work or self.prompts
-        sums = shape_sums((work.start, work.tokens, work.logits_rows) for work in listed) if listed else _NOTHING
-        if self.work or not self.decoding:
-            return sums
-        n, kv_tokens = self.decoding, self.kv_tokens
-        return (sums[0] + n, sums[1] + n, sums[2] + kv_tokens, sums[3] + kv_tokens, sums[4] + n, *sums[5:])
 
-    def shape(self) -> StepShape:
-        """The sums that decide the step's cost, as the roofline takes them."""
-        return StepShape(*self.sums())
-
-
-_NOTHING = (0.0,) * 9
+def step_sums(decoding: int, kv_tokens: int, listed: tuple[Work, ...]) -> tuple[float, ...]:
+    """The fields of `StepShape` of sequences that decode a token each, and of the `listed` work."""
+    n = float(decoding)
+    if not listed:
+        return (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0)
+    tokens, sequences, kv, attended, rows, *prefill = shape_sums(
+        [(work.start, work.tokens, work.logits_rows) for work in listed]
+    )
+    return (tokens + n, sequences + n, kv + kv_tokens, attended + kv_tokens, rows + n, *prefill)
 
 
 class Outcome(NamedTuple):

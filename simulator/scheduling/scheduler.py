@@ -13,7 +13,7 @@ from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.drafter import Drafter
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
-from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step, Work
+from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step, Work, step_sums
 
 Classify = Callable[[Sequence], None]
 
@@ -423,17 +423,19 @@ class Scheduler:
             work = self._items(drafts) + prompts if decoding else prompts
             if self.tables is not None:
                 self._hold(work, self.tables)
+        kv_tokens = decoders.tokens if decoding else 0
+        sums = step_sums(0, 0, work) if self.itemized else step_sums(members, kv_tokens, prompts)
         steady = 1
         if not (prompts or preempted or self.itemized):
             ends = decoders.steps_to_first_end()
             steady = ends if ends == 1 else 1 + decoders.steps_within(pool.available, ends - 1)
         return Step(
             members,
-            decoders.tokens if decoding else 0,
+            kv_tokens,
             prompts,
             work,
-            tuple(sequence.id for sequence in joined if sequence.clock is None),
-            tuple(sequence.id for sequence in joined if sequence.clock is not None),
+            tuple([sequence.id for sequence in joined if sequence.clock is None]),
+            tuple([sequence.id for sequence in joined if sequence.clock is not None]),
             preempted,
             self._moved_blocks,
             self._cached_tokens,
@@ -441,6 +443,7 @@ class Scheduler:
             decoders.tokens + self._prompt_tokens,
             pool.num_blocks,
             steady,
+            sums,
         )
 
     def _items(self, drafts: dict[int, tuple[int, ...]]) -> tuple[Work, ...]:

@@ -1,0 +1,61 @@
+"""How does an engine learn of work that nobody could foresee?"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+
+import simpy
+
+from membound.simulator.scheduling.loop import Waits
+from membound.simulator.scheduling.request import Request, Sequence
+
+Ended = Callable[[Sequence, float], None]
+
+
+class Inbox:
+    """What other processes send to an engine, each piece from a known time on; wakes the engine that sleeps."""
+
+    def __init__(self, env: simpy.Environment, ended: Ended) -> None:
+        self.env = env
+        self.ended = ended
+        self._pieces: list[tuple[float, int, Request | Sequence]] = []
+        self._news: simpy.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def put(self, piece: Request | Sequence, at_s: float) -> None:
+        """`piece` is there from `at_s` on."""
+        heapq.heappush(self._pieces, (at_s, piece.id, piece))
+        self.wake(at_s)
+
+    def wake(self, at_s: float) -> None:
+        """Something changes at `at_s` that the engine should look at."""
+        if self._news is not None and not self._news.triggered:
+            self._news.succeed(at_s)
+
+    def due(self, now_s: float) -> list[Request | Sequence]:
+        arrived = []
+        while self._pieces and self._pieces[0][0] <= now_s:
+            arrived.append(heapq.heappop(self._pieces)[2])
+        return arrived
+
+    def next_arrival_s(self) -> float | None:
+        return self._pieces[0][0] if self._pieces else math.inf
+
+    def process(self, waits: Waits) -> Iterator[simpy.Event]:
+        """The engine as a process: it sleeps through each step, or run of equal steps, until something is sent."""
+        until_s = next(waits)
+        while True:
+            self._news = self.env.event()
+            awake = self._news
+            if until_s == math.inf:
+                yield awake
+            else:
+                yield self.env.timeout(max(0.0, until_s - self.env.now)) | awake
+            if awake.triggered and self.env.now < until_s:
+                until_s = waits.send(awake.value)
+            else:
+                until_s = next(waits)

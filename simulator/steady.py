@@ -1,0 +1,298 @@
+"""What does a scenario come to under a steady load, by closed forms? In milliseconds, for stacks, advice and plans.
+
+The load is a closed loop of some clients whose requests have the workload's mean lengths; queues, bursts and tails are
+the simulator's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.models import ModelSpec
+from membound.roofline.operators import check_parallel
+from membound.roofline.result import BOUNDS
+from membound.roofline.scenario import Scenario
+from membound.roofline.serving import RESERVED_BYTES, USABLE_MEMORY, Deployment, StaticBatch, SteadyLoad
+from membound.roofline.shape import StepShape
+from membound.roofline.speculation import Speculation, speculation_of, with_guesses
+from membound.roofline.workload import (
+    ClosedLoop,
+    HourlyArrivals,
+    MmppArrivals,
+    SessionPrompts,
+    TraceArrivals,
+    Workload,
+)
+from membound.simulator.scheduling.workload import request_stream
+
+# Requests that are drawn to know a workload's lengths.
+SAMPLE = 2000
+# The share of a step's time that a drafter takes stands beside the bounds of verification.
+DRAFTING = "drafting"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and outputs of a sample of requests."""
+
+    prompts: NDArray[np.float64]
+    outputs: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, workload: Workload) -> Lengths:
+        """Those of the workload's first requests, of a conversation all its turns."""
+        firsts = islice(request_stream(workload), SAMPLE)
+        turns = [turn for first in firsts for turn in first.turns()]
+        prompts = np.array([turn.prompt_tokens for turn in turns], dtype=np.float64)
+        return cls(prompts, np.array([turn.output_tokens for turn in turns], dtype=np.float64))
+
+    @classmethod
+    def fixed(cls, prompt_tokens: float, output_tokens: float) -> Lengths:
+        return cls(np.array([prompt_tokens]), np.array([output_tokens]))
+
+    def at_context(self, context: float) -> Lengths:
+        """The same outputs behind equal prompts with which a decode step attends to `context` tokens on average."""
+        outputs = np.minimum(self.outputs, max(context - 1.0, 1.0))
+        prompt = max(1.0, context - (outputs.mean() + 1.0) / 2.0)
+        return Lengths(np.full(len(outputs), prompt), outputs)
+
+    @property
+    def prompt_tokens(self) -> float:
+        return float(self.prompts.mean())
+
+    @property
+    def output_tokens(self) -> float:
+        return float(self.outputs.mean())
+
+    @property
+    def context(self) -> float:
+        """Tokens that a decode step attends to for a sequence, on average over its output."""
+        return self.prompt_tokens + (self.output_tokens + 1.0) / 2.0
+
+    def longest_output_of(self, batch: float) -> float:
+        """The mean of the longest of `batch` outputs: how many steps a static batch takes."""
+        ordered = np.sort(self.outputs)
+        below = np.arange(len(ordered) + 1.0) / len(ordered)
+        return float(np.sum(ordered * np.diff(below ** max(batch, 1.0))))
+
+
+@dataclass(frozen=True)
+class Load:
+    """`concurrency` clients, each with one request of these lengths under way."""
+
+    concurrency: float
+    lengths: Lengths
+
+
+@dataclass(frozen=True)
+class SpeculatingDeployment(Deployment):
+    """A deployment of up to `seats` sequences whose decode steps may carry guesses.
+
+    Its seconds a token are those of tokens, not of steps.
+    """
+
+    speculation: Speculation | None = None
+    seats: float = math.inf
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a decode step emits for each sequence."""
+        return 1.0 if self.speculation is None else self.speculation.expected_tokens
+
+    def step_s(self, shape: StepShape) -> float:
+        if self.speculation is None:
+            return super().step_s(shape)
+        return float(self.speculation.step_s(self.times, shape))
+
+    def decode_s(self, batch: float, context: float) -> float:
+        return super().decode_s(batch, context) / self.tokens_per_step
+
+    @property
+    def weights_bytes(self) -> float:
+        """Bytes of weights on one device, the drafter's among them."""
+        drafter = self.speculation.drafter_weights_bytes if self.speculation else 0.0
+        return weights_bytes(self.model, self.setup) + drafter
+
+    def largest_batch(self, context: float) -> float:
+        """Sequences whose caches fit, the drafter's weights and caches beside the model's."""
+        if self.speculation is None:
+            return super().largest_batch(context)
+        usable = self.hardware.memory_bytes * USABLE_MEMORY - RESERVED_BYTES
+        each = float(kv_bytes(self.model, self.setup, context) + self.speculation.drafter_kv_bytes(context))
+        return max(0.0, (usable - self.weights_bytes) // each) if each > 0 else math.inf
+
+    def with_batch_that_fits(self, batch: float, context: float) -> float:
+        return min(super().with_batch_that_fits(batch, context), self.seats)
+
+    def verify_cost(self, batch: float, context: float) -> StepCost:
+        """The model's own part of a decode step: of the tokens, and of the guesses where there are any."""
+        micro = self._micro_batches(batch)
+        shape = StepShape.decode(batch / micro, context)
+        if self.speculation is None:
+            return self.step(shape)
+        guesses = self.speculation.verified_tokens
+        return step_cost(self.model, self.speculation.plain, self.times, with_guesses(shape, guesses))
+
+    def shares(self, batch: float, context: float) -> dict[str, float]:
+        """The share of each bound in the time of a decode step, drafting apart."""
+        cost = self.verify_cost(batch, context)
+        verify_s, shares = float(cost.time_s), cost.shares()
+        drafting_s = 0.0
+        if self.speculation is not None:
+            shape = StepShape.decode(batch / self._micro_batches(batch), context)
+            drafting_s = float(self.speculation.draft_s(self.times, shape))
+        whole = verify_s + drafting_s
+        return {bound: float(shares[bound]) * verify_s / whole for bound in BOUNDS} | {DRAFTING: drafting_s / whole}
+
+
+def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) -> SpeculatingDeployment:
+    """One replica as the scenario sets it up; raises MemboundError where the model cannot be divided or drafted so."""
+    check_parallel(model, scenario.setup)
+    return SpeculatingDeployment(
+        model,
+        hardware,
+        scenario.setup,
+        chunk_tokens=scenario.engine.max_batched_tokens,
+        speculation=speculation_of(scenario, model),
+        seats=float(scenario.engine.max_num_seqs),
+    )
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A deployment under a load, with static or continuous batching as its set-up says."""
+
+    deployment: SpeculatingDeployment
+    load: Load
+
+    def check(self) -> None:
+        """Raises MemboundError where not even one sequence fits."""
+        context = self._whole_context
+        if self.deployment.largest_batch(context) >= 1.0:
+            return
+        held = self.deployment.weights_bytes / 2**30
+        raise MemboundError(
+            f"'{self.deployment.model.name}' does not fit on '{self.deployment.hardware.name}': its weights take "
+            f"{held:.1f} GiB of {self.deployment.hardware.memory_bytes / 2**30:.1f} GiB, and one sequence needs "
+            f"{context:.0f} tokens of cache beside them"
+        )
+
+    @property
+    def _whole_context(self) -> float:
+        return self.load.lengths.prompt_tokens + self.load.lengths.output_tokens
+
+    @property
+    def is_static(self) -> bool:
+        return self.deployment.setup.policy == "static"
+
+    @cached_property
+    def _continuous(self) -> SteadyLoad:
+        lengths = self.load.lengths
+        return SteadyLoad(self.deployment, self.load.concurrency, lengths.prompt_tokens, lengths.output_tokens)
+
+    @cached_property
+    def batch(self) -> float:
+        """Sequences that decode together: as many of the clients' as fit."""
+        return self._continuous.batch
+
+    @cached_property
+    def _static_s(self) -> float:
+        """Seconds of a static batch until its longest output ends; whoever is done early leaves a seat empty."""
+        lengths = self.load.lengths
+        longest = lengths.longest_output_of(self.batch)
+        alive = max(1.0, self.batch * lengths.output_tokens / longest)
+        prefill_s = self.deployment.prefill_s(self.batch, lengths.prompt_tokens)
+        return prefill_s + max(longest - 1.0, 0.0) * self.deployment.decode_s(alive, lengths.context)
+
+    @cached_property
+    def tpot_s(self) -> float:
+        """Mean seconds a token after the first."""
+        if not self.is_static:
+            return self._continuous.tpot_s
+        lengths = self.load.lengths
+        return StaticBatch(self.deployment, self.batch, lengths.prompt_tokens, lengths.output_tokens).tpot_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean seconds to the first token; a static batch's clients wait for the batch before."""
+        if not self.is_static:
+            return self._continuous.ttft_s
+        waiting_s = (self.load.concurrency / self.batch - 1.0) * self._static_s
+        return self.deployment.prefill_s(self.batch, self.load.lengths.prompt_tokens) + waiting_s
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        if not self.is_static:
+            return self._continuous.output_tokens_per_s
+        return self.batch * self.load.lengths.output_tokens / self._static_s
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each bound in a decode step."""
+        return self.deployment.shares(self.batch, self.load.lengths.context)
+
+    @property
+    def bottleneck(self) -> str:
+        """The bound with the largest share."""
+        shares = self.shares
+        return max(shares, key=shares.__getitem__)
+
+
+def arrival_rate(workload: Workload) -> float | None:
+    """Mean requests a second of an open workload, later turns of conversations among them; None of a closed loop."""
+    arrivals = workload.arrivals
+    match arrivals:
+        case ClosedLoop():
+            return None
+        case MmppArrivals(states=states):
+            rate = sum(s.rate_rps * s.dwell_s for s in states) / sum(s.dwell_s for s in states)
+        case HourlyArrivals(rates_rps=rates):
+            rate = sum(rates) / len(rates)
+        case TraceArrivals():
+            times = [request.arrival_s for request in islice(request_stream(workload), SAMPLE)]
+            if len(times) < 2 or times[-1] <= times[0]:
+                raise MemboundError("the trace of workload.arrivals is too short for a rate; give two rows or more")
+            rate = (len(times) - 1) / (times[-1] - times[0])
+        case _:
+            rate = arrivals.rate_rps
+    if isinstance(workload.prompts, SessionPrompts):
+        firsts = list(islice(request_stream(workload), SAMPLE))
+        rate *= sum(sum(1 for _ in first.turns()) for first in firsts) / len(firsts)
+    return float(rate)
+
+
+def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
+    """The load that the scenario's workload puts on a deployment.
+
+    Of an open workload it is the concurrency at which as many requests end as arrive (Little's law), and that of all
+    seats where more arrive than can be served.
+    """
+    lengths = Lengths.of(scenario.workload)
+    seats = float(scenario.engine.max_num_seqs)
+    rate = arrival_rate(scenario.workload)
+    if rate is None:
+        assert isinstance(scenario.workload.arrivals, ClosedLoop)
+        return Load(float(scenario.workload.arrivals.concurrency), lengths)
+
+    def served(concurrency: float) -> float:
+        return Steady(deployment, Load(concurrency, lengths)).output_tokens_per_s / lengths.output_tokens
+
+    low, high = 1.0, seats
+    if served(high) <= rate:
+        return Load(high, lengths)
+    if served(low) >= rate:
+        return Load(low, lengths)
+    while high - low > 0.01 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if served(middle) >= rate else (middle, high)
+    return Load(high, lengths)
