@@ -5,6 +5,9 @@ bandwidth, a share of the matrix rate, what tiles and waves leave idle. `KernelF
 measurements gave (`fitting.py`), for a device, for its generation or for all devices together; a device that nobody
 measured inherits from the nearest of them and its interval is wider by what leaving devices out has shown.
 
+Each function gives the seconds and, beside them, what the bare roofs ask at the shares that the kernel reaches: the
+larger of those says what binds.
+
 Source of the forms: Williams et al., Roofline (CACM 2009) for the two roofs; Hockney's alpha-beta model for messages;
 NVIDIA's "Matrix multiplication background" for tiles and waves; the expected number of distinct experts under uniform
 routing is the occupancy problem, N (1 - (1 - k/N)^T).
@@ -135,10 +138,11 @@ def find_fit(
 ) -> KernelFit:
     """The fit nearest to a device, a kernel and a library.
 
-    The device comes before its generation, that before the kind of memory, and within each the library before `any`.
-    A kernel that nobody measured is replaced by the nearest one that somebody did.
+    The device comes before the one that it is a variant of, that before its generation, that before the kind of
+    memory, and within each the library before `any`. A kernel that nobody measured is replaced by the nearest one that
+    somebody did.
     """
-    scopes = (hardware.name, hardware.generation, hardware.memory_kind, ANY)
+    scopes = (hardware.name, hardware.variant_of or hardware.name, hardware.generation, hardware.memory_kind, ANY)
     wanted: str | None = kernel
     while wanted is not None:
         for scope in scopes:
@@ -212,7 +216,7 @@ def padded_rows(m: Count) -> Count:
 def gemm_s(
     p: Mapping[str, float],
     hardware: HardwareSpec,
-    rate: float,
+    rate: Count,
     m: Count,
     n: Count,
     k: Count,
@@ -222,9 +226,9 @@ def gemm_s(
     """(seconds, memory seconds, compute seconds) of [m, k] x [k, n]; too few tiles for all units cost `wave_loss`."""
     tiles = np.ceil(m / TILE) * np.ceil(n / TILE)
     waves = tiles / (hardware.compute_units or 100)
-    compute_s = 2.0 * padded_rows(m) * n * k / rate * (1.0 + p["wave_loss"] / np.maximum(waves, 1.0))
+    tiled_s = 2.0 * padded_rows(m) * n * k / rate * (1.0 + p["wave_loss"] / np.maximum(waves, 1.0))
     memory_s = stream_s(p, hardware, moved_bytes, cached)
-    return launch_s(p, hardware) + overlapped(memory_s, compute_s), memory_s, compute_s
+    return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, 2.0 * m * n * k / rate
 
 
 def decode_attention_s(
@@ -234,8 +238,8 @@ def decode_attention_s(
     streams: Count,
     rows_per_stream: Count,
     kv_tokens: Count,
-    bytes_per_kv_token: float,
-    flops_per_pair: float,
+    bytes_per_kv_token: Count,
+    flops_per_pair: Count,
     cached: Count = 0.0,
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of attention of few queries over many cached tokens.
@@ -245,23 +249,24 @@ def decode_attention_s(
     the device to reach half its bandwidth, and each pays for part of a tile (`tile_tokens`). A stream's
     `rows_per_stream` queries share its read; each query-key pair costs `flops_per_pair`.
     """
-    moved_bytes = (kv_tokens + streams * p["tile_tokens"]) * bytes_per_kv_token
+    tiles = (kv_tokens + streams * p["tile_tokens"]) / np.maximum(kv_tokens, 1e-9)
     half = p["half_streams"] * hardware.bandwidth_bytes_per_s / 1e12
-    memory_s = stream_s(p, hardware, moved_bytes, cached) * (1.0 + half / np.maximum(streams, 1e-9))
-    rows = np.maximum(rows_per_stream, MIN_QUERY_ROWS)
-    compute_s = rows * kv_tokens * flops_per_pair / rate
-    return launch_s(p, hardware) + overlapped(memory_s, compute_s), memory_s, compute_s
+    memory_s = stream_s(p, hardware, kv_tokens * bytes_per_kv_token, cached)
+    read_s = memory_s * tiles * (1.0 + half / np.maximum(streams, 1e-9))
+    pair_s = kv_tokens * flops_per_pair / rate
+    taken_s = overlapped(read_s, np.maximum(rows_per_stream, MIN_QUERY_ROWS) * pair_s)
+    return launch_s(p, hardware) + taken_s, memory_s, rows_per_stream * pair_s
 
 
 def prefill_attention_s(
     p: Mapping[str, float],
     hardware: HardwareSpec,
     rate: float,
-    heads: int,
+    heads: Count,
     tokens: Count,
     sequences: Count,
     attended: Count,
-    flops_per_pair: float,
+    flops_per_pair: Count,
     moved_bytes: Count,
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of causal attention of whole prompts or chunks.
@@ -274,9 +279,9 @@ def prefill_attention_s(
     pairs = (attended / np.maximum(tokens, 1e-9) + (padded - mean_q) / 2.0 + p["tile_tokens"]) * padded * sequences
     blocks = heads * sequences * padded / TILE / (hardware.compute_units or 100)
     idle = (1.0 + (p["wave_loss"] / np.maximum(blocks, 1e-9)) ** 2) ** 0.5
-    compute_s = heads * pairs * flops_per_pair / rate * idle
+    tiled_s = heads * pairs * flops_per_pair / rate * idle
     memory_s = stream_s(p, hardware, moved_bytes)
-    return launch_s(p, hardware) + overlapped(memory_s, compute_s), memory_s, compute_s
+    return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, heads * attended * flops_per_pair / rate
 
 
 def distinct_experts(experts: float, top_k: float, tokens: Count, skew: float = 0.0) -> Count:
@@ -321,8 +326,8 @@ def moe_s(
     rate: float,
     pairs: Count,
     active: Count,
-    expert_flops: float,
-    expert_bytes: float,
+    expert_flops: Count,
+    expert_bytes: Count,
     routed_bytes: Count,
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of the experts' two or three products.
@@ -332,10 +337,11 @@ def moe_s(
     `routing_share` times.
     """
     rows = pairs / np.maximum(active, 1e-9) + p["pad_rows"]
-    compute_s = active * rows * expert_flops / rate
+    tiled_s = active * rows * expert_flops / rate
     memory_s = stream_s(p, hardware, active * expert_bytes)
     moved_s = routed_bytes * p["routing_share"] / (hardware.bandwidth_bytes_per_s * p["bandwidth_share"])
-    return launch_s(p, hardware) + overlapped(memory_s, compute_s) + moved_s, memory_s + moved_s, compute_s
+    taken_s = overlapped(memory_s, tiled_s) + moved_s
+    return launch_s(p, hardware) + taken_s, memory_s + moved_s, pairs * expert_flops / rate
 
 
 def elementwise_s(
@@ -355,7 +361,7 @@ def collective_s(
     operation: str,
     message_bytes: Count,
     ranks: Count,
-    bandwidth_bytes_per_s: float,
+    bandwidth_bytes_per_s: Count,
     shared_bus: bool,
 ) -> tuple[Count, Count]:
     """(seconds, link seconds) of a collective over `ranks` devices: alpha + beta (Hockney), ring volume.

@@ -86,6 +86,7 @@ class HardwareSpec(_Part):
 
     name: str = Field(min_length=1)
     aliases: tuple[str, ...] = ()
+    variant_of: str | None = Field(None, description="the device with the same chip, whose kernels it runs")
     vendor: str
     kind: Literal["cpu", "gpu", "accelerator"]
     architecture: Architecture = "unknown"

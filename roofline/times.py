@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTa
 from membound.roofline.efficiency import Family, KernelFit, find_fit, published_fits
 from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.errors import MemboundError
-from membound.roofline.foreign import fits_for
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.links import hops
 from membound.roofline.models import ModelSpec
@@ -23,6 +22,15 @@ from membound.roofline.operators import Operator
 from membound.roofline.precision import Precision
 from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.shape import Count, StepShape
+
+# The part of a launch that may pass while the kernel before is still running.
+_HIDDEN_LAUNCH = 0.9
+
+
+def _is_there(amount: Count) -> Count:
+    """1 where there is anything, else 0."""
+    return np.asarray(amount > 0, dtype=np.float64) if np.ndim(amount) else float(amount > 0)
+
 
 Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
@@ -122,19 +130,18 @@ class KernelTimes:
 
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         time = self._kernel(operator)
-        gap = max(self.profile.gap_s, -0.9 * float(np.min(time.overhead_s)))
-        if gap == 0.0 or operator.kind == "host":
+        if self.profile.gap_s == 0.0 or operator.kind == "host":
             return time
-        return replace(time, time_s=time.time_s + gap, overhead_s=time.overhead_s + gap)
+        # A kernel that starts before the one ahead of it ends hides its launch, never its work.
+        gap: Count = np.maximum(self.profile.gap_s, -_HIDDEN_LAUNCH * time.overhead_s) * _is_there(time.time_s)
+        return OperatorTime(time.time_s + gap, time.memory_s, time.compute_s, time.overhead_s + gap, time.link_s)
 
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
         """What launches take beyond the kernels that they overlap with, and kernels that are not fused."""
         profile = self.profile
         calls = sum(cost.operator.calls for cost in costs) + profile.extra_kernels * model.layers
         unfused_s = profile.extra_kernels * model.layers * self._elementwise_launch_s
-        prefills = (
-            np.asarray(shape.prefill_sequences) > 0 if np.ndim(shape.tokens) else float(shape.prefill_sequences > 0)
-        )
+        prefills = _is_there(shape.prefill_sequences)
         waiting = unfused_s + profile.prefill_s * prefills
         if profile.graphs and np.all(np.asarray(shape.prefill_sequences) == 0):
             captured = shape.sequences <= profile.most_graph_sequences
@@ -188,7 +195,12 @@ class KernelTimes:
         time_s, memory_s, compute_s = efficiency.gemm_s(
             p, self.hardware, rate, operator.m, operator.n, operator.k, operator.bytes
         )
-        return OperatorTime(time_s, memory_s, compute_s, efficiency.launch_s(p, self.hardware))
+        overhead_s: Count = efficiency.launch_s(p, self.hardware)
+        if np.ndim(operator.m):
+            # Of many steps in one call, those without such rows do not run the kernel.
+            there = _is_there(operator.m)
+            time_s, memory_s, overhead_s = time_s * there, memory_s * there, overhead_s * there
+        return OperatorTime(time_s, memory_s, compute_s, overhead_s)
 
     def _attention(self, operator: Operator) -> OperatorTime:
         heads = operator.heads
@@ -232,7 +244,7 @@ class KernelTimes:
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         total = OperatorTime(0.0, 0.0, 0.0, 0.0)
         for sequences, (time_s, memory_s, compute_s), overhead_s in parts:
-            there = np.asarray(sequences) > 0 if np.ndim(sequences) else 1.0
+            there = _is_there(sequences)
             total = OperatorTime(
                 total.time_s + time_s * there,
                 total.memory_s + memory_s * there,
@@ -426,4 +438,7 @@ def times_for(hardware: HardwareSpec, profile: str | EngineProfile = "graphs") -
     """The best times that are known for a device: its own calibration, else the kernels of it or of its relatives."""
     if hardware.calibration is not None:
         return CalibratedTimes(hardware, hardware.calibration)
+    # Reading tables and fitting come with this module, which a calibrated machine never needs.
+    from membound.roofline.foreign import fits_for
+
     return KernelTimes(hardware, get_profile(profile) if isinstance(profile, str) else profile, fits_for(hardware))

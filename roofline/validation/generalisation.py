@@ -15,6 +15,7 @@ import numpy as np
 from membound.roofline.efficiency import find_fit
 from membound.roofline.errors import MemboundError
 from membound.roofline.fitting import fit_all
+from membound.roofline.times import Fits
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.report import Group, RowResult, kernel_results
 from membound.roofline.validation.tables import read_table
@@ -50,7 +51,7 @@ def leave_out(path: Path, part: Part) -> list[Group]:
 
 
 def _predict(left_out: list[KernelBatch], others: list[KernelBatch]) -> list[RowResult]:
-    fits = {(f.family, f.kernel, f.scope, f.library): f for f in fit_all(others)}
+    fits: Fits = {(f.family, f.kernel, f.scope, f.library): f for f in fit_all(others)}
     results = []
     for batch in left_out:
         try:

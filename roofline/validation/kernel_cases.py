@@ -21,6 +21,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.links import link_for
 from membound.roofline.power import power_share
+from membound.roofline.shape import Count
 from membound.roofline.validation.tables import Row
 
 Floats = NDArray[np.float64]
@@ -190,7 +191,7 @@ def _moe(row: Row) -> dict[str, float]:
         "experts": float(found["E"]),
         "top_k": float(found["topk"]),
         "tp": float(found.get("moe_tp", 1)),
-        "ep": float(found.get("moe_ep", found.get("ep", 1))),
+        "ep": float(found.get("moe_ep") or found.get("ep") or 1),
         "balanced": float("dist=balanced" in row.text("notes")),
         "skew": float(skew.group(1)) - 1.0 if skew else 0.0,
     }
@@ -264,7 +265,7 @@ def _rate(p: Mapping[str, float], batch: KernelBatch) -> float:
     return efficiency.matrix_rate(p, batch.hardware, dtype)
 
 
-def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     moved = a["n"] * a["k"] * a["weight_bytes"] + a["m"] * (a["k"] * a["activation_bytes"] + 2.0 * a["n"])
     rate = _rate(p, batch)
@@ -273,7 +274,7 @@ def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Floats:
     return efficiency.gemm_s(p, hw, rate * doubled, a["m"], a["n"], a["k"], moved, cached)[0]
 
 
-def _decode(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+def _decode(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     streams = a["batch"] * a["kv_heads"]
     per_token = 2.0 * a["head_dim"] * a["kv_bytes"]
@@ -285,7 +286,7 @@ def _decode(p: Mapping[str, float], batch: KernelBatch) -> Floats:
     )[0]
 
 
-def _prefill(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+def _prefill(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     tokens = a["batch"] * a["q_len"]
     past = a["kv_len"] - a["q_len"]
@@ -296,7 +297,7 @@ def _prefill(p: Mapping[str, float], batch: KernelBatch) -> Floats:
     )[0]
 
 
-def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     local, n = a["experts"] / a["ep"], a["intermediate"] / a["tp"]
     pairs = a["tokens"] * a["top_k"] / a["ep"]
@@ -324,12 +325,12 @@ def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Floats:
     )[0]
 
 
-def _elementwise(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+def _elementwise(p: Mapping[str, float], batch: KernelBatch) -> Count:
     moved, hw = batch.amounts["bytes"], batch.hardware
     return efficiency.elementwise_s(p, hw, moved, efficiency.cached_share(hw, moved))[0]
 
 
-def _collective_batch(p: Mapping[str, float], batch: KernelBatch) -> Floats:
+def _collective_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a = batch.amounts
     inside = efficiency.collective_s(p, batch.kernel, a["bytes"], a["ranks"], a["bandwidth"], False)[0]
     shared = efficiency.collective_s(p, batch.kernel, a["bytes"], a["ranks"], a["bandwidth"], True)[0]

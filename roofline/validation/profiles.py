@@ -96,7 +96,7 @@ def fit_profile(
 
     def profile(values: Floats) -> EngineProfile:
         chosen = {parameter: float(f"{value:.4g}") for parameter, value in zip(free, values, strict=True)}
-        return EngineProfile(name=name, source=source, **{**fixed, **chosen})  # type: ignore[arg-type]
+        return EngineProfile.model_validate({"name": name, "source": source, **fixed, **chosen})
 
     def residuals(values: Floats) -> Floats:
         off = _errors(cases, profile(values)) / ROBUST_AT

@@ -148,7 +148,7 @@ class ValidationReport:
     @property
     def worst(self) -> list[RowResult]:
         """The ten judged rows that are furthest off, in ratio."""
-        return sorted(self.judged, key=lambda r: -abs(np.log(r.predicted / r.row.measured)))[:10]
+        return sorted(self.judged, key=lambda r: -abs(np.log1p(r.error)))[:10]
 
     def write_rows(self, path: Path) -> None:
         """Writes every input column with predicted, low, high and reason; raises MemboundError where it cannot."""

@@ -238,7 +238,6 @@ def test_many_steps_of_latent_attention_cost_what_each_costs_alone(name, device,
     np.testing.assert_allclose(found, alone, rtol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="an array of both charges each step the other's projections, operators._mla")
 @pytest.mark.parametrize("name", LATENT)
 def test_decode_and_prompts_of_latent_attention_may_share_a_call(name):
     many = [StepShape.decode(1.0, 40.0), StepShape.prefill(1.0, 1.0)]

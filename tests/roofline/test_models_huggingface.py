@@ -336,6 +336,7 @@ CONFIGS = {
         mamba_head_dim=80,
         ssm_state_size=128,
         n_groups=8,
+        mamba_ssm_cache_dtype="bfloat16",  # what vLLM's "auto" makes of it
     ),
     "MiniMax-M1": config(
         "MiniMaxM1ForCausalLM",
