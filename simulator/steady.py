@@ -158,7 +158,7 @@ class SpeculatingDeployment(Deployment):
 def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) -> SpeculatingDeployment:
     """One replica as the scenario sets it up; raises MemboundError where the model cannot be divided or drafted so."""
     check_parallel(model, scenario.setup)
-    return SpeculatingDeployment(
+    deployment = SpeculatingDeployment(
         model,
         hardware,
         scenario.setup,
@@ -166,6 +166,8 @@ def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) 
         speculation=speculation_of(scenario, model),
         seats=float(scenario.engine.max_num_seqs),
     )
+    _ = deployment.weights_bytes  # a drafter that this model cannot have is refused here
+    return deployment
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,502 @@
+"""What do techniques gain together, against the product of what each gains alone?
+
+Gains do not multiply: each technique moves the bottleneck that the next one finds. A stack is looked at from the plain
+engine on: each technique alone, added one by one in the given and in the best order, all together, and the share of
+each in the whole gain (Shapley, A value for n-person games, 1953: its mean contribution over all orders, in ln-gain).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from membound.roofline.comparison import UNITS, bottleneck, metric_value
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.models import ModelSpec
+from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique
+from membound.roofline.times import times_for
+from membound.simulator.steady import Lengths, Load, Steady, deployment_of, load_of
+
+# 2^k subsets are all looked at for stacks of up to so many techniques.
+MOST_FACTORIAL = 8
+MOST_SIMULATED = 6
+Subset = frozenset[int]
+
+
+class Served(NamedTuple):
+    """What an engine comes to at a point: both metrics, sequences that decode together, and what binds its steps."""
+
+    tpot_s: float
+    output_tokens_per_s: float
+    batch: float
+    bottleneck: str
+    shares: dict[str, float]
+
+    def better(self, than: Served, metric: GainMetric) -> float:
+        """How many times better than another: a time falls, a rate rises."""
+        if metric == "tpot_s":
+            return than.tpot_s / self.tpot_s
+        return self.output_tokens_per_s / than.output_tokens_per_s
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a stack is looked at: the plain engine there, and the load."""
+
+    values: dict[str, Any]
+    plain: Scenario
+    load: Load
+
+
+@dataclass(frozen=True)
+class Step:
+    """A technique added to those before it; a refused one adds nothing, and `reason` says why."""
+
+    technique: str
+    gain: float | None
+    together: float | None
+    low: float | None
+    high: float | None
+    bottleneck_before: str
+    bottleneck_after: str | None
+    batch: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two techniques: the product of their gains, and the gain of both."""
+
+    first: str
+    second: str
+    product: float | None
+    real: float | None
+    reason: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Real against product: below 1 they save the same, above 1 each makes room for the other."""
+        return None if self.real is None or self.product is None else self.real / self.product
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The analysis at one point; `reason` says why there is none. Gains are to the plain engine, above 1 is better.
+
+    `members` are the techniques that take part: those of the given order that can join what was there before.
+    """
+
+    point: dict[str, Any]
+    metric: GainMetric
+    conditions: str
+    plain: Served | None
+    members: tuple[str, ...] = ()
+    alone: tuple[Step, ...] = ()
+    given_order: tuple[Step, ...] = ()
+    greedy_order: tuple[Step, ...] = ()
+    best_order: tuple[Step, ...] | None = None
+    shapley: dict[str, float] | None = None
+    pairs: tuple[Pair, ...] = ()
+    best_subset: tuple[str, ...] = ()
+    best_subset_gain: float = 1.0
+    reason: str | None = None
+
+    @property
+    def together(self) -> float | None:
+        """The gain of all members."""
+        gains = [step.together for step in self.given_order if step.together is not None]
+        return gains[-1] if gains else None
+
+    @property
+    def product(self) -> float | None:
+        """The product of the members' gains alone; None where one of them cannot run alone."""
+        gains = [step.gain for step in self.alone if step.technique in self.members]
+        return math.prod(gain for gain in gains if gain is not None) if gains and None not in gains else None
+
+
+class StackingGame:
+    """The value of each subset of techniques at a point, evaluated once each; what is impossible has a reason."""
+
+    def __init__(
+        self, techniques: Sequence[Technique], evaluate: Callable[[tuple[Technique, ...]], Served], metric: GainMetric
+    ) -> None:
+        self.techniques = techniques
+        self.metric = metric
+        self._evaluate = evaluate
+        self._served: dict[Subset, Served | str] = {}
+
+    def served(self, subset: Subset) -> Served | str:
+        """What the plain engine with these techniques comes to, or why it cannot be."""
+        if subset not in self._served:
+            try:
+                chosen = tuple(self.techniques[index] for index in sorted(subset))
+                self._served[subset] = self._evaluate(chosen)
+            except MemboundError as error:
+                self._served[subset] = str(error)
+        return self._served[subset]
+
+    def gain(self, subset: Subset) -> float | None:
+        """The gain over the plain engine; None where the subset is impossible."""
+        found, plain = self.served(subset), self.served(frozenset())
+        if isinstance(found, str) or isinstance(plain, str):
+            return None
+        return found.better(plain, self.metric)
+
+    def members(self) -> tuple[int, ...]:
+        """The techniques of the given order that can join those before them."""
+        joined: Subset = frozenset()
+        for index in range(len(self.techniques)):
+            if not isinstance(self.served(joined | {index}), str):
+                joined |= {index}
+        return tuple(sorted(joined))
+
+    def steps(self, order: Sequence[int], error: float, *, alone: bool = False) -> Iterator[Step]:
+        """The techniques added one by one, or each to the plain engine alone, with interval `error` of each ratio."""
+        before: Subset = frozenset()
+        for index in order:
+            base, subset = self.served(before), before | {index}
+            found = self.served(subset)
+            assert not isinstance(base, str), "only what is possible is added to"
+            name = self.techniques[index].name
+            if isinstance(found, str):
+                yield Step(name, None, None, None, None, base.bottleneck, None, None, found)
+                continue
+            gain, together = found.better(base, self.metric), self.gain(subset)
+            interval = (gain / (1 + error), gain * (1 + error))
+            yield Step(name, gain, together, *interval, base.bottleneck, found.bottleneck, found.batch)
+            before = before if alone else subset
+
+    def greedy_order(self, members: Sequence[int]) -> list[int]:
+        """Each time the technique that gains most on top of those before it; impossible ones come last."""
+        order: list[int] = []
+        while len(order) < len(members):
+            taken = frozenset(order)
+            left = [index for index in members if index not in taken]
+            order.append(max(left, key=lambda index: self.gain(taken | {index}) or 0.0))
+        return order
+
+    def best_order(self, members: Sequence[int]) -> list[int] | None:
+        """The order whose first techniques, however many, gain most: the largest sum of ln-gains over its beginnings.
+
+        By dynamic programming over subsets; None where no order is possible from beginning to end.
+        """
+        best: dict[Subset, tuple[float, list[int]]] = {frozenset(): (0.0, [])}
+        for size in range(1, len(members) + 1):
+            for subset in map(frozenset, itertools.combinations(members, size)):
+                gain = self.gain(subset)
+                ways = [best[subset - {last}] + (last,) for last in subset if subset - {last} in best]
+                if gain is None or not ways:
+                    continue
+                value, order, last = max(ways, key=lambda way: way[0])
+                best[subset] = (value + math.log(gain), [*order, last])
+        found = best.get(frozenset(members))
+        return None if found is None else found[1]
+
+    def shapley(self, members: Sequence[int]) -> dict[int, float] | None:
+        """Each member's mean contribution to the ln-gain over all orders that are possible; they sum to the whole.
+
+        Orders are counted by subset: those that lead to it, and those that lead on to all members. None where there
+        is no possible order.
+        """
+        every = frozenset(members)
+        subsets = [frozenset(c) for size in range(len(every) + 1) for c in itertools.combinations(members, size)]
+        possible = {subset for subset in subsets if self.gain(subset) is not None}
+        into: dict[Subset, float] = {frozenset(): 1.0}
+        for subset in subsets[1:]:
+            into[subset] = sum(into[subset - {last}] for last in subset) if subset in possible else 0.0
+        onward: dict[Subset, float] = {every: 1.0}
+        for subset in reversed(subsets[:-1]):
+            onward[subset] = sum(onward[subset | {new}] for new in every - subset) if subset in possible else 0.0
+        orders = into[every] if every in possible else 0.0
+        if not orders:
+            return None
+        shares = dict.fromkeys(members, 0.0)
+        for subset in possible - {every}:
+            for index in every - subset:
+                after = subset | {index}
+                if after in possible:
+                    weight = into[subset] * onward[after] / orders
+                    shares[index] += weight * (math.log(self._known(after)) - math.log(self._known(subset)))
+        return shares
+
+    def _known(self, subset: Subset) -> float:
+        gain = self.gain(subset)
+        assert gain is not None
+        return gain
+
+    def pairs(self) -> Iterator[Pair]:
+        """All two of the techniques that can run alone."""
+        for first, second in itertools.combinations(range(len(self.techniques)), 2):
+            names = self.techniques[first].name, self.techniques[second].name
+            one, other = self.gain(frozenset({first})), self.gain(frozenset({second}))
+            if one is None or other is None:
+                continue
+            found = self.served(frozenset({first, second}))
+            if isinstance(found, str):
+                yield Pair(*names, one * other, None, found)
+            else:
+                yield Pair(*names, one * other, self.gain(frozenset({first, second})))
+
+    def best_known(self) -> tuple[Subset, float]:
+        """Of the subsets that were evaluated the one that gains most."""
+        gains = {subset: gain for subset in self._served if (gain := self.gain(subset)) is not None}
+        best = max(gains, key=lambda subset: (gains[subset], -len(subset)))
+        return best, gains[best]
+
+
+def analyse(game: StackingGame, point: dict[str, Any], error: float, conditions: str, most_factorial: int) -> Stack:
+    """The stack of the game's techniques, by all subsets of its members where they are not too many."""
+    plain = game.served(frozenset())
+    if isinstance(plain, str):
+        return Stack(point, game.metric, conditions, None, reason=f"the plain engine is not possible here: {plain}")
+    every, members = range(len(game.techniques)), game.members()
+    alone = tuple(game.steps(every, error, alone=True))
+    given = tuple(game.steps(every, error))
+    best, shapley = None, None
+    if len(members) <= most_factorial:
+        order = game.best_order(members)
+        best = None if order is None else tuple(game.steps(order, error))
+        shares = game.shapley(members)
+        shapley = None if shares is None else {game.techniques[index].name: share for index, share in shares.items()}
+    greedy = tuple(game.steps(game.greedy_order(members), error))
+    pairs = tuple(game.pairs())
+    subset, gain = game.best_known()
+    return Stack(
+        point,
+        game.metric,
+        conditions,
+        plain,
+        tuple(game.techniques[index].name for index in members),
+        alone,
+        given,
+        greedy,
+        best,
+        shapley,
+        pairs,
+        tuple(game.techniques[index].name for index in sorted(subset)),
+        gain,
+    )
+
+
+# --- what is stacked, where, and by which model of time ---
+
+
+def chosen_techniques(scenario: Scenario, names: Sequence[str] | None) -> tuple[Technique, ...]:
+    """The techniques to stack: the scenario's, or those named, as the scenario sets them or by their defaults."""
+    known = {technique.name: technique for technique in scenario.techniques}
+    if names is None:
+        if not known:
+            raise MemboundError(
+                f"scenario '{scenario.name}' names no techniques to stack; give some under techniques, or by "
+                f"--techniques, of {', '.join(TECHNIQUES)}"
+            )
+        return scenario.techniques
+    chosen = []
+    for name in names:
+        if name not in TECHNIQUES:
+            raise MemboundError(f"technique '{name}' is unknown; known are {', '.join(TECHNIQUES)}")
+        chosen.append(known.get(name) or TECHNIQUES[name](name=name))
+    if len({technique.name for technique in chosen}) < len(chosen):
+        raise MemboundError("--techniques names one twice; each may be given once")
+    return tuple(chosen)
+
+
+def plain_engine(scenario: Scenario, techniques: Sequence[Technique]) -> Scenario:
+    """The scenario's engine without any of the techniques; of the usual ones it lacks those that are stacked."""
+    with_all = scenario.model_copy(update={"techniques": tuple(techniques), "sweep": ()})
+    return with_all.with_techniques(())
+
+
+def metric_for(techniques: Sequence[Technique]) -> GainMetric:
+    """Time per output token where all techniques are judged by it, else throughput, in which all of them mean
+    something."""
+    return "tpot_s" if {technique.gain_metric for technique in techniques} == {"tpot_s"} else "output_tokens_per_s"
+
+
+def points_of(
+    scenario: Scenario, techniques: Sequence[Technique], batches: Sequence[int], contexts: Sequence[int]
+) -> Iterator[Point]:
+    """The plain engine at each batch and context, else at each point of the scenario's sweep, else at its workload.
+
+    A batch is as many clients in a closed loop; a context is what a decode step attends to for each, on average.
+    """
+    if not batches and not contexts:
+        for values, at_point in scenario.points():
+            yield _point(values, plain_engine(at_point, techniques))
+        return
+    base = _point({}, plain_engine(scenario, techniques))
+    for batch in batches or [max(1, round(base.load.concurrency))]:
+        for context in contexts or [None]:
+            lengths = base.load.lengths if context is None else base.load.lengths.at_context(context)
+            values = {"batch": batch} | ({} if context is None else {"context": context})
+            yield Point(values, _closed_loop(base.plain, batch, lengths, context), Load(float(batch), lengths))
+
+
+def _point(values: dict[str, Any], plain: Scenario) -> Point:
+    deployment = deployment_of(plain, resolve_model(plain.model), get_hardware(plain.hardware))
+    return Point(values, plain, load_of(plain, deployment))
+
+
+def _closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | None) -> Scenario:
+    """The same at a batch: that many clients, each of which asks often enough for the loop to fill."""
+    seats = max(batch, plain.engine.max_num_seqs)
+    changed = plain.with_value("engine.max_num_seqs", seats)
+    asked = plain.workload.requests or 0
+    changed = changed.with_value("workload.requests", max(min(asked, 20 * batch), 4 * batch))
+    changed = changed.with_value("workload.arrivals", {"kind": "closed_loop", "concurrency": batch})
+    if context is None:
+        return changed
+    prompts = {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": max(1, round(lengths.prompt_tokens))}}
+    outputs = {"kind": "fixed", "tokens": max(1, round(lengths.output_tokens))}
+    return changed.with_value("workload.prompts", prompts).with_value("workload.output_tokens", outputs)
+
+
+def by_closed_form(point: Point, model: ModelSpec, hardware: HardwareSpec) -> Callable[..., Served]:
+    """Values of subsets by the roofline, in milliseconds each."""
+
+    def evaluate(techniques: tuple[Technique, ...]) -> Served:
+        deployment = deployment_of(point.plain.with_techniques(techniques), model, hardware)
+        deployment = replace(deployment, seats=max(deployment.seats, point.load.concurrency))
+        steady = Steady(deployment, point.load)
+        steady.check()
+        shares = steady.shares
+        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, steady.bottleneck, shares)
+
+    return evaluate
+
+
+def by_simulation(point: Point, hardware: HardwareSpec) -> Callable[..., Served]:
+    """Values of subsets by a discrete-event run each."""
+    from membound.simulator.run import run
+
+    def evaluate(techniques: tuple[Technique, ...]) -> Served:
+        result = run(point.plain.with_techniques(techniques), hardware)
+        summary = result.summary
+        if not summary.completed:
+            raise MemboundError("every request is rejected: none fits into the KV cache")
+        steps = result.steps
+        batch = float((steps["sequences"] * steps["time_s"]).sum() / steps["time_s"].sum())
+        tpot_s, rate = metric_value(summary, "tpot_s"), summary.output_tokens_per_s
+        return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share)
+
+    return evaluate
+
+
+def stack(
+    scenario: Scenario,
+    *,
+    techniques: Sequence[str] | None = None,
+    batches: Sequence[int] = (),
+    contexts: Sequence[int] = (),
+    metric: GainMetric | None = None,
+    simulate: bool = False,
+    progress: Callable[[float, str], None] = lambda fraction, message: None,
+) -> list[Stack]:
+    """The stacking analysis of a scenario at each of its points, or at the given batches and contexts."""
+    chosen = chosen_techniques(scenario, techniques)
+    metric = metric or metric_for(chosen)
+    model = resolve_model(scenario.model)
+    points = list(points_of(scenario, chosen, batches, contexts))
+    stacks = []
+    for index, point in enumerate(points):
+        progress(index / len(points), f"point {index + 1} of {len(points)}")
+        hardware = get_hardware(point.plain.hardware)
+        evaluate = by_simulation(point, hardware) if simulate else by_closed_form(point, model, hardware)
+        game = StackingGame(chosen, evaluate, metric)
+        error = times_for(hardware, point.plain.engine.profile).relative_error
+        most = MOST_SIMULATED if simulate else MOST_FACTORIAL
+        stacks.append(analyse(game, point.values, error, _conditions(point, hardware, simulate), most))
+    progress(1.0, "done")
+    return stacks
+
+
+def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:
+    lengths, parallel = point.load.lengths, point.plain.parallel
+    devices = f"{parallel.devices} x {hardware.name}" if parallel.devices > 1 else hardware.name
+    how = "discrete-event simulation" if simulate else "closed form"
+    return (
+        f"{point.plain.model} on {devices}, {point.load.concurrency:.0f} sequences under way, "
+        f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, engine profile "
+        f"'{point.plain.engine.profile}', {how}"
+    )
+
+
+# --- what `membound stack --json` prints ---
+
+
+def to_json(stacks: Sequence[Stack], techniques: Sequence[Technique]) -> dict[str, Any]:
+    """Every point's stack; gains are ratios to the named baseline."""
+    about = {technique.name: technique for technique in techniques}
+    return {
+        "techniques": [
+            {
+                "name": technique.name,
+                "title": technique.title,
+                "baseline": technique.baseline,
+                "family": technique.family,
+                "lossless": technique.lossless,
+                "parameters": technique.model_dump(mode="json", exclude={"name"}),
+            }
+            for technique in techniques
+        ],
+        "stacks": [_stack_json(stack, about) for stack in stacks],
+    }
+
+
+def _stack_json(stack: Stack, about: dict[str, Technique]) -> dict[str, Any]:
+    def rows(steps: Sequence[Step] | None) -> list[dict[str, Any]] | None:
+        return None if steps is None else [_step_json(step, about[step.technique]) for step in steps]
+
+    together, product = stack.together, stack.product
+    return {
+        "point": stack.point,
+        "metric": stack.metric,
+        "unit": UNITS[stack.metric],
+        "baseline": "the plain engine: none of the techniques",
+        "conditions": stack.conditions,
+        "reason": stack.reason,
+        "plain": None if stack.plain is None else stack.plain._asdict(),
+        "members": list(stack.members),
+        "alone": rows(stack.alone),
+        "given_order": rows(stack.given_order),
+        "greedy_order": rows(stack.greedy_order),
+        "best_order": rows(stack.best_order),
+        "together": together,
+        "product": product,
+        "ratio": together / product if together is not None and product is not None else None,
+        "lossless": all(about[name].lossless for name in stack.members),
+        "shapley_ln_gain": stack.shapley,
+        "best_subset": {"techniques": list(stack.best_subset), "gain": stack.best_subset_gain},
+        "pairs": [
+            {
+                "techniques": [pair.first, pair.second],
+                "product": pair.product,
+                "real": pair.real,
+                "ratio": pair.ratio,
+                "reason": pair.reason,
+            }
+            for pair in stack.pairs
+        ],
+    }
+
+
+def _step_json(step: Step, technique: Technique) -> dict[str, Any]:
+    return {
+        "technique": step.technique,
+        "baseline": technique.baseline,
+        "gain": step.gain,
+        "low": step.low,
+        "high": step.high,
+        "together": step.together,
+        "lossless": technique.lossless,
+        "batch": step.batch,
+        "bottleneck_before": step.bottleneck_before,
+        "bottleneck_after": step.bottleneck_after,
+        "reason": step.reason,
+    }

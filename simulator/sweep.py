@@ -1,0 +1,235 @@
+"""What does a scenario come to over a product of values? Many scenarios, on all cores or on a cluster.
+
+joblib hands the points out: to processes of this machine by default, to a Ray or Dask cluster where that is installed.
+A point that fails keeps its reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario, parse_yaml
+from membound.simulator.steady import Steady, deployment_of, load_of
+
+Backend = Literal["loky", "threading", "sequential", "ray", "dask"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+MOST_POINTS = 1_000_000
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Progress = Callable[[float, str], None]
+
+
+def _silent(fraction: float, message: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who computes: `jobs` at once (all cores where it is not given) of a joblib back end.
+
+    `address` is that of a running Ray or Dask cluster; without it one is started on this machine.
+    """
+
+    backend: Backend = "loky"
+    jobs: int | None = None
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise MemboundError(f"backend is '{self.backend}'; give {', '.join(BACKENDS)}")
+        if self.jobs is not None and self.jobs < 1:
+            raise MemboundError(f"jobs is {self.jobs}; give 1 or more")
+        if self.address is not None and self.backend not in ("ray", "dask"):
+            raise MemboundError(f"the address of a cluster is for backend ray or dask, not '{self.backend}'")
+
+    def map(
+        self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress = _silent
+    ) -> list[Result]:
+        """`function` of each item, in their order; this process computes where there is one job or one item."""
+        results: list[Result] = []
+        for done, result in enumerate(self._results(function, items), start=1):
+            results.append(result)
+            progress(done / len(items), f"{done} of {len(items)}")
+        return results
+
+    def _results(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        jobs = self.jobs or (_cores() if self.address is None else -1)
+        alone = len(items) < 2 or (self.backend == "loky" and jobs == 1)
+        if alone or self.backend == "sequential":
+            yield from map(function, items)
+            return
+        from joblib import Parallel, delayed, parallel_config
+
+        with self._cluster(), parallel_config(backend=self.backend, n_jobs=jobs):
+            yield from Parallel(return_as="generator")(delayed(function)(item) for item in items)
+
+    @contextlib.contextmanager
+    def _cluster(self) -> Iterator[None]:
+        """The cluster that the back end talks to, while it is needed."""
+        if self.backend == "ray":
+            ray = _imported("ray")
+            register_ray = _imported("ray.util.joblib").register_ray
+            ray.init(address=self.address, ignore_reinit_error=True, log_to_driver=False)
+            register_ray()
+            try:
+                yield
+            finally:
+                ray.shutdown()
+        elif self.backend == "dask":
+            with _imported("dask.distributed").Client(self.address, set_as_default=True):
+                yield
+        else:
+            yield
+
+
+def _imported(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.split(".")[0]
+        wanted = {"dask": "'dask[distributed]'"}.get(package, package)
+        raise MemboundError(f"backend '{package}' needs {wanted}, which is not installed; pip install it") from None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A point: its values by dotted path, and its summary, or why there is none."""
+
+    values: dict[str, Any]
+    summary: dict[str, Any] | None
+    reason: str | None
+
+
+def parse_axis(text: str) -> tuple[str, list[Any]]:
+    """`path=a,b,c` as the path and its values, each read as YAML; raises MemboundError otherwise."""
+    path, separator, values = text.partition("=")
+    if not separator or not path or not values.strip():
+        raise MemboundError(f"option --over is '{text}'; give KEY=A,B,C, such as workload.arrivals.concurrency=1,8,64")
+    listed = parse_yaml(f"[{values}]", f"option --over {path}")
+    return path, listed
+
+
+def grid(axes: Iterable[tuple[str, Sequence[Any]]]) -> list[dict[str, Any]]:
+    """The product of the axes, the last one fastest; raises MemboundError for an axis that is given twice."""
+    axes = list(axes)
+    paths = [path for path, _ in axes]
+    if twice := {path for path in paths if paths.count(path) > 1}:
+        raise MemboundError(f"option --over gives {', '.join(sorted(twice))} twice; give all its values at once")
+    points = 1
+    for _, values in axes:
+        points *= len(values)
+    if points > MOST_POINTS:
+        raise MemboundError(f"the sweep has {points:,} points; give at most {MOST_POINTS:,}")
+    return [dict(zip(paths, values, strict=True)) for values in itertools.product(*(values for _, values in axes))]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a worker gets: plain data, so that any back end can send it."""
+
+    scenario: Scenario
+    values: dict[str, Any]
+    simulate: bool
+
+    def __call__(self) -> Swept:
+        try:
+            scenario = self.scenario
+            for path, value in self.values.items():
+                scenario = scenario.with_value(path, value)
+            summary = simulated(scenario) if self.simulate else predicted(scenario)
+        except MemboundError as error:
+            return Swept(self.values, None, str(error))
+        return Swept(self.values, summary, None)
+
+
+def _run_task(task: _Task) -> Swept:
+    return task()
+
+
+def sweep(
+    scenario: Scenario,
+    axes: Iterable[tuple[str, Sequence[Any]]],
+    *,
+    simulate: bool = True,
+    workers: Workers | None = None,
+    progress: Progress = _silent,
+) -> list[Swept]:
+    """The scenario at every point of the product of `axes`, simulated or by closed forms.
+
+    Raises MemboundError where a path is not in the scenario: that is a mistake of all points.
+    """
+    scenario = scenario.model_copy(update={"sweep": ()})
+    points = grid(axes)
+    for path in points[0]:
+        _check_path(scenario, path)
+    tasks = [_Task(scenario, values, simulate) for values in points]
+    return (workers or Workers()).map(_run_task, tasks, progress)
+
+
+def _check_path(scenario: Scenario, path: str) -> None:
+    """Raises MemboundError where the path leads nowhere in the scenario."""
+    node: Any = scenario.model_dump(mode="json")
+    for key in path.split("."):
+        if not isinstance(node, dict) or key not in node:
+            raise MemboundError(f"field '{path}' is not in the scenario; give a dotted path such as workload.requests")
+        node = node[key]
+
+
+def simulated(scenario: Scenario) -> dict[str, Any]:
+    """The summary of a discrete-event run."""
+    from membound.simulator.run import run
+
+    return run(scenario).summary.model_dump(mode="json")
+
+
+def predicted(scenario: Scenario) -> dict[str, Any]:
+    """What closed forms say: means of a steady load, none of the tails."""
+    deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
+    load = load_of(scenario, deployment)
+    steady = Steady(deployment, load)
+    steady.check()
+    return {
+        "concurrency": load.concurrency,
+        "batch": steady.batch,
+        "output_tokens_per_s": steady.output_tokens_per_s,
+        "requests_per_s": steady.output_tokens_per_s / load.lengths.output_tokens,
+        "ttft_s": steady.ttft_s,
+        "tpot_s": steady.tpot_s,
+        "tokens_per_step": deployment.tokens_per_step,
+        "bottleneck_share": steady.shares,
+    }
+
+
+def flat(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary as columns of a table: `ttft_s.p99`, `bottleneck_share.compute`."""
+    columns: dict[str, Any] = {}
+    for key, value in summary.items():
+        if isinstance(value, dict):
+            columns |= {f"{key}.{part}": inner for part, inner in value.items()}
+        else:
+            columns[key] = value
+    return columns
+
+
+def to_json(scenario: Scenario, points: Sequence[Swept], simulate: bool) -> dict[str, Any]:
+    """What `membound sweep --json` prints."""
+    return {
+        "scenario": scenario.model_dump(mode="json"),
+        "by": "simulation" if simulate else "closed form",
+        "points": [{"values": p.values, "summary": p.summary, "reason": p.reason} for p in points],
+    }
