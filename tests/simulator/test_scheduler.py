@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.simulator.scheduling.blocks import BlockPool, OutOfBlocks
+from membound.simulator.scheduling.blocks import BlockPool, BlockTables, OutOfBlocks
 from membound.simulator.scheduling.drafter import prompt_lookup
-from membound.simulator.scheduling.policies import ContinuousBatching, StaticBatching
+from membound.simulator.scheduling.policies import (
+    BATCHINGS,
+    ContinuousBatching,
+    EarliestDeadline,
+    FirstCome,
+    LeastSlack,
+    PriorityWithAgeing,
+    StaticBatching,
+)
+from membound.simulator.scheduling.prefix import PrefixChain
+from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.scheduler import Scheduler
 
@@ -32,7 +42,7 @@ def serve_all(scheduler: Scheduler, requests: list[Request], accept: int = 0) ->
     steps, ended = [], []
     while (step := scheduler.plan()) is not None:
         scheduler.check_integrity()
-        emitted = {work.sequence: (7,) * (1 + min(accept, len(work.drafts))) for work in step.work}
+        emitted = {w.sequence: (7,) * (1 + min(accept, len(w.drafts))) for w in step.work if w.emits}
         ended += scheduler.commit(step, Outcome(1.0, emitted))
         scheduler.check_integrity()
         steps.append(step)
@@ -40,27 +50,103 @@ def serve_all(scheduler: Scheduler, requests: list[Request], accept: int = 0) ->
     return steps, ended
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    lengths=REQUESTS,
-    policy=st.sampled_from([StaticBatching, ContinuousBatching]),
-    blocks=st.integers(16, 60),
-    seats=st.integers(1, 8),
-    gamma=st.integers(0, 4),
-    accept=st.integers(0, 4),
+def requests_of(lengths: list[tuple[int, int]]) -> list[Request]:
+    """Requests that share their beginnings in pairs, so that a prefix cache has something to find."""
+    return [
+        Request(
+            i, 0.1 * i, prompt, output, prefix=PrefixChain((i // 2 % 5, 100 + i), (min(prompt, 11), prompt + output))
+        )
+        for i, (prompt, output) in enumerate(lengths)
+    ]
+
+
+ENGINES = st.fixed_dictionaries(
+    {
+        "batching": st.sampled_from(list(BATCHINGS.values())),
+        "order": st.sampled_from([FirstCome(), PriorityWithAgeing(0.5), EarliestDeadline(), LeastSlack(0.01)]),
+        "memory": st.sampled_from(["paged", "swap", "reserved", "prefix cache", "prefix cache on host"]),
+        "blocks": st.integers(16, 60),
+        "fixed": st.integers(0, 1),
+        "seats": st.integers(1, 8),
+    }
 )
-def test_every_request_ends_and_every_block_comes_back(lengths, policy, blocks, seats, gamma, accept):
-    pool = BlockPool(blocks, block_size=4)
-    scheduler = Scheduler(policy(), pool, seats, 64, FixedDrafter(gamma) if gamma else None)
-    requests = [Request(i, 0.0, prompt, output) for i, (prompt, output) in enumerate(lengths)]
-    steps, ended = serve_all(scheduler, requests, accept)
-    assert sorted(sequence.id for sequence in ended) == [request.id for request in requests]
+
+
+def scheduler_of(engine: dict, drafter: FixedDrafter | None = None, **kwargs) -> Scheduler:
+    memory = engine["memory"]
+    cache = PrefixCache(8 if memory.endswith("host") else 0) if memory.startswith("prefix") else None
+    pool = BlockPool(engine["blocks"] + 8, 4, cache, 12 if memory == "swap" else 0, engine["fixed"])
+
+    def classify(sequence: Sequence) -> None:
+        sequence.priority = sequence.id % 3
+        sequence.deadline_s = sequence.request.arrival_s + (1.0, 5.0, 2.0)[sequence.id % 3]
+
+    return Scheduler(
+        engine["batching"],
+        pool,
+        engine["seats"],
+        64,
+        drafter,
+        order=engine["order"],
+        classify=classify,
+        swap=memory == "swap",
+        reserved_tokens=60 if memory == "reserved" else None,
+        **kwargs,
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(lengths=REQUESTS, engine=ENGINES, gamma=st.integers(0, 4), accept=st.integers(0, 4), numbered=st.booleans())
+def test_every_request_ends_and_every_block_comes_back(lengths, engine, gamma, accept, numbered):
+    numbered = numbered and not engine["memory"].startswith("prefix") and not engine["fixed"]
+    tables = BlockTables(engine["blocks"] + 8, 4) if numbered else None
+    scheduler = scheduler_of(engine, FixedDrafter(gamma) if gamma else None, tables=tables)
+    steps, ended = serve_all(scheduler, requests_of(lengths), accept)
+    assert sorted(sequence.id for sequence in ended) == list(range(len(lengths)))
     assert all(sequence.emitted == sequence.request.output_tokens for sequence in ended)
-    assert pool.used == 0 and not scheduler.has_work
+    pool = scheduler.pool
+    assert pool.used == (pool.cache.unused if pool.cache else 0) and not scheduler.has_work
+    assert pool.host_free == (12 if engine["memory"] == "swap" else 0)
     for step in steps:
-        assert len(step.work) <= seats
+        assert len(step.work) == step.sequences <= engine["seats"]
         assert sum(work.tokens for work in step.work) <= 64
-        assert step.blocks_used <= blocks
+        assert step.blocks_used <= pool.num_blocks
+    if not any(step.preempted for step in steps):
+        computed = sum(work.tokens for step in steps for work in step.prompts)
+        found = sum(step.cached_tokens for step in steps)
+        assert computed + found == sum(prompt for prompt, _ in lengths)
+
+
+def expanded(steps: list[tuple[Step, int]]) -> list[tuple]:
+    """Equal steps one by one: who is in, who came and went, and what they attend to."""
+    listed = []
+    for step, times in steps:
+        for i in range(times):
+            new = (step.admitted, step.resumed, step.preempted, step.moved_blocks) if i == 0 else ((), (), (), 0)
+            listed.append((step.decoding, step.kv_tokens + i * step.decoding, step.prompts, *new))
+    return listed
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=REQUESTS, engine=ENGINES, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_equal_steps_planned_as_one_are_those_that_are_planned_one_by_one(lengths, engine, cuts):
+    """However many of the equal steps are taken at a time, and whether each sequence's work is listed or counted."""
+    ran = []
+    for itemized, most in ((True, [1]), (False, [1]), (False, cuts), (False, [10**6])):
+        scheduler = scheduler_of(engine, itemized=itemized)
+        for request in requests_of(lengths):
+            scheduler.add(request)
+        steps, ended, usage = [], [], 0.0
+        while (step := scheduler.plan()) is not None:
+            count = min(step.steady, most[len(steps) % len(most)])
+            emitted = {work.sequence: (7,) for work in step.work if work.emits} if itemized else None
+            outcome = Outcome(count * 1.0 + 0.25 * count * (count - 1) / 2, emitted, count, 0.25)
+            usage += scheduler.usage(step, Outcome(float(count), None, count))[0]
+            ended += [sequence.id for sequence in scheduler.commit(step, outcome)]
+            scheduler.check_integrity()
+            steps.append((step, count))
+        ran.append((expanded(steps), ended, pytest.approx(usage)))
+    assert ran[0] == ran[1] == ran[2] == ran[3]
 
 
 def test_static_batching_admits_nobody_until_the_batch_has_drained():
