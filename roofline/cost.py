@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from membound.roofline.models import ModelSpec
-from membound.roofline.operators import Operator, step_operators
+from membound.roofline.operator_time import OperatorTime, Times
+from membound.roofline.operators import Operator
 from membound.roofline.result import BOUNDS
 from membound.roofline.shape import Count, StepShape
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import OperatorTime, Times
 
 
 @dataclass(frozen=True)

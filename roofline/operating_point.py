@@ -14,13 +14,15 @@ from membound.roofline.memory import MemoryBreakdown, MemoryTerms, weights_by_pa
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.layers import LayerGroup
-from membound.roofline.operators import Operator, check_parallel
+from membound.roofline.operator_time import Times
+from membound.roofline.operators import Operator
 from membound.roofline.origin import Origin, origin_of
 from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
+from membound.roofline.step import check_parallel
 from membound.roofline.techniques import EngineSetup, remarks
-from membound.roofline.times import Times, times_for
+from membound.roofline.times import times_for
 
 Phase = Literal["decode", "prefill", "verify"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "verify")

@@ -1,9 +1,6 @@
-"""Of which operators does a step consist on one device, and what does each compute, move and send?
+"""What does an operator compute, move and send?
 
-Formulas are per operator call and count a multiply-add as two FLOPs. Sources: Williams et al., Roofline, CACM 2009;
-Kaplan et al., Scaling Laws, 2020, appendix (FLOPs of a decoder); Ainslie et al., GQA, 2023 (KV bytes); DeepSeek-V2,
-2024, section 2.1 (MLA and its absorbed form); Dao and Gu, Mamba-2, 2024 (state updates); Shoeybi et al., Megatron-LM,
-2019 (tensor parallelism: two all-reduces a layer).
+Amounts are of one call, and a multiply-add counts as two FLOPs (Williams et al., Roofline, CACM 2009).
 """
 
 from __future__ import annotations
@@ -12,18 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-import numpy as np
-
-from membound.roofline.efficiency import distinct_experts, slowest_rank
-from membound.roofline.errors import MemboundError
-from membound.roofline.models import ModelSpec
-from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
-from membound.roofline.models.ffn import MoeFfn
-from membound.roofline.models.layers import LayerGroup
 from membound.roofline.precision import PRECISIONS, Precision
-from membound.roofline.precision_plan import PrecisionPlan
-from membound.roofline.shape import AttentionPart, Count, StepShape
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.shape import AttentionPart, Count
 
 Kind = Literal[
     "linear",
@@ -124,7 +111,7 @@ def linear(
         "linear",
         calls,
         flops=2.0 * m * n * k,
-        weight_bytes=_matrix_bytes(weights, n, k),
+        weight_bytes=matrix_bytes(weights, n, k),
         activation_bytes=m * (n + k * min(activations.bits / 16.0, 1.0)) * activation_bytes,
         m=m,
         n=n,
@@ -135,332 +122,18 @@ def linear(
 
 
 @lru_cache(maxsize=4096)
-def _matrix_bytes(weights: Precision, n: int, k: int) -> float:
+def matrix_bytes(weights: Precision, n: int, k: int) -> float:
     return weights.matrix_bytes(n, k)
 
 
-def step_operators(
-    model: ModelSpec, setup: EngineSetup, shape: StepShape, activation_bytes: float = 4.0
-) -> tuple[Operator, ...]:
-    """The operators of one step on one device of the deployment, in order.
-
-    `activation_bytes` is what one activation takes (4 on a CPU, 2 on a GPU). The shape is that of the whole replica:
-    data parallelism divides its sequences, context parallelism the tokens that attention reads and, in prefill, the new
-    ones. A pipeline's stages follow each other, so that all layers count; with `pp` stages at work on as many
-    micro-batches the shape is that of one of them.
-    """
-    return tuple(_Step(model, setup, shape, activation_bytes).operators())
-
-
-class _Step:
-    """Collects the operators of one step, so that what they share is worked out once."""
-
-    def __init__(self, model: ModelSpec, setup: EngineSetup, shape: StepShape, width: float) -> None:
-        self.model, self.setup, self.width = model, setup, width
-        self.parallel, self.plan = setup.parallel, setup.precision
-        self.shape = _on_one_rank(shape, setup)
-        self.all_tokens = shape.tokens
-
-    def operators(self) -> list[Operator]:
-        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
-        made = [
-            _elementwise("embed", "embed", 1, t * model.hidden, t * model.hidden * (2 + w)),
-            _elementwise("first_norm", "rms_norm", 1, t * model.hidden, 2 * t * model.hidden * w),
-        ]
-        several = len(model.groups()) > 1
-        for index, group in enumerate(model.groups()):
-            made += self._layers(group, f"{index + 1}." if several else "")
-        head = model.lm_head
-        rows = self.shape.logits_rows
-        plan = self.plan
-        made.append(
-            linear(
-                "lm_head",
-                1,
-                rows,
-                -(-head.n // tp),
-                head.k,
-                plan.weights_of("lm_head"),
-                w,
-                plan.activations_of("lm_head"),
-            )
-        )
-        if tp > 1:
-            made.append(_message("gather_logits", 1, "allgather", rows * model.vocab * w, tp))
-        if self.parallel.pp > 1:
-            stages = self.parallel.pp - 1
-            made.append(_message("next_stage", stages, "sendrecv", t * model.hidden * w / tp, 2))
-        made.append(Operator("host", "host", 1, sequences=self.shape.sequences, elements=t, logits=rows * model.vocab))
-        return made
-
-    def _layers(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
-        count, mixer, ffn = group.count, group.attention, group.ffn
-        made: list[Operator] = []
-        made += self._mixer(group, prefix)
-        if tp > 1 and mixer.kind != "none":
-            made.append(_message(f"{prefix}reduce_attention", count, "allreduce", t * model.hidden * w, tp))
-        norms = model.norms_per_layer if mixer.kind != "none" and ffn.kind != "none" else 1
-        moved = 4 * t * model.hidden * w
-        made.append(_elementwise(f"{prefix}norms", "add_rms_norm", norms * count, t * model.hidden, moved))
-        made += self._ffn(group, prefix)
-        return made
-
-    def _mixer(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        mixer = group.attention
-        if isinstance(mixer, GroupedQueryAttention):
-            return self._gqa(mixer, group.count, prefix)
-        if isinstance(mixer, LatentAttention):
-            return self._mla(mixer, group.count, prefix)
-        if mixer.kind == "none":
-            return []
-        return self._recurrent(group, prefix)
-
-    def _linear(self, name: str, calls: int, m: Count, n: int, k: int, part: str) -> Operator:
-        plan = self.plan
-        return linear(name, calls, m, n, k, plan.weights_of(part), self.width, plan.activations_of(part))
-
-    def _gqa(self, a: GroupedQueryAttention, count: int, prefix: str) -> list[Operator]:
-        t, w, tp = self.shape.tokens, self.width, self.parallel.tp
-        heads, kv_heads = a.heads_on_gpu(tp)
-        kv = self.plan.kv_of(sliding=a.window is not None)
-        (_, qkv_n, qkv_k), (_, o_n, o_k) = a.linears(self.model.hidden, tp)
-        rotated = t * (heads + 2 * kv_heads) * a.head_dim
-        stored = kv.vector_bytes(a.kv_elements_on_gpu(tp)) * t
-        per_head = AttentionHeads(
-            heads,
-            kv_heads,
-            kv.vector_bytes(a.head_dim + a.value_dim),
-            2.0 * (a.head_dim + a.value_dim),
-            a.head_dim + a.value_dim,
-            kv,
-        )
-        return [
-            self._linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
-            _elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
-            *self._attention(prefix, count, per_head, a.window),
-            self._linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
-        ]
-
-    def _attention(self, prefix: str, count: int, heads: AttentionHeads, window: int | None) -> list[Operator]:
-        """Attention over the cache; where it is not fused, the scores are written, read, and written again."""
-        shape, cp = self.shape, self.parallel.cp
-        decode, prefill = shape.decode_part.windowed(window), shape.prefill_part.windowed(window)
-        if cp > 1:
-            decode, prefill = _split_context(decode, cp), _split_context(prefill, cp)
-        made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill)]
-        if not self.setup.fused_attention:
-            scores = heads.heads * (decode.attended + prefill.attended)
-            made.append(_elementwise(f"{prefix}scores", "scores", count, scores, 4.0 * scores * self.width))
-        if cp > 1:
-            partial = decode.tokens * heads.heads * heads.qk_and_v_dims * self.width
-            made.append(_message(f"{prefix}reduce_context", count, "allreduce", partial, cp))
-            keys = prefill.kv_tokens * heads.kv_bytes_per_token * heads.kv_heads * cp
-            made.append(_message(f"{prefix}gather_keys", count, "allgather", keys, cp))
-        return made
-
-    def _mla(self, a: LatentAttention, count: int, prefix: str) -> list[Operator]:
-        """Decode on the latents with the up-projection absorbed; prefill with K and V of every head unpacked."""
-        shape, tp, w = self.shape, self.parallel.tp, self.width
-        heads = a.heads_on_gpu(tp)
-        kv = self.plan.kv
-        latent = a.kv_elements_per_token
-        decode, prefill = shape.decode_part, shape.prefill_part
-        unabsorbed = decode if not self.setup.absorbed_mla else NO_PART
-        made = []
-        for name, n, k in a.linears(self.model.hidden, tp):
-            if name == "kv_b":
-                rows = prefill.kv_tokens + unabsorbed.kv_tokens
-                if np.any(np.asarray(rows) > 0):
-                    made.append(self._linear(f"{prefix}kv_b", count, rows, n, k, "attention"))
-            elif name != "o":
-                made.append(self._linear(f"{prefix}{name}", count, shape.tokens, n, k, "attention"))
-        rotated = shape.tokens * (heads * a.qk_rope_head_dim + latent)
-        stored = kv.vector_bytes(latent) * shape.tokens
-        made.append(_elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored))
-        if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
-            for name, n, k in a.absorbed_linears():
-                made.append(self._linear(f"{prefix}{name}", count, decode.tokens, heads * n, k, "attention"))
-        made += self._mla_attention(a, count, prefix, heads)
-        (output,) = (shape for shape in a.linears(self.model.hidden, tp) if shape.name == "o")
-        made.append(self._linear(f"{prefix}o", count, shape.tokens, output.n, output.k, "attention"))
-        return made
-
-    def _mla_attention(self, a: LatentAttention, count: int, prefix: str, heads: int) -> list[Operator]:
-        shape, kv = self.shape, self.plan.kv
-        dims = a.qk_head_dim + a.v_head_dim
-        decode, prefill = shape.decode_part, shape.prefill_part
-        if a.indexer is not None:
-            decode = decode.windowed(a.indexer.top_k)
-            prefill = prefill.windowed(a.indexer.top_k)
-        if self.parallel.cp > 1:
-            decode, prefill = _split_context(decode, self.parallel.cp), _split_context(prefill, self.parallel.cp)
-        made = []
-        if np.any(np.asarray(prefill.tokens) > 0) or not self.setup.absorbed_mla:
-            unpacked = AttentionHeads(heads, heads, 2.0 * dims, 2.0 * dims, dims, PRECISIONS["bf16"])
-            part = decode if not self.setup.absorbed_mla else NO_PART
-            made.append(self._one_attention(f"{prefix}attention_unpacked", count, unpacked, part, prefill))
-        if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
-            flops = 2.0 * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
-            latent = kv.vector_bytes(a.kv_elements_per_token)
-            absorbed = AttentionHeads(heads, 1, latent, flops, a.kv_elements_per_token + a.kv_lora_rank, kv)
-            made.append(self._one_attention(f"{prefix}attention", count, absorbed, decode, NO_PART))
-        return made
-
-    def _one_attention(
-        self, name: str, count: int, heads: AttentionHeads, decode: AttentionPart, prefill: AttentionPart
-    ) -> Operator:
-        tokens = decode.tokens + prefill.tokens
-        return Operator(
-            name,
-            "attention",
-            count,
-            flops=heads.flops_per_pair * heads.heads * (decode.attended + prefill.attended),
-            kv_bytes=heads.kv_bytes_per_token * heads.kv_heads * (decode.kv_tokens + prefill.kv_tokens),
-            activation_bytes=tokens * heads.heads * heads.qk_and_v_dims * self.width,
-            sequences=decode.sequences + prefill.sequences,
-            heads=heads,
-            decode=decode,
-            prefill=prefill,
-        )
-
-    def _recurrent(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        """Linears, then one update of the state a token: 5 FLOPs and, for each sequence, a read and a write of it."""
-        t, tp = self.shape.tokens, self.parallel.tp
-        mixer, count = group.attention, group.count
-        state = mixer.state_elements_on_gpu(tp)
-        made = [
-            self._linear(f"{prefix}{name}", count, t, n, k, "attention")
-            for name, n, k in mixer.linears(self.model.hidden, tp)
-        ]
-        made.append(
-            Operator(
-                f"{prefix}state",
-                "recurrent",
-                count,
-                flops=5.0 * state * t,
-                kv_bytes=2.0 * state * mixer.state_bits / 8 * self.shape.sequences
-                + 2.0 * mixer.conv_elements / tp * 2.0 * self.shape.sequences,
-                activation_bytes=4.0 * t * (state / max(mixer.state_elements, 1)) * self.model.hidden * self.width,
-                elements=t,
-                sequences=self.shape.sequences,
-            )
-        )
-        return made
-
-    def _ffn(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
-        count, ffn = group.count, group.ffn
-        if ffn.kind == "none":
-            return []
-        if isinstance(ffn, MoeFfn):
-            return self._moe(ffn, count, prefix)
-        made = []
-        for name, n, k in ffn.linears(model.hidden, tp):
-            made.append(self._linear(f"{prefix}{name}", count, t, n, k, "ffn"))
-            if name in ("gate_up", "up"):
-                made.append(self._activation(f"{prefix}silu_mul", count, t, n, gated=name == "gate_up"))
-        if tp > 1:
-            made.append(_message(f"{prefix}reduce_ffn", count, "allreduce", t * model.hidden * w, tp))
-        return made
-
-    def _activation(self, name: str, count: int, t: Count, n: int, *, gated: bool) -> Operator:
-        out = n // 2 if gated else n
-        return _elementwise(name, "silu_mul", count, t * out, (3 if gated else 2) * t * out * self.width)
-
-    def _moe(self, ffn: MoeFfn, count: int, prefix: str) -> list[Operator]:
-        """Router and shared experts on every device, routed experts spread over `ep` groups of devices."""
-        model, w, parallel, plan = self.model, self.width, self.parallel, self.plan
-        t = self.shape.tokens
-        made = []
-        for name, n, k in ffn.linears(model.hidden, parallel.tp):
-            part = "shared_experts" if name.startswith(("shared_gate_up", "shared_up", "shared_down")) else "router"
-            made.append(self._linear(f"{prefix}{name}", count, t, n, k, part))
-            if name in ("shared_gate_up", "shared_up"):
-                made.append(self._activation(f"{prefix}shared_silu", count, t, n, gated=name == "shared_gate_up"))
-        weights = plan.weights_of("experts")
-        matrices = ffn.expert_linears(model.hidden, parallel.moe_tp)
-        pairs = self.all_tokens * ffn.top_k / parallel.ep
-        read = distinct_experts(float(ffn.experts), float(ffn.top_k), self.all_tokens, self.setup.expert_skew)
-        # The step waits for the device whose experts were chosen most; random choices are not even ones.
-        local = ffn.experts / parallel.ep
-        active = slowest_rank(read / parallel.ep, parallel.ep, np.minimum(read, local))
-        pairs = slowest_rank(pairs, parallel.ep, self.all_tokens * min(float(ffn.top_k), local))
-        elements = sum(n * k for _, n, k in matrices)
-        inner = sum(n for name, n, _ in matrices if name != "down")
-        load = ExpertLoad(pairs, active, 2.0 * elements, sum(_matrix_bytes(weights, n, k) for _, n, k in matrices))
-        made.append(
-            Operator(
-                f"{prefix}experts",
-                "moe",
-                count,
-                flops=2.0 * elements * pairs,
-                weight_bytes=load.bytes_per_expert * active,
-                activation_bytes=pairs * (4.0 * matrices[0].k + 3.0 * inner) * w,
-                precision=weights,
-                activations=plan.activations_of("experts"),
-                experts=load,
-            )
-        )
-        if parallel.dp > 1:
-            # A token goes to the devices of its experts and comes back; ranks that hold several of them get it once.
-            copies = min(float(ffn.top_k), float(parallel.ep))
-            sent = t * model.hidden * copies * min(plan.activations_of("experts").bits / 8, w)
-            made.append(_message(f"{prefix}dispatch", count, "alltoall", sent, parallel.ep))
-            made.append(_message(f"{prefix}combine", count, "alltoall", t * model.hidden * copies * w, parallel.ep))
-        elif parallel.tp > 1:
-            made.append(_message(f"{prefix}reduce_experts", count, "allreduce", t * model.hidden * w, parallel.tp))
-        return made
-
-
-def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
-    """The part of a step that one data-parallel rank has."""
-    dp = setup.parallel.dp
-    if dp == 1:
-        return shape
-    return StepShape(*(value / dp for value in shape.columns().values()))
-
-
-def _split_context(part: AttentionPart, cp: int) -> AttentionPart:
-    return AttentionPart(part.tokens, part.sequences, part.kv_tokens / cp, part.attended / cp)
-
-
-def _message(name: str, calls: int, operation: str, message_bytes: Count, ranks: int) -> Operator:
+def message(name: str, calls: int, operation: str, message_bytes: Count, ranks: int) -> Operator:
     collective = Collective(operation, message_bytes, ranks)  # type: ignore[arg-type]
     passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
     share = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
     return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)
 
 
-def _elementwise(
+def elementwise(
     name: str, kind: Kind, calls: int, elements: Count, moved_bytes: Count, kv_bytes: Count = 0.0
 ) -> Operator:
     return Operator(name, kind, calls, kv_bytes=kv_bytes, activation_bytes=moved_bytes, elements=elements)
-
-
-def step_weight_bytes(model: ModelSpec, setup: EngineSetup, tokens: float = 1.0) -> float:
-    """Bytes of weights that one step of `tokens` tokens reads on one device: every linear once, distinct experts, the
-    lm_head; of the embedding only single rows."""
-    shape = StepShape.decode(tokens, 1.0)
-    return sum(float(op.weight_bytes) * op.calls for op in step_operators(model, setup, shape))
-
-
-def check_parallel(model: ModelSpec, setup: EngineSetup) -> None:
-    """Raises MemboundError where a deployment cannot divide this model."""
-    parallel = setup.parallel
-    if parallel.pp > model.layers:
-        raise MemboundError(f"parallel.pp is {parallel.pp}, more than the {model.layers} layers of '{model.name}'")
-    has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
-    if parallel.ep > 1 and not has_experts:
-        raise MemboundError(f"parallel.ep is {parallel.ep}, but '{model.name}' has no experts; leave it at 1")
-    for group in model.groups():
-        group.attention.linears(model.hidden, parallel.tp)
-        if isinstance(group.ffn, MoeFfn) and group.ffn.experts % parallel.ep:
-            raise MemboundError(
-                f"parallel.ep is {parallel.ep}, which does not divide the {group.ffn.experts} experts of '{model.name}'"
-            )
-
-
-def plan_is_uniform(plan: PrecisionPlan) -> bool:
-    """Whether all parts but the embedding have one weight format, as the runtime's decoder needs it."""
-    return all(part == "embedding" or format == plan.weights for part, format in plan.exceptions)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from membound.roofline.cost import OperatorCost
 from membound.roofline.efficiency import KernelFit
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.times import KernelTimes, Times
+from membound.roofline.kernel_times import KernelTimes
+from membound.roofline.operator_time import Times
 
 Level = Literal["device", "generation", "memory", "any"]
 OriginKind = Literal["calibrated", "measured", "partly", "inherited"]

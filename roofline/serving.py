@@ -14,9 +14,10 @@ from membound.roofline.engines import get_profile
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
+from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import RoofTimes, Times, times_for
+from membound.roofline.times import RoofTimes, times_for
 
 # What engines leave free of the device's memory, and what they need beside weights and cache.
 USABLE_MEMORY = 0.90

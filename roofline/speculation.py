@@ -23,13 +23,14 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import GatedFfn, ModelSpec, MoeFfn, catalog
-from membound.roofline.operators import check_parallel, linear, step_weight_bytes
+from membound.roofline.operator_time import Times
+from membound.roofline.operators import linear
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import Count, StepShape
+from membound.roofline.step import check_parallel, step_weight_bytes
 from membound.roofline.tasks import acceptance_of, found_of
 from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts
-from membound.roofline.times import Times
 from membound.roofline.token_tree import TokenTree, best_tree, chain
 
 # Vocabularies differ by padding within a family; by more than this they are not the same.

@@ -16,11 +16,11 @@ import torch
 
 from membound.kernels.base import Kernels
 from membound.kernels.dispatch import kernels_for
+from membound.roofline.calibrated_times import CalibratedTimes
 from membound.roofline.calibration import CACHE_SET_BYTES, BandwidthPoint, Calibration
 from membound.roofline.hardware import hardware_of
 from membound.roofline.operators import Operator, linear
 from membound.roofline.precision import PRECISIONS
-from membound.roofline.times import CalibratedTimes
 from membound.runtime.bandwidth_probe import WORKING_SETS, BandwidthProbe
 from membound.runtime.host_probe import HostGrid, HostProbe
 from membound.runtime.linear_probe import LinearGrid, LinearProbe

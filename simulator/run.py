@@ -11,10 +11,11 @@ import simpy
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
+from membound.roofline.operator_time import Times
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import NgramDrafts
-from membound.roofline.times import Times, times_for
+from membound.roofline.times import times_for
 from membound.roofline.workload import TextPrompts
 from membound.simulator.content import Content, content_for
 from membound.simulator.executor import RooflineExecutor

@@ -19,12 +19,12 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
-from membound.roofline.operators import check_parallel
 from membound.roofline.result import BOUNDS
 from membound.roofline.scenario import Scenario
 from membound.roofline.serving import RESERVED_BYTES, USABLE_MEMORY, Deployment, StaticBatch, SteadyLoad
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation import Speculation, speculation_of, with_guesses
+from membound.roofline.step import check_parallel
 from membound.roofline.workload import (
     ClosedLoop,
     HourlyArrivals,

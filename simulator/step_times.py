@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from membound.roofline.cost import step_cost
 from membound.roofline.models import ModelSpec
+from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import Times
 
 Column = NDArray[np.float64]
 

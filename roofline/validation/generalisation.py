@@ -15,7 +15,7 @@ import numpy as np
 from membound.roofline.efficiency import find_fit
 from membound.roofline.errors import MemboundError
 from membound.roofline.fitting import fit_all
-from membound.roofline.times import Fits
+from membound.roofline.kernel_times import Fits
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.report import Group, RowResult, kernel_results
 from membound.roofline.validation.tables import read_table

@@ -13,12 +13,12 @@ from membound.roofline.engine_settings import DEFAULT_AGEING_S, Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.metrics import summarize
 from membound.roofline.models import ModelSpec
+from membound.roofline.operator_time import Times
 from membound.roofline.result import Column, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.tasks import found_of
 from membound.roofline.techniques import Drafts, EngineSetup, NgramDrafts
-from membound.roofline.times import Times
 from membound.roofline.workload import Workload
 from membound.simulator.scheduling.blocks import BlockTables
 from membound.simulator.scheduling.drafter import Drafter, ModelledDrafter, NgramDrafter

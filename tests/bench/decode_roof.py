@@ -29,9 +29,9 @@ import torch
 
 from membound.roofline.cost import step_cost
 from membound.roofline.hardware import local_hardware
-from membound.roofline.operators import step_weight_bytes
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
+from membound.roofline.step import step_weight_bytes
 from membound.roofline.techniques import Int8Weights
 from membound.roofline.times import times_for
 from membound.runtime.assets import fetch_smollm2

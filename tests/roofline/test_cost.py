@@ -13,8 +13,8 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import memory_breakdown
 from membound.roofline.models import catalog as models
 from membound.roofline.models import get_model
-from membound.roofline.operators import step_operators, step_weight_bytes
 from membound.roofline.shape import StepShape
+from membound.roofline.step import step_operators, step_weight_bytes
 from membound.roofline.techniques import EngineSetup, Int8Weights, engine_setup
 from membound.roofline.times import times_for
 

@@ -21,13 +21,15 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.grid import decode_grid
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.hardware import catalog as devices
+from membound.roofline.kernel_times import KernelTimes
 from membound.roofline.memory import kv_bytes
 from membound.roofline.models import GatedFfn, ModelSpec, MoeFfn, get_model
 from membound.roofline.operating_point import OperatingPoint
-from membound.roofline.operators import check_parallel, step_operators
+from membound.roofline.operator_time import Times
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation import Speculation
+from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import (
     W8A8,
     EngineSetup,
@@ -38,7 +40,7 @@ from membound.roofline.techniques import (
     WeightQuantization,
     engine_setup,
 )
-from membound.roofline.times import KernelTimes, RoofTimes, Times, times_for
+from membound.roofline.times import RoofTimes, times_for
 
 PLAIN = EngineSetup()
 # dense, mixture, MLA with and without a query rank, state space beside attention, recurrent only, sliding windows

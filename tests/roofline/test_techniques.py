@@ -12,9 +12,9 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models import get_model
-from membound.roofline.operators import step_weight_bytes
 from membound.roofline.precision import PRECISIONS, get_precision
 from membound.roofline.shape import StepShape
+from membound.roofline.step import step_weight_bytes
 from membound.roofline.techniques import (
     TECHNIQUES,
     W8A8,

@@ -9,8 +9,8 @@ import pytest
 
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import get_model
-from membound.roofline.operators import step_operators
 from membound.roofline.shape import StepShape
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
 from membound.runtime import passes
 from membound.runtime.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate

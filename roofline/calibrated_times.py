@@ -1,0 +1,120 @@
+"""How long does an operator take on the machine that was calibrated with micro-benchmarks?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.models import ModelSpec
+from membound.roofline.operator_time import HasTotal, OperatorTime
+from membound.roofline.operators import Operator
+from membound.roofline.shape import Count, StepShape
+
+
+class CalibratedTimes:
+    """Times from a machine's own tables, between their points by interpolation."""
+
+    needs_working_set = True
+
+    def __init__(self, hardware: HardwareSpec, calibration: Calibration) -> None:
+        self.hardware = hardware
+        self.calibration = calibration
+        self.activation_bytes = 4.0 if hardware.kind == "cpu" else 2.0
+        self.relative_error = max(calibration.residual, calibration.repeatability)
+        self._linears: dict[str, _LinearTimes] = {}
+
+    def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
+        return None
+
+    def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
+        bandwidth = self.calibration.bandwidth_at(working_set_bytes)
+        memory_s = operator.bytes / bandwidth
+        if operator.kind == "linear":
+            assert operator.precision is not None
+            table = self._linear(operator.precision.name)
+            slowness = self._slowness(bandwidth)
+            time_s = table.time_s(operator.m, operator.n, operator.k, slowness)
+            compute_s = operator.flops / self.calibration.matrix_flops(operator.precision.name)
+            return OperatorTime(time_s, memory_s, compute_s, 0.0)
+        cost = self.calibration.operators.get(operator.kind)
+        if cost is None:
+            raise MemboundError(
+                f"the calibration of '{self.hardware.name}' has no operator '{operator.kind}'; run `membound calibrate`"
+            )
+        time_s = cost.time_s(**_amounts(operator))
+        if operator.kind == "attention":
+            compute_s = operator.flops * cost.seconds.get("flops", 0.0)
+            return OperatorTime(time_s, memory_s, compute_s, cost.seconds.get("call", 0.0))
+        return OperatorTime(time_s, 0.0, 0.0, time_s)
+
+    def _linear(self, weight_format: str) -> _LinearTimes:
+        if weight_format not in self._linears:
+            if weight_format not in self.calibration.linear:
+                known = ", ".join(self.calibration.linear)
+                raise MemboundError(
+                    f"the calibration of '{self.hardware.name}' has no {weight_format} weights; it has {known}"
+                )
+            self._linears[weight_format] = _LinearTimes(self.calibration.linear[weight_format])
+        return self._linears[weight_format]
+
+    def _slowness(self, bandwidth: float) -> float:
+        """Where a bandwidth lies between that of the tables' cached columns (0) and memory (1), in seconds a byte."""
+        cached = self.calibration.bandwidth_at(CACHE_SET_BYTES)
+        uncached = self.calibration.memory_bandwidth
+        if cached <= uncached:
+            return 1.0
+        return float(np.clip((1 / bandwidth - 1 / cached) / (1 / uncached - 1 / cached), 0.0, 1.0))
+
+
+class _LinearTimes:
+    """Seconds of linears by trilinear interpolation of seconds in n, k and m.
+
+    Seconds are a launch, bytes and FLOPs, so they are linear in each of the three wherever one roof holds, and a coarse
+    grid is enough. Beyond the grid the nearest efficiency holds: seconds then grow with FLOPs. Below it the smallest
+    shape's seconds hold, which are mostly launch.
+    """
+
+    def __init__(self, table: LinearTable) -> None:
+        self._n, self._k, self._m = (np.array(axis, dtype=float) for axis in (table.n, table.k, table.m))
+        self._seconds = np.array([table.cache_s, table.memory_s])
+
+    def time_s(self, m: Count, n: int, k: int, slowness: float) -> Count:
+        """Seconds between the two regimes: `slowness` 0 has the weights in cache, 1 in memory."""
+        cached, uncached = self._seconds
+        grid = (1 - slowness) * cached + slowness * uncached
+        beyond = 1.0
+        for axis, value in ((self._n, n), (self._k, k)):
+            inside = float(np.clip(value, axis[0], axis[-1]))
+            beyond *= max(1.0, value / inside)
+            low, fraction = _bracket(axis, inside)
+            grid = grid[low] * (1 - fraction) + grid[low + 1] * fraction
+        tokens = np.maximum(np.asarray(m, dtype=float), 1.0)
+        inside_m = np.clip(tokens, self._m[0], self._m[-1])
+        seconds = np.interp(inside_m, self._m, grid) * (tokens / inside_m) * beyond
+        return seconds if np.ndim(m) else float(seconds)
+
+
+def _amounts(operator: Operator) -> dict[str, Count]:
+    """What an operator's time grows with, in the terms of its calibrated cost."""
+    if operator.kind == "attention":
+        return {
+            "sequences": operator.sequences,
+            "kv_bytes": operator.kv_bytes,
+            "flops": operator.flops,
+            "activation_bytes": operator.activation_bytes,
+        }
+    if operator.kind == "host":
+        return {"sequences": operator.sequences, "tokens": operator.elements, "logits": operator.logits}
+    return {"elements": operator.elements}
+
+
+def _bracket(axis: NDArray[np.float64], value: float) -> tuple[int, float]:
+    """The lower grid index and the fraction towards the next one, clipped to the grid."""
+    low = int(np.clip(np.searchsorted(axis, value) - 1, 0, len(axis) - 2))
+    fraction = (value - axis[low]) / (axis[low + 1] - axis[low])
+    return low, float(np.clip(fraction, 0.0, 1.0))
