@@ -55,7 +55,5 @@ class Inbox:
                 yield awake
             else:
                 yield self.env.timeout(max(0.0, until_s - self.env.now)) | awake
-            if awake.triggered and self.env.now < until_s:
-                until_s = waits.send(awake.value)
-            else:
-                until_s = next(waits)
+            sent_s = awake.value if awake.triggered and self.env.now < until_s else None
+            until_s = waits.send(sent_s)

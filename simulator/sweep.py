@@ -176,7 +176,8 @@ def sweep(
     scenario = scenario.model_copy(update={"sweep": ()})
     points = grid(axes)
     for path in points[0]:
-        _check_path(scenario, path)
+        if not any(path.startswith(f"{other}.") for other in points[0]):  # what another axis brings is not there yet
+            _check_path(scenario, path)
     tasks = [_Task(scenario, values, simulate) for values in points]
     return (workers or Workers()).map(_run_task, tasks, progress)
 

@@ -17,6 +17,8 @@ from membound.simulator.scheduling import recorder
 COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class", "completed")
 TIMES = ("arrival_s", "admitted_s", "first_token_s", "finished_s")
 
+CLASSES = [{"name": "a", "share": 0.4, "ttft_s": 1.0}, {"name": "b", "share": 0.6, "ttft_s": 9.0}]
+
 ENGINES = st.fixed_dictionaries(
     {
         "batching": st.sampled_from(["static", "continuous", "prefill_first", "chunked_prefill"]),

@@ -1,0 +1,170 @@
+"""KV memory holds what it can, wastes what it must, and finds again what it has seen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.simulator.run import run
+from membound.simulator.scheduling.kv_memory import MEMORY_SHARE, kv_memory
+from membound.simulator.scheduling.prefix_cache import PrefixCache
+
+SESSIONS = {
+    "kind": "sessions",
+    "tokens": {"kind": "uniform", "low": 20, "high": 100},
+    "turns": {"kind": "fixed", "count": 4},
+    "think": {"kind": "exponential", "mean_s": 2.0},
+    "system_tokens": 400,
+}
+
+
+def scenario(
+    model: str = "Llama-3.1-8B", hardware: str = "H100-SXM5", prompts: dict | None = None, **engine
+) -> Scenario:
+    return parse_scenario(
+        {
+            "name": "kv",
+            "model": model,
+            "hardware": hardware,
+            "engine": {"max_num_seqs": 32, "batching": "chunked_prefill"} | engine,
+            "workload": {
+                "arrivals": {"kind": "poisson", "rate_rps": 10.0},
+                "requests": 200,
+                "prompts": prompts or {"kind": "synthetic", "tokens": {"kind": "uniform", "low": 10, "high": 400}},
+                "output_tokens": {"kind": "uniform", "low": 8, "high": 100},
+                "seed": 2,
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [("Llama-3.1-8B", "H100-SXM5"), ("gemma-3-12b", "H100-SXM5"), ("Mistral-7B-v0.1", "A100-SXM4-80GB")],
+)
+def test_blocks_and_what_sequences_take_besides_fill_the_memory(model, hardware):
+    """As many sequences of the full context as the blocks hold take no more bytes than there are, and nearly all."""
+    chosen, spec = scenario(model, hardware), resolve_model(model)
+    memory = kv_memory(chosen, spec, get_hardware(hardware).memory_bytes)
+    spare = get_hardware(hardware).memory_bytes * MEMORY_SHARE - weights_bytes(spec, chosen.setup)
+    context = spec.max_context
+    one = float(kv_bytes(spec, chosen.setup, float(context), 1.0))
+    fitting = min(memory.num_blocks // memory.pool().blocks_for(context), memory.seats)
+    assert fitting * one <= spare * (1 + 1e-9)
+    assert (fitting + 1) * one > spare or fitting == chosen.engine.max_num_seqs
+
+
+def test_a_smaller_footprint_holds_more():
+    plain = kv_memory(scenario(), resolve_model("Llama-3.1-8B"), 80e9)
+    fp8 = scenario().model_dump(mode="json") | {"techniques": [{"name": "kv_quantization", "format": "fp8"}]}
+    quantized = kv_memory(parse_scenario(fp8), resolve_model("Llama-3.1-8B"), 80e9)
+    assert quantized.num_blocks == pytest.approx(2 * plain.num_blocks, rel=0.02)
+    deepseek = resolve_model("DeepSeek-V2-Lite")
+    latent = kv_memory(scenario("DeepSeek-V2-Lite"), deepseek, 80e9)
+    assert latent.block_bytes < 0.5 * plain.block_bytes
+
+
+def test_waste_is_half_a_block_with_pages_and_the_rest_of_the_reservation_without():
+    """Kwon et al., SOSP 2023, section 3: reserved memory is mostly empty; paged memory wastes less than a block."""
+    paged, reserved = run(scenario(block_size=16)), run(scenario(reserved_tokens=2048))
+    assert paged.summary.kv_waste < 16 / 2 / 150
+    held = np.sum(reserved.steps["held_tokens"] * reserved.steps["time_s"])
+    taken = np.sum(reserved.steps["blocks_used"] * 16 * reserved.steps["time_s"])
+    assert reserved.summary.kv_waste == pytest.approx(1 - held / taken) and reserved.summary.kv_waste > 0.8
+    assert run(scenario(block_size=64)).summary.kv_waste > paged.summary.kv_waste
+
+
+def test_reserving_the_maximum_holds_fewer_sequences_than_paging():
+    tight = {"num_blocks": 256, "block_size": 16}
+    paged, reserved = run(scenario(**tight)), run(scenario(**tight, reserved_tokens=1024))
+    assert reserved.steps["sequences"].max() <= 256 * 16 // 1024
+    assert paged.steps["sequences"].max() > 2 * reserved.steps["sequences"].max()
+    assert reserved.summary.preemptions == 0, "what is reserved never runs out"
+
+
+def test_a_found_prefix_changes_when_answers_come_and_not_what_they_are():
+    plain, cached = run(scenario(prompts=SESSIONS)), run(scenario(prompts=SESSIONS, prefix_caching=True))
+    for name in ("prompt_tokens", "output_tokens", "completed"):
+        np.testing.assert_array_equal(plain.requests[name], cached.requests[name])
+    assert cached.summary.prefix_hit_rate > 0.6 and plain.summary.prefix_hit_rate is None
+    computed = [result.steps["tokens"] @ result.steps["steps"] for result in (plain, cached)]
+    assert computed[0] - computed[1] == cached.steps["cached_tokens"].sum()
+    assert cached.summary.ttft_s.mean < plain.summary.ttft_s.mean
+
+
+def test_conversations_find_at_most_what_was_said_before():
+    """With room for all, a turn finds all full blocks of the turn before, and the first of a group the system prompt."""
+    result = run(scenario(prompts=SESSIONS, prefix_caching=True).with_value("workload.arrivals.rate_rps", 0.2))
+    prompts, outputs = result.requests["prompt_tokens"], result.requests["output_tokens"]
+    turn = result.requests["id"] % 4
+    said = np.where(turn > 0, np.roll(prompts + outputs - 1, 1), 400)
+    # The newest token of an answer is not computed, so it is not in the cache.
+    possible = np.sum(said // 16 * 16) - 400
+    assert result.steps["cached_tokens"].sum() == pytest.approx(possible, rel=0.01)
+
+
+def test_host_memory_keeps_what_the_device_evicts():
+    small = {"num_blocks": 140, "prefix_caching": True}
+    lost = run(scenario(prompts=SESSIONS, **small))
+    kept = run(scenario(prompts=SESSIONS, **small, host_kv_gib=4.0))
+    assert kept.steps["moved_blocks"].sum() > 0 == lost.steps["moved_blocks"].sum()
+    assert kept.summary.prefix_hit_rate > lost.summary.prefix_hit_rate
+
+
+def test_swapping_saves_the_recomputation_and_costs_the_link():
+    tight = {"num_blocks": 120}
+    recomputed = run(scenario(**tight))
+    swapped = run(scenario(**tight, preemption="swap", host_kv_gib=10.0))
+    assert recomputed.summary.preemptions > 0 and swapped.summary.preemptions > 0
+    assert swapped.steps["tokens"] @ swapped.steps["steps"] < recomputed.steps["tokens"] @ recomputed.steps["steps"]
+    prompts = swapped.requests["prompt_tokens"].sum()
+    assert swapped.steps["prefill_tokens"].sum() <= prompts, "nothing is computed twice"
+    moved = swapped.steps["moved_blocks"] > 0
+    assert moved.any() and swapped.steps["moved_blocks"].sum() % 2 == 0, "what goes out comes back"
+
+
+def test_without_a_link_to_the_host_nothing_moves_and_one_sentence_says_so():
+    hardware = get_hardware("H100-SXM5").model_copy(update={"host": None})
+    with pytest.raises(MemboundError, match="gives no link to its host"):
+        run(scenario(num_blocks=120, preemption="swap", host_kv_gib=10.0), hardware)
+
+
+def test_more_blocks_than_fit_are_refused_and_so_is_a_prefix_cache_of_states():
+    with pytest.raises(MemboundError, match="holds at most"):
+        run(scenario(num_blocks=10**8))
+    with pytest.raises(MemboundError, match="has recurrent states or windows"):
+        run(scenario("gemma-3-12b", prefix_caching=True))
+
+
+@settings(max_examples=60)
+@given(
+    moves=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 2)), max_size=40),
+    host=st.integers(0, 4),
+)
+def test_a_cache_counts_users_and_gives_up_the_oldest_ends_first(moves, host):
+    """Against a model that remembers everything: chains of hashes, in use by some sequences, evicted at random."""
+    cache = PrefixCache(host)
+    users: list[list[int]] = []
+    for family, length, action in moves:
+        chain = [family * 100 + i for i in range(length)]
+        if action == 0:
+            here, _, _ = cache.found(chain)
+            cache.use(chain[:here])
+            users.append(chain[:here] + [name for name in chain[here:] if cache.add(name)])
+        elif action == 1 and users:
+            cache.leave(users.pop(family % len(users)))
+        elif cache.unused:
+            cache.evict(min(cache.unused, length))
+        cache.check_integrity(users)
+        for family_seen in range(4):
+            chain = [family_seen * 100 + i for i in range(6)]
+            here, idle, there = cache.found(chain)
+            assert idle <= here and here + there <= 6
+            assert not any(cache.has(name) for name in chain[here : here + 1])

@@ -1,0 +1,65 @@
+"""Tabulated step times are those of the roofline."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.shape import StepShape, shape_sums
+from membound.roofline.techniques import EngineSetup
+from membound.roofline.times import times_for
+from membound.simulator.step_times import StepTimes
+
+CASES = [
+    ("Llama-3.1-8B", "H100-SXM5", "graphs"),
+    ("Qwen3-0.6B", "H100-SXM5", "eager"),
+    ("DeepSeek-V3", "H200-SXM", "graphs"),
+    ("gemma-3-12b", "L40S", "graphs"),
+]
+
+
+def step_times(model: str, hardware: str, profile: str) -> StepTimes:
+    times = times_for(get_hardware(hardware), profile)
+    return StepTimes(resolve_model(model), EngineSetup(profile=profile), times, 256, 4096)
+
+
+def exact(times: StepTimes, sums: tuple[float, ...]) -> float:
+    # As an array: a step without logits then has no lm_head to read.
+    return float(times.exact(StepShape(*(np.full(2, value) for value in sums)))[0])
+
+
+@pytest.mark.parametrize(("model", "hardware", "profile"), CASES)
+def test_steps_of_decode_are_within_a_thousandth_and_mixed_steps_within_three_in_the_mean(model, hardware, profile):
+    times, rng = step_times(model, hardware, profile), random.Random(1)
+    errors = []
+    for _ in range(150):
+        decoding = [(rng.randrange(1, 8000), 1, 1) for _ in range(rng.choice([0, 1, 5, 30, 64, 200]))]
+        if decoding:
+            sums = shape_sums(decoding)
+            assert times.seconds(sums) == pytest.approx(exact(times, sums), rel=1e-3)
+        prompts, left = [], 4000 - len(decoding)
+        for _ in range(rng.choice([1, 1, 1, 2, 4])):
+            tokens = min(left, rng.randrange(34, 1500))
+            if tokens > 33:
+                prompts.append((rng.choice([0, 0, 0, 512, 2048]), tokens, rng.choice([0, 1])))
+                left -= tokens
+        sums = shape_sums(decoding + prompts)
+        errors.append(abs(times.seconds(sums) / exact(times, sums) - 1))
+    assert np.mean(errors) < 3e-3
+    assert max(errors) < 0.025, "prompts of different lengths in one step count as equal ones"
+
+
+@pytest.mark.parametrize(("model", "hardware", "profile"), CASES)
+def test_equal_steps_in_closed_form_are_the_sum_of_the_steps(model, hardware, profile):
+    times = step_times(model, hardware, profile)
+    for sequences, kv_tokens in ((1, 37), (7, 5000), (64, 64 * 700), (200, 200 * 3000)):
+        first_s, slope_s, alike = times.decode(sequences, kv_tokens)
+        assert alike >= 1
+        for step in (0, alike // 2, alike - 1):
+            assert times.decode(sequences, kv_tokens + step * sequences)[0] == pytest.approx(
+                first_s + step * slope_s, rel=1e-12
+            )
