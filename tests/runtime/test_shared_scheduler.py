@@ -13,12 +13,14 @@ import random
 import pytest
 
 from membound.kernels.dispatch import kernels_for
+from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
+from membound.roofline.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.runtime.engine import Runtime
 from membound.simulator.run import run as simulate
 from membound.simulator.scheduling.recorder import Recorder
-from membound.simulator.scheduling.request import Outcome
+from membound.simulator.scheduling.request import Outcome, Step
 
 VOCAB = 61
 TINY = {
@@ -78,7 +80,7 @@ class Replayed:
         return Outcome(next(self.times), next(self.outcomes).emitted)
 
 
-def scenario(folder, techniques, arrivals, num_blocks) -> Scenario:
+def scenario(folder, techniques, arrivals, num_blocks, **engine) -> Scenario:
     rng = random.Random(1)
     (folder / "config.json").write_text(json.dumps(TINY))
     prompts = folder / "prompts.jsonl"
@@ -92,7 +94,8 @@ def scenario(folder, techniques, arrivals, num_blocks) -> Scenario:
             "name": "proof",
             "model": str(folder / "config.json"),
             "hardware": "H100-SXM5",
-            "engine": {"max_num_seqs": 5, "max_batched_tokens": 160, "block_size": 4, "num_blocks": num_blocks},
+            "engine": {"max_num_seqs": 5, "max_batched_tokens": 160, "block_size": 4, "num_blocks": num_blocks}
+            | engine,
             "techniques": [{"name": name} for name in techniques],
             "workload": {
                 "arrivals": arrivals,
@@ -117,6 +120,15 @@ def scenario(folder, techniques, arrivals, num_blocks) -> Scenario:
 )
 def test_equal_decisions_at_every_step(tmp_path, techniques, arrivals, num_blocks):
     chosen = scenario(tmp_path, techniques, arrivals, num_blocks)
+    measured, _ = decided_alike(chosen)
+    if num_blocks == 34 and "continuous_batching" in techniques:
+        assert measured.summary.preemptions > 0
+    if "ngram_speculation" in techniques:
+        assert measured.steps["drafted"].sum() > 0
+
+
+def decided_alike(chosen: Scenario) -> tuple[RunResult, list[Step]]:
+    """Runs a scenario really and virtually, asserts that all decisions are equal, and returns what really happened."""
     scripted: list[ScriptedTimes] = []
 
     def wrap(executor):
@@ -132,11 +144,65 @@ def test_equal_decisions_at_every_step(tmp_path, techniques, arrivals, num_block
     assert real.plans == virtual.plans
     assert measured.outputs == predicted.outputs
     for name in ("arrival_s", "admitted_s", "first_token_s", "finished_s"):
-        assert measured.requests[name].tolist() == pytest.approx(predicted.requests[name].tolist(), abs=1e-9)
-    if num_blocks == 34 and "continuous_batching" in techniques:
-        assert measured.summary.preemptions > 0
-    if "ngram_speculation" in techniques:
-        assert measured.steps["drafted"].sum() > 0
+        assert measured.requests[name].tolist() == pytest.approx(
+            predicted.requests[name].tolist(), abs=1e-9, nan_ok=True
+        )
+    return measured, real.plans
+
+
+CLASSES = [
+    {"name": "urgent", "share": 0.5, "priority": 0, "ttft_s": 0.5},
+    {"name": "patient", "share": 0.5, "priority": 3, "ttft_s": 9.0},
+]
+POLICIES = {
+    "prefill first": {"batching": "prefill_first"},
+    "chunks": {"batching": "chunked_prefill", "max_batched_tokens": 12},
+    "chunks by priority": {
+        "batching": "chunked_prefill",
+        "max_batched_tokens": 12,
+        "order": "priority",
+        "ageing_s": 0.1,
+    },
+    "deadlines": {"batching": "continuous", "order": "deadline"},
+    "slack with a short queue": {"batching": "chunked_prefill", "order": "slack", "admission": {"max_waiting": 3}},
+    "reserved": {"batching": "continuous", "reserved_tokens": 80},
+}
+
+
+@pytest.mark.parametrize("num_blocks", [200, 34], ids=["plenty", "tight"])
+@pytest.mark.parametrize("engine", POLICIES.values(), ids=POLICIES)
+def test_equal_decisions_under_every_policy_that_runs(tmp_path, engine, num_blocks):
+    arrivals = {"kind": "poisson", "rate_rps": 6.0}
+    for techniques in ([], ["ngram_speculation"]):
+        chosen = scenario(tmp_path, techniques, arrivals, num_blocks, classes=CLASSES, **engine)
+        measured, steps = decided_alike(chosen)
+        assert measured.summary.completed + measured.summary.rejected == 24
+        chunked = any(not work.emits for step in steps for work in step.prompts)
+        assert chunked == (engine.get("max_batched_tokens") == 12)
+
+
+def test_chunks_do_not_change_the_tokens(tmp_path):
+    """A chunk attends to the cached part of its prompt, so greedy tokens are those of whole prompts."""
+    outputs = []
+    for engine in ({"batching": "continuous"}, {"batching": "chunked_prefill", "max_batched_tokens": 7}):
+        chosen = scenario(tmp_path, [], {"kind": "closed_loop", "concurrency": 7}, 40, **engine)
+        runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
+        outputs.append(runtime.run(chosen, get_hardware("H100-SXM5")).outputs)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        ({"preemption": "swap", "host_kv_gib": 1.0}, r"engine.preemption 'swap' is predicted, not measured yet"),
+        ({"prefix_caching": True}, r"engine.prefix_caching is predicted, not measured yet"),
+        ({"disaggregation": {}}, r"engine.disaggregation is predicted, not measured yet"),
+    ],
+)
+def test_what_does_not_run_yet_is_refused_in_one_sentence(tmp_path, engine, sentence):
+    chosen = scenario(tmp_path, [], {"kind": "closed_loop", "concurrency": 2}, 200, **engine)
+    with pytest.raises(MemboundError, match=sentence):
+        Runtime().run(chosen, get_hardware("H100-SXM5"))
 
 
 def test_the_techniques_named_lossless_do_not_change_the_tokens(tmp_path):

@@ -86,5 +86,5 @@ def test_what_does_not_fit_into_an_engine_for_outputs_is_refused_before_its_prom
 
 def test_without_a_link_one_sentence_says_what_to_give():
     hardware = get_hardware("H100-SXM5").model_copy(update={"scale_out": None})
-    with pytest.raises(MemboundError, match="give engine.disaggregation.link_bytes_per_s"):
+    with pytest.raises(MemboundError, match=r"give engine\.disaggregation\.link_bytes_per_s"):
         run(scenario(10.0, {}), hardware)

@@ -100,7 +100,7 @@ def test_a_found_prefix_changes_when_answers_come_and_not_what_they_are():
 
 
 def test_conversations_find_at_most_what_was_said_before():
-    """With room for all, a turn finds all full blocks of the turn before, and the first of a group the system prompt."""
+    """With room for all, a turn finds all full blocks of the turn before, and a first turn the system prompt."""
     result = run(scenario(prompts=SESSIONS, prefix_caching=True).with_value("workload.arrivals.rate_rps", 0.2))
     prompts, outputs = result.requests["prompt_tokens"], result.requests["output_tokens"]
     turn = result.requests["id"] % 4
