@@ -37,6 +37,14 @@ _ELEMENTWISE = {
 }
 
 
+# Kernels that unpack weights in registers before they multiply.
+_WEIGHT_ONLY = ("w4a16", "w8a16", "w4a8")
+# How much a bus that all devices share slows for each doubling of their number beyond two. The one machine in the
+# operator table (L40S, no peer-to-peer) shows 1.9; end-to-end runs of others (TensorRT-LLM's and MLPerf's L40S) need
+# less than a tenth of that time, so that a device's own table is followed and the catalog is not.
+_USUAL_CONTENTION = 0.3
+
+
 class KernelTimes:
     """Times from fitted kernel efficiencies: of the device, or of the nearest relative that was measured."""
 
@@ -138,7 +146,7 @@ class KernelTimes:
         kernel, dtype = self._kernel_of(operator.precision, operator.activations)
         p = self.fit("gemm", kernel).parameters
         rate = efficiency.matrix_rate(p, self.hardware, dtype)
-        if kernel in ("w4a16", "w8a16") and self.fit("gemm", kernel).scope != self.hardware.name:
+        if kernel in _WEIGHT_ONLY and self.fit("gemm", kernel).scope != self.hardware.name:
             rate *= efficiency.MIXED_INPUT_SHARE.get(self.hardware.architecture, 1.0)
         rate *= self.profile.rate_share
         if self.profile.fp16_accumulate and dtype in ("bf16", "fp16"):
@@ -149,6 +157,8 @@ class KernelTimes:
             p, self.hardware, rate, operator.m, operator.n, operator.k, operator.bytes
         )
         overhead_s: Count = efficiency.launch_s(p, self.hardware)
+        if kernel in _WEIGHT_ONLY and self.profile.weight_only_s:
+            time_s, overhead_s = time_s + self.profile.weight_only_s, overhead_s + self.profile.weight_only_s
         if np.ndim(operator.m):
             # Of many steps in one call, those without such rows do not run the kernel.
             there = _is_there(operator.m)
@@ -230,7 +240,10 @@ class KernelTimes:
     def _collective(self, operator: Operator) -> OperatorTime:
         message = operator.collective
         assert message is not None
-        p = self.fit("collective", message.operation).parameters
+        fit = self.fit("collective", message.operation)
+        p: Mapping[str, float] = fit.parameters
+        if published_fits().get((fit.family, fit.kernel, fit.scope, fit.library)) is fit:
+            p = {**p, "contention": min(p.get("contention", 0.0), _USUAL_CONTENTION)}
         time_s: Count = 0.0
         link_s: Count = 0.0
         for hop in hops(self.hardware, message.operation, message.message_bytes, message.ranks):

@@ -144,10 +144,18 @@ def case_of(row: Row) -> KernelCase:
         amounts = _moe(row) | {"weight_bytes": weight_bytes}
         return KernelCase(row, hardware, "moe", kernel, dtype, library, amounts, measured_s)
     if op in _ELEMENTWISE:
-        width = row.number("n") or (row.count("n_heads") * row.count("head_dim"))
+        width = _width(row, op)
         amounts = {"bytes": row.count("m") * width * _ELEMENTWISE[op] * activation_bytes / 2.0}
         return KernelCase(row, hardware, "elementwise", op, "bf16", library, amounts, measured_s)
     raise MemboundError(f"op '{op}' is unknown; known are gemm, attention, moe_ffn, collectives and elementwise")
+
+
+def _width(row: Row, op: str) -> float:
+    """Elements that an elementwise kernel works on for one token; rotation turns the heads of one rank."""
+    heads, head_dim = row.number("n_heads"), row.number("head_dim")
+    if op == "rope" and heads and head_dim:
+        return (heads + (row.number("n_kv_heads") or 0.0)) * head_dim
+    return row.number("n") or row.count("n_heads") * row.count("head_dim")
 
 
 def _library(row: Row) -> str:
