@@ -9,40 +9,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from membound.roofline.comparison import UNITS, bottleneck, metric_value
+from membound.roofline.comparison import UNITS
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
-from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique
 from membound.roofline.times import times_for
-from membound.simulator.steady import Lengths, Load, Steady, deployment_of, load_of
+from membound.simulator.costing import ClosedForm, Costing, Served, simulated
+from membound.simulator.steady import Lengths, Load, deployment_of, load_of
+from membound.simulator.sweep import Workers
 
 # 2^k subsets are all looked at for stacks of up to so many techniques.
 MOST_FACTORIAL = 8
 MOST_SIMULATED = 6
 Subset = frozenset[int]
-
-
-class Served(NamedTuple):
-    """What an engine comes to at a point: both metrics, sequences that decode together, and what binds its steps."""
-
-    tpot_s: float
-    output_tokens_per_s: float
-    batch: float
-    bottleneck: str
-    shares: dict[str, float]
-
-    def better(self, than: Served, metric: GainMetric) -> float:
-        """How many times better than another: a time falls, a rate rises."""
-        if metric == "tpot_s":
-            return than.tpot_s / self.tpot_s
-        return self.output_tokens_per_s / than.output_tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -123,23 +108,30 @@ class Stack:
 class StackingGame:
     """The value of each subset of techniques at a point, evaluated once each; what is impossible has a reason."""
 
-    def __init__(
-        self, techniques: Sequence[Technique], evaluate: Callable[[tuple[Technique, ...]], Served], metric: GainMetric
-    ) -> None:
+    def __init__(self, techniques: Sequence[Technique], plain: Scenario, costing: Costing, metric: GainMetric) -> None:
         self.techniques = techniques
+        self.plain = plain
         self.metric = metric
-        self._evaluate = evaluate
+        self._costing = costing
         self._served: dict[Subset, Served | str] = {}
+
+    def scenario(self, subset: Iterable[int]) -> Scenario:
+        """The plain engine with these techniques."""
+        return self.plain.with_techniques(tuple(self.techniques[index] for index in sorted(subset)))
 
     def served(self, subset: Subset) -> Served | str:
         """What the plain engine with these techniques comes to, or why it cannot be."""
         if subset not in self._served:
-            try:
-                chosen = tuple(self.techniques[index] for index in sorted(subset))
-                self._served[subset] = self._evaluate(chosen)
-            except MemboundError as error:
-                self._served[subset] = str(error)
+            self._served[subset] = self._costing.served(self.scenario(subset))
         return self._served[subset]
+
+    def ahead(self, most_factorial: int, progress: Callable[[float, str], None]) -> None:
+        """Computes what will be asked for at once: all subsets where they are few, else those of two or less."""
+        every = range(len(self.techniques))
+        largest = len(every) if len(every) <= most_factorial else 2
+        sizes = range(min(largest, len(every)) + 1)
+        subsets = (subset for size in sizes for subset in itertools.combinations(every, size))
+        self._costing.ahead([self.scenario(subset) for subset in subsets], progress)
 
     def gain(self, subset: Subset) -> float | None:
         """The gain over the plain engine; None where the subset is impossible."""
@@ -345,47 +337,23 @@ def _point(values: dict[str, Any], plain: Scenario) -> Point:
 
 def _closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | None) -> Scenario:
     """The same at a batch: that many clients, each of which asks often enough for the loop to fill."""
-    seats = max(batch, plain.engine.max_num_seqs)
-    changed = plain.with_value("engine.max_num_seqs", seats)
     asked = plain.workload.requests or 0
-    changed = changed.with_value("workload.requests", max(min(asked, 20 * batch), 4 * batch))
-    changed = changed.with_value("workload.arrivals", {"kind": "closed_loop", "concurrency": batch})
-    if context is None:
-        return changed
-    prompts = {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": max(1, round(lengths.prompt_tokens))}}
-    outputs = {"kind": "fixed", "tokens": max(1, round(lengths.output_tokens))}
-    return changed.with_value("workload.prompts", prompts).with_value("workload.output_tokens", outputs)
-
-
-def by_closed_form(point: Point, model: ModelSpec, hardware: HardwareSpec) -> Callable[..., Served]:
-    """Values of subsets by the roofline, in milliseconds each."""
-
-    def evaluate(techniques: tuple[Technique, ...]) -> Served:
-        deployment = deployment_of(point.plain.with_techniques(techniques), model, hardware)
-        deployment = replace(deployment, seats=max(deployment.seats, point.load.concurrency))
-        steady = Steady(deployment, point.load)
-        steady.check()
-        shares = steady.shares
-        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, steady.bottleneck, shares)
-
-    return evaluate
-
-
-def by_simulation(point: Point, hardware: HardwareSpec) -> Callable[..., Served]:
-    """Values of subsets by a discrete-event run each."""
-    from membound.simulator.run import run
-
-    def evaluate(techniques: tuple[Technique, ...]) -> Served:
-        result = run(point.plain.with_techniques(techniques), hardware)
-        summary = result.summary
-        if not summary.completed:
-            raise MemboundError("every request is rejected: none fits into the KV cache")
-        steps = result.steps
-        batch = float((steps["sequences"] * steps["time_s"]).sum() / steps["time_s"].sum())
-        tpot_s, rate = metric_value(summary, "tpot_s"), summary.output_tokens_per_s
-        return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share)
-
-    return evaluate
+    changes: dict[str, Any] = {
+        "engine.max_num_seqs": max(batch, plain.engine.max_num_seqs),
+        "workload.requests": max(min(asked, 20 * batch), 4 * batch),
+    }
+    if context is not None:
+        prompt, output = (max(1, round(tokens)) for tokens in (lengths.prompt_tokens, lengths.output_tokens))
+        changes["workload.rank_correlation"] = None
+        changes["workload.output_tokens"] = {"kind": "fixed", "tokens": output}
+        changes["workload.prompts"] = {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": prompt}}
+    elif plain.workload.rows_of_trace:
+        trace = plain.workload.arrivals.model_dump(mode="json", exclude={"kind", "speed"})
+        changes["workload.prompts"] = {"kind": "trace", **trace}
+    changes["workload.arrivals"] = {"kind": "closed_loop", "concurrency": batch}
+    for path, value in changes.items():
+        plain = plain.with_value(path, value)
+    return plain
 
 
 def stack(
@@ -396,23 +364,26 @@ def stack(
     contexts: Sequence[int] = (),
     metric: GainMetric | None = None,
     simulate: bool = False,
+    workers: Workers | None = None,
     progress: Callable[[float, str], None] = lambda fraction, message: None,
 ) -> list[Stack]:
     """The stacking analysis of a scenario at each of its points, or at the given batches and contexts."""
     chosen = chosen_techniques(scenario, techniques)
     metric = metric or metric_for(chosen)
-    model = resolve_model(scenario.model)
     points = list(points_of(scenario, chosen, batches, contexts))
     stacks = []
     for index, point in enumerate(points):
-        progress(index / len(points), f"point {index + 1} of {len(points)}")
+
+        def tell(fraction: float, message: str, index: int = index) -> None:
+            progress((index + fraction) / len(points), f"point {index + 1} of {len(points)}, {message}")
+
         hardware = get_hardware(point.plain.hardware)
-        evaluate = by_simulation(point, hardware) if simulate else by_closed_form(point, model, hardware)
-        game = StackingGame(chosen, evaluate, metric)
+        costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(point.load))
+        game = StackingGame(chosen, point.plain, costing, metric)
         error = times_for(hardware, point.plain.engine.profile).relative_error
         most = MOST_SIMULATED if simulate else MOST_FACTORIAL
+        game.ahead(most, tell)
         stacks.append(analyse(game, point.values, error, _conditions(point, hardware, simulate), most))
-    progress(1.0, "done")
     return stacks
 
 

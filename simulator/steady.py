@@ -239,6 +239,14 @@ class Steady:
         return self.batch * self.load.lengths.output_tokens / self._static_s
 
     @property
+    def prompt_share(self) -> float:
+        """The share of the engine's time that prompts take."""
+        if self.is_static:
+            return self.deployment.prefill_s(self.batch, self.load.lengths.prompt_tokens) / self._static_s
+        prompts_s = self.batch * self._continuous.prompt_s
+        return prompts_s / (prompts_s + self.load.lengths.output_tokens * self._continuous.decode_s)
+
+    @property
     def shares(self) -> dict[str, float]:
         """The share of each bound in a decode step."""
         return self.deployment.shares(self.batch, self.load.lengths.context)

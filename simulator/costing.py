@@ -1,0 +1,98 @@
+"""What does an engine come to under a load: by closed forms in milliseconds, or by a discrete-event run?
+
+Stacks and advice ask this of many engines that differ by a technique or two; each is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from membound.roofline.comparison import bottleneck, metric_value
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import GainMetric
+from membound.simulator.steady import Load, Steady, deployment_of
+from membound.simulator.sweep import Workers
+
+
+class Served(NamedTuple):
+    """Both metrics, sequences that decode together, and what binds: of a decode step, or of the time of a run."""
+
+    tpot_s: float
+    output_tokens_per_s: float
+    batch: float
+    bottleneck: str
+    shares: dict[str, float]
+
+    def better(self, than: Served, metric: GainMetric) -> float:
+        """How many times better than another: a time falls, a rate rises."""
+        if metric == "tpot_s":
+            return than.tpot_s / self.tpot_s
+        return self.output_tokens_per_s / than.output_tokens_per_s
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """The roofline of a steady load; raises MemboundError for an engine that is not possible."""
+
+    load: Load
+
+    def __call__(self, scenario: Scenario) -> Served:
+        if scenario.engine.prefix_caching:
+            raise MemboundError("only a simulation knows what a prefix cache saves; use --simulate")
+        deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
+        steady = Steady(deployment, self.load)
+        steady.check()
+        shares = steady.shares
+        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, max(shares, key=shares.get), shares)
+
+
+def simulated(scenario: Scenario) -> Served:
+    """A discrete-event run of the scenario's workload; raises MemboundError for an engine that is not possible."""
+    from membound.simulator.run import run
+
+    result = run(scenario)
+    summary, steps = result.summary, result.steps
+    if not summary.completed:
+        raise MemboundError("every request is rejected: none fits into the KV cache")
+    batch = float((steps["sequences"] * steps["time_s"]).sum() / steps["time_s"].sum())
+    tpot_s, rate = metric_value(summary, "tpot_s"), summary.output_tokens_per_s
+    return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share)
+
+
+Evaluate = Callable[[Scenario], Served]
+
+
+class Costing:
+    """What engines come to, or in a sentence why they cannot be, each computed once."""
+
+    def __init__(self, evaluate: Evaluate, workers: Workers | None = None) -> None:
+        self._evaluate = evaluate
+        self._workers = workers or Workers("sequential")
+        self._found: dict[str, Served | str] = {}
+
+    def ahead(self, scenarios: Sequence[Scenario], progress: Callable[[float, str], None]) -> None:
+        """Computes many at a time, so that asking for them later takes no time."""
+        unknown = {scenario.digest: scenario for scenario in scenarios}
+        tasks = [(self._evaluate, one) for digest, one in unknown.items() if digest not in self._found]
+        done = self._workers.map(_outcome, tasks, progress)
+        self._found |= {scenario.digest: outcome for (_, scenario), outcome in zip(tasks, done, strict=True)}
+
+    def served(self, scenario: Scenario) -> Served | str:
+        """What the scenario's engine comes to, or why it cannot be."""
+        digest = scenario.digest
+        if digest not in self._found:
+            self._found[digest] = _outcome((self._evaluate, scenario))
+        return self._found[digest]
+
+
+def _outcome(task: tuple[Evaluate, Scenario]) -> Served | str:
+    evaluate, scenario = task
+    try:
+        return evaluate(scenario)
+    except MemboundError as error:
+        return str(error)

@@ -1,0 +1,191 @@
+"""Which first move does the decision guide name at an operating point? Rules R0 to R8, each with its condition.
+
+The rules are rough and quick to follow by hand; the advisor costs every move and says whether it agrees. Seconds are
+those that the bare roofs ask of a decode step: t_w for weights, t_kv for the cache, t_c for arithmetic, t_n for links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# What R6 calls many prompt tokens for each output token.
+LONG_PROMPTS = 4.0
+GUIDE = "the decision guide of membound's claims ledger, section (c)"
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Speculation at the operating point: guesses a step, the chance of the first, and what one costs against a
+    plain step."""
+
+    name: str
+    guesses: float
+    alpha: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the rules look at. `seconds` are t_w, t_kv, t_c and t_n of a decode step by bound.
+
+    `prompt_share` is the share of the engine's time that prompts take.
+    """
+
+    batch: float
+    seconds: dict[str, float]
+    fits: bool
+    fits_in_4_bits: bool
+    queued: float
+    limited_by_cache: bool
+    ridge_tokens: float
+    weight_bits: float
+    params: float
+    devices: int
+    prompts_per_output: float
+    prompt_share: float
+    tpot_slo_is_strict: bool
+    link_keeps_up: bool
+    reuses_cache: bool
+    has_experts: bool
+    drafting: tuple[Drafting, ...] = ()
+
+    @property
+    def bottleneck(self) -> str:
+        """The bound that asks for the most seconds."""
+        return max(self.seconds, key=self.seconds.__getitem__)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the guide: where it holds it names first moves, in their order. `why` says what makes it hold."""
+
+    id: str
+    condition: str
+    advice: str
+    first_moves: tuple[str, ...]
+    holds: Callable[[Situation], bool]
+    why: Callable[[Situation], str]
+    source: str = GUIDE
+
+
+_SPECULATION = ("eagle", "mtp", "draft_model_speculation", "medusa", "ngram_speculation")
+_ATTACKS = {
+    "memory_weights": ("weight_quantization", "int8_weights", "w8a8", "sparsity_2_4", *_SPECULATION),
+    "memory_kv": ("kv_quantization", "mla_absorption", *_SPECULATION),
+    "compute": ("w8a8", "sparsity_2_4"),
+    "link": ("w8a8",),
+}
+
+
+def attacks(bound: str) -> tuple[str, ...]:
+    """The techniques that make a bound smaller, or use what it paid for more than once."""
+    return _ATTACKS.get(bound, ())
+
+
+def _milliseconds(situation: Situation) -> str:
+    names = {"memory_weights": "weights", "memory_kv": "KV cache", "compute": "arithmetic", "link": "links"}
+    return ", ".join(f"{names[bound]} {seconds * 1e3:.3g} ms" for bound, seconds in situation.seconds.items())
+
+
+def _weights_bind(s: Situation) -> bool:
+    return s.fits and s.batch <= 4 and s.seconds["memory_weights"] > 3 * s.seconds["compute"]
+
+
+def losing_drafts(s: Situation) -> list[Drafting]:
+    """The drafters whose verification is bound by arithmetic, or whose guesses are right too rarely for their cost."""
+    most = s.ridge_tokens * s.weight_bits / 16.0
+    return [d for d in s.drafting if s.batch * (1.0 + d.guesses) > most or d.alpha <= d.cost]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "R0",
+        "always",
+        "attack what takes most of a step, and do not multiply the gains of single techniques",
+        (),
+        lambda s: s.fits,
+        lambda s: f"the roofs ask of a step {_milliseconds(s)}",
+    ),
+    Rule(
+        "R1",
+        "batch of 4 or less, and t_w > 3 t_c",
+        "4-bit weights, or speculation whose acceptance is above what a guess costs",
+        ("weight_quantization", *_SPECULATION),
+        _weights_bind,
+        lambda s: (
+            f"batch {s.batch:.0f}, and reading weights takes "
+            f"{s.seconds['memory_weights'] / max(s.seconds['compute'], 1e-12):.0f} times as long as arithmetic"
+        ),
+    ),
+    Rule(
+        "R2",
+        "requests wait, and the KV cache limits the batch",
+        "continuous batching, a paged and quantized KV cache, a prefix cache",
+        ("continuous_batching", "kv_quantization", "weight_quantization", "prefix_caching"),
+        lambda s: s.fits and s.queued > 0 and s.limited_by_cache,
+        lambda s: f"{s.queued:.0f} requests wait while memory holds {s.batch:.0f}",
+    ),
+    Rule(
+        "R3",
+        "memory is too small",
+        "fewer bits of weights, then of the KV cache, then eviction where nothing is reused",
+        ("w8a8", "int8_weights", "weight_quantization", "kv_quantization"),
+        lambda s: not s.fits and s.fits_in_4_bits,
+        lambda s: "weights and one sequence exceed the memory of the device",
+    ),
+    Rule(
+        "R4",
+        "the weights exceed memory even in 4 bits",
+        "more devices; for a sparse mixture of experts also experts in the memory of the host",
+        ("tensor_parallel",),
+        lambda s: not s.fits and not s.fits_in_4_bits,
+        lambda s: "4-bit weights do not fit either" + (", but few of its experts are active" if s.has_experts else ""),
+    ),
+    Rule(
+        "R5",
+        "B (g + 1) > ridge x weight bits / 16, or a <= c",
+        "no speculation, or one guess",
+        (),
+        lambda s: s.fits and bool(losing_drafts(s)),
+        lambda s: ", ".join(
+            f"{d.name} verifies {s.batch * (1 + d.guesses):.0f} tokens a step "
+            f"(ridge {s.ridge_tokens * s.weight_bits / 16:.0f}), a {d.alpha:.2f} against c {d.cost:.2f}"
+            for d in losing_drafts(s)
+        ),
+    ),
+    Rule(
+        "R6",
+        f"prompts {LONG_PROMPTS:.0f} times as long as outputs, 8 devices, a strict TPOT, a link that keeps up",
+        "prompts and outputs on engines of their own",
+        ("disaggregation",),
+        lambda s: (
+            s.fits
+            and s.prompts_per_output >= LONG_PROMPTS
+            and s.devices >= 8
+            and s.tpot_slo_is_strict
+            and s.link_keeps_up
+        ),
+        lambda s: (
+            f"{s.prompts_per_output:.1f} prompt tokens for each output token on {s.devices} devices, and others' "
+            "prompts break the TPOT"
+        ),
+    ),
+    Rule(
+        "R7",
+        "the KV cache is reused by later requests",
+        "quantize the cache or select pages; do not evict by what one query looks at",
+        ("prefix_caching", "kv_quantization"),
+        lambda s: s.fits and s.reuses_cache,
+        lambda s: "conversations come back to their cache",
+    ),
+    Rule(
+        "R8",
+        "8 billion parameters or less",
+        "stay at 4 bits of weights or more",
+        (),
+        lambda s: s.params <= 8.05e9,
+        lambda s: f"{s.params / 1e9:.2f} billion parameters",
+        f"{GUIDE}; Huang et al., arXiv 2404.14047, table 1: perplexity of LLaMA3-8B 6.1 in 16 bits, 210 to 1.7e6 in 2",
+    ),
+)
