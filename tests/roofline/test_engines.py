@@ -1,0 +1,92 @@
+"""Profiles of engines: which one a name means, and what their numbers do to a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from membound.roofline.cost import step_cost
+from membound.roofline.engines import get_profile, profile_of_engine, profiles
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.kernel_times import KernelTimes
+from membound.roofline.models import get_model
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import EngineSetup
+
+MODEL, H100, PLAIN = get_model("Llama-3.1-8B"), get_hardware("H100-SXM5"), EngineSetup()
+KERNELS = get_profile("kernels")
+
+
+def step_s(shape=None, **changes):
+    times = KernelTimes(H100, KERNELS.model_copy(update=changes))
+    return float(step_cost(MODEL, PLAIN, times, shape or StepShape.decode(8, 1000)).time_s)
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "year", "name"),
+    [
+        ("vLLM", "0.16.0", 2026, "vllm"),
+        ("vLLM", "vLLM 0.6.3", 2024, "vllm-0.6"),
+        ("vLLM", "vLLM (2023, authors mod)", 2023, "vllm-2023"),
+        ("vLLM", "", 2023, "vllm-2023"),
+        ("TensorRT-LLM", "1.1.0rc2", 2025, "tensorrt-llm"),
+        ("TensorRT-LLM", "0.9.0", 2024, "tensorrt-llm-0"),
+        ("lmdeploy-turbomind", "0.2", None, "turbomind"),
+        ("AutoAWQ weight-only int4 awq (gemv kernel)", "", None, "autoawq-gemv"),
+        ("HF transformers + bitsandbytes", "", None, "transformers"),
+        ("somebody's engine", "1.0", 2026, "graphs"),
+    ],
+)
+def test_a_tables_engine_has_the_profile_of_its_generation(engine, version, year, name):
+    assert profile_of_engine(engine, version, year).name == name
+
+
+def test_an_engine_that_was_told_not_to_capture_launches_each_kernel():
+    assert not profile_of_engine("vLLM", "0.16.0", eager=True).graphs
+    assert profile_of_engine("ExLlamaV2", eager=True).name == "exllama"
+
+
+def test_every_profile_says_where_it_is_from():
+    assert all(len(profile.source) > 10 for profile in profiles().values())
+    assert len(profiles()) >= 15
+
+
+def test_an_unknown_profile_is_one_sentence_with_the_nearest():
+    with pytest.raises(MemboundError, match="'vlm' is unknown; did you mean vllm"):
+        get_profile("vlm")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gap_s": 1e-6},
+        {"step_s": 1e-3},
+        {"sequence_s": 1e-4},
+        {"extra_kernels": 10},
+        {"graphs": False, "launch_s": 5e-5},
+        {"graphs": False, "launch_s": 5e-5, "extra_kernels": 50},
+    ],
+)
+def test_what_an_engine_adds_makes_a_step_longer(changes):
+    assert step_s(**changes) > step_s()
+
+
+def test_launches_hide_behind_kernels_that_take_longer():
+    prompt = StepShape.prefill(4, 2000)
+    assert step_s(prompt, graphs=False, launch_s=8e-6) == pytest.approx(step_s(prompt), rel=0.01)
+    assert step_s(graphs=False, launch_s=1e-6) == pytest.approx(step_s())
+
+
+def test_a_kernel_that_starts_early_hides_its_launch_and_no_work():
+    early = step_s(gap_s=-5e-6)
+    work_s = sum(
+        float(op.time.time_s - op.time.overhead_s) * op.operator.calls
+        for op in step_cost(MODEL, PLAIN, KernelTimes(H100, KERNELS), StepShape.decode(8, 1000)).operators
+    )
+    assert work_s < early < step_s()
+
+
+def test_a_slower_matrix_rate_costs_prompts_and_hardly_single_tokens():
+    prompt, token = StepShape.prefill(4, 2000), StepShape.decode(1, 1000)
+    assert step_s(prompt, rate_share=0.5) > 1.5 * step_s(prompt)
+    assert step_s(token, rate_share=0.5) < 1.05 * step_s(token)
