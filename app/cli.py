@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -153,6 +153,10 @@ def validate(
     rows: Annotated[
         Path | None, typer.Option(metavar="OUT.csv", help="write every row with its prediction to this file")
     ] = None,
+    leave_out: Annotated[
+        Literal["device", "source"] | None,
+        typer.Option(help="also fit the operators without each of these in turn, and predict it (minutes)"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predictions against a table of published measurements: the error by group, and the worst rows."""
@@ -163,7 +167,13 @@ def validate(
     found = validate_table(table)
     if rows is not None:
         found.write_rows(rows)
-    _print(document(found), as_json, report.validation)
+    unseen = None
+    if leave_out is not None:
+        from membound.roofline.validation.generalisation import leave_out as without_each
+
+        typer.echo(f"fitting without each {leave_out} in turn", err=True)
+        unseen = without_each(table, leave_out)
+    _print(document(found, unseen), as_json, report.validation)
 
 
 @app.command()

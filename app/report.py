@@ -245,7 +245,7 @@ _MOST_GROUPS = 20
 def validation(document: dict[str, Any]) -> RenderableType:
     """Errors against a table of measurements by group, the worst rows, and why rows were left out."""
     by_names: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for group in document["groups"]:
+    for group in document["groups"] + document["left_out"]:
         by_names.setdefault(tuple(group["by"]), []).append(group)
     return Group(
         f"{document['table']}: {document['rows']:,} rows, {document['predicted']:,} predicted, "

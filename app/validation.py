@@ -11,8 +11,11 @@ _NAMES = ("op", "metric", "dtype", "weight_dtype", "technique")
 _SIZES = ("tp", "m", "n", "k", "batch", "batch_or_concurrency", "q_len", "kv_len", "input_len", "output_len")
 
 
-def document(report: ValidationReport) -> dict[str, Any]:
-    """What `membound validate --json` prints: counts, errors by group, the worst rows, and why rows were left out."""
+def document(report: ValidationReport, unseen: list[Group] | None = None) -> dict[str, Any]:
+    """What `membound validate --json` prints: counts, errors by group, the worst rows, and why rows were left out.
+
+    `unseen` are the errors of devices or sources that were left out of the fit.
+    """
     return {
         "table": str(report.path),
         "schema": report.schema,
@@ -23,6 +26,7 @@ def document(report: ValidationReport) -> dict[str, Any]:
         "refusals": report.refusals,
         "set_aside": report.set_aside,
         "groups": [_group(group) for group in report.groups],
+        "left_out": [_group(group) for group in unseen or ()],
         "worst": [_row(result) for result in report.worst],
     }
 
