@@ -29,7 +29,8 @@ class Int4Weight:
     """A weight [n, k] as (q - zero) * scale with q from 0 to 15, a scale for each row and `group` columns.
 
     `data` is [ceil(n / 64), k / group, 64, group / 2] uint8: byte j of a group holds its column j (low bits) and
-    j + group / 2 (high bits). `scale` [k / group, n] is bf16 or fp16, `zero` [k / group, n] uint8; without it, 8.
+    j + group / 2 (high bits). `scale` [k / group, n] is bf16 or fp16; `zero` [k / group, ceil(n / 2)] uint8 holds
+    those of rows 2i (low bits) and 2i + 1; without it they are 8.
     """
 
     data: Tensor
@@ -63,7 +64,8 @@ class Int4Weight:
         check.strided("q", q, [n, k], [torch.uint8], free=2)
         if zero is not None:
             check.strided("zero", zero, scale.shape, [torch.uint8], q, free=2)
-            zero = zero.t().contiguous()
+            even, odd = torch.nn.functional.pad(zero.t(), (0, n % 2)).unflatten(1, (-1, 2)).unbind(-1)
+            zero = (even | (odd << 4)).contiguous()
         rows = -(-n // PACK_ROWS) * PACK_ROWS
         padded = torch.nn.functional.pad(q, (0, 0, 0, rows - n)).view(rows // PACK_ROWS, PACK_ROWS, k // group, group)
         low, high = padded.transpose(1, 2).chunk(2, dim=-1)
@@ -89,8 +91,10 @@ class Int4Weight:
         n, k = self.shape
         q = torch.cat([self.data & 0xF, self.data >> 4], dim=-1).transpose(1, 2).reshape(-1, k)[:n]
         grouped = q.view(n, -1, self.group).float()
-        zero = SYMMETRIC_ZERO if self.zero is None else self.zero.t().float()[..., None]
-        return ((grouped - zero) * self.scale.t().float()[..., None]).view(n, k)
+        zero = torch.full_like(self.scale, SYMMETRIC_ZERO, dtype=torch.float32)
+        if self.zero is not None:
+            zero = torch.stack([self.zero & 0xF, self.zero >> 4], dim=-1).flatten(1)[:, :n].float()
+        return ((grouped - zero.t()[..., None]) * self.scale.t().float()[..., None]).view(n, k)
 
 
 @triton.jit
@@ -116,7 +120,8 @@ def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_strid
         s = tl.load(scale + group * columns + row).to(tl.float32)
         z = tl.full([BLOCK_N], 8.0, tl.float32)
         if HAS_ZERO:
-            z = tl.load(zero + group * columns + row).to(tl.float32)
+            pair = tl.load(zero + group * ((columns + 1) // 2) + row // 2)
+            z = ((pair >> (row % 2 * 4).to(tl.uint8)) & 0xF).to(tl.float32)
         x_low = tl.load(x_at + group * GROUP, mask=m[:, None] < rows, other=0.0)
         x_high = tl.load(x_at + group * GROUP + HALF, mask=m[:, None] < rows, other=0.0)
         part = dot(low_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_low), nothing)
@@ -132,7 +137,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
     check.tensor("weight.data", weight.data, [-(-n // PACK_ROWS), k // weight.group, PACK_ROWS, None], [torch.uint8], x)
     check.tensor("weight.scale", weight.scale, [None, n], check.HALVES, x)
     if weight.zero is not None:
-        check.tensor("weight.zero", weight.zero, weight.scale.shape, [torch.uint8], x)
+        check.tensor("weight.zero", weight.zero, [k // weight.group, (n + 1) // 2], [torch.uint8], x)
     m = x.shape[0]
     config = config or configure("linear_int4", machine_for(x), m=m, n=n)
 

@@ -70,7 +70,7 @@ def resources_of(launch: Launch, arch: str) -> Resources:
     if re.search(r"^\s*trap;", compiled.asm["ptx"], re.MULTILINE):
         # What Triton makes, without a word, of a kernel whose accumulators exceed Blackwell's tensor memory.
         raise RuntimeError(f"{launch.name} with {launch.config} compiles to a trap for {arch}")
-    registers, spilled = _assemble(compiled.asm["ptx"])
+    registers, spilled = _usage(compiled.asm["cubin"], compiled.asm["ptx"])
     return Resources(launch.name, arch, registers, spilled, shared, threads, _widest_load(compiled.asm["ptx"]))
 
 
@@ -98,18 +98,27 @@ def _source(launch: Launch) -> ASTSource:
     return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def _assemble(ptx: str) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread, from the assembler that is in Triton's wheel."""
-    gpu = re.search(r"\.target (sm_\w+)", ptx)
-    assert gpu is not None
-    newer = int(re.sub(r"\D", "", gpu[1])) >= 100
-    tool = triton.knobs.nvidia.ptxas_blackwell if newer else triton.knobs.nvidia.ptxas
+def _usage(cubin: bytes, ptx: str) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread, by the tools that are in Triton's wheel."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
+        binary, source = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        binary.write_bytes(cubin)
+        text = _output(triton.knobs.nvidia.cuobjdump, "-res-usage", str(binary))
+        registers, stack = _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+        if stack == 0:
+            return registers, 0
+        # A stack may hold other things than spilled registers: the assembler, which takes longer, says what.
         source.write_text(ptx)
-        command = [tool.path, "-v", f"--gpu-name={gpu[1]}", str(source), "-o", str(Path(folder, "kernel.cubin"))]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return _number(r"Used (\d+) registers", text), _number(r"(\d+) bytes spill stores", text)
+        gpu = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+        assert gpu is not None
+        assembler = triton.knobs.nvidia.ptxas_blackwell if int(gpu[2]) >= 100 else triton.knobs.nvidia.ptxas
+        text = _output(assembler, "-v", f"--gpu-name={gpu[1]}", str(source), "-o", str(binary))
+        return registers, _number(r"(\d+) bytes spill stores", text)
+
+
+def _output(tool: Any, *arguments: str) -> str:
+    done = subprocess.run([tool.path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def _widest_load(ptx: str) -> int:

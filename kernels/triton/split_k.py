@@ -15,9 +15,9 @@ from torch import Tensor
 
 from membound.kernels.triton.launch import configure, launch, machine_for, splits_for
 
-# Parts are written and read again, so all together have at most so many rows: 256 x 4096 in fp32 are 4 MB, which stay
+# Parts are written and read again, so all together have at most so many rows: 512 x 4096 in fp32 are 8 MB, which stay
 # in the cache of every GPU in the table.
-MOST_PART_ROWS = 256
+MOST_PART_ROWS = 512
 
 
 @triton.jit

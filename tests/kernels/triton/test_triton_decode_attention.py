@@ -28,14 +28,14 @@ def random_q(sequences, heads, head_dim, dtype, device):
     return torch.randn(sequences, heads, head_dim, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     format=FORMATS,
-    contexts=st.lists(st.integers(0, 70), min_size=1, max_size=3),
-    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (9, 3), (5, 1), (20, 1)]),
+    contexts=st.lists(st.integers(0, 50), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 2), (9, 3), (20, 1)]),
     head_dim=st.sampled_from([64, 80, 96, 128, 256, 6]),
     block_size=st.sampled_from([1, 5, 16, 32]),
-    splits=st.sampled_from([1, 2, 3, 17]),
+    splits=st.sampled_from([1, 2, 9]),
     window=st.none() | st.integers(1, 80),
 )
 def test_decode_attention_is_the_softmax_of_the_fp32_reference(

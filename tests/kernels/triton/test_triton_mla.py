@@ -28,7 +28,7 @@ def make_latents(contexts, block_size, width, dtype, device):
     return cache.to(device, dtype), table.to(device), lengths
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     contexts=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     heads=st.sampled_from([1, 5, 16, 20]),

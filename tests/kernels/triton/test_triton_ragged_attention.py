@@ -65,7 +65,7 @@ def random_tree(sequences, device):
     return torch.tensor(as_signed, dtype=torch.int64, device=device)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=18)
 @given(
     sequences=SEQUENCES,
     format=FORMATS,
@@ -89,7 +89,7 @@ def test_prefill_with_its_stored_configuration_gives_the_same(make_cache, device
     assert close(prefill_attention(q, *where), prefill_attention_reference(q, *where))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=18)
 @given(
     sequences=SEQUENCES,
     format=FORMATS,

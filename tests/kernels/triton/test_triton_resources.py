@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def resources(arch: str, cases: list[str]) -> list[dict]:
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx942"])
 def test_every_kernel_compiles_fits_and_spills_nothing(arch):
-    cases = list(CASES) if arch in ("sm90", "sm100") else usual_cases()
+    cases = list(CASES) if arch == "sm90" else usual_cases()
     compiled = resources(arch, cases)
     assert {row["case"] for row in compiled} == set(cases)
     for row in compiled:
@@ -50,13 +51,12 @@ def test_every_kernel_compiles_fits_and_spills_nothing(arch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_launch_needs_no_data_and_keeps_every_multiprocessor_busy(case):
+def test_a_launch_needs_no_data_and_one_that_streams_keeps_every_multiprocessor_busy(case):
+    """Tensors of device 'meta' have none: whatever waits for the GPU, such as a length, fails with them."""
     for machine in REFERENCE_MACHINES.values():
         for launch in launches(case, machine):
-            programs = launch.grid[0] * launch.grid[1] * launch.grid[2] if len(launch.grid) == 3 else 0
-            assert launch.grid
-            if "decode_attention" in launch.name:
-                assert programs >= machine.multiprocessors
+            if any(word in launch.name for word in STREAMING) and not case.endswith((" m 64", " m 512")):
+                assert math.prod(launch.grid) >= machine.multiprocessors, launch
 
 
 def test_a_machine_that_no_rule_names_gets_the_general_one():

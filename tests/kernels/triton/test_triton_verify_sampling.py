@@ -37,11 +37,11 @@ def greedy(logits, rows, drafts):
     return emitted
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     data=st.data(),
     rows=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    vocab=st.sampled_from([1, 3, 1000, 5000]),
+    vocab=st.sampled_from([1, 3, 100]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_at_temperature_0_it_emits_what_plain_greedy_decoding_would(device, data, rows, vocab, dtype):
@@ -56,6 +56,7 @@ def test_at_temperature_0_it_emits_what_plain_greedy_decoding_would(device, data
         torch.zeros(len(rows), device=device),
         torch.tensor([3], device=device),
         most_rows=4,
+        config=Config({"BLOCK": 16}),
     )
     expected = greedy(logits, rows, drafts)
     assert emitted.counts.tolist() == [len(tokens) for tokens in expected]
