@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from membound.app import planning
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -312,6 +313,9 @@ def _print(document: Any, as_json: bool, render: Any) -> None:
     from rich.console import Console
 
     Console(markup=False, emoji=False).print(render(document))
+
+
+planning.add_commands(app)
 
 
 def main() -> None:

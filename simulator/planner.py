@@ -113,6 +113,7 @@ class Sensitivity:
     """
 
     elasticity: dict[str, float]
+    screened_answer: str
     answer_changes: dict[str, str]
 
     @property
@@ -323,7 +324,10 @@ class _Search:
         Closed forms say where to begin; from there it goes down while the objective is met, or up until it is.
         """
         expected = least.replica.replicas(self.demand, tails=True) or least.replicas
-        first = self._tried(replace(least, replicas=max(least.replicas, expected)))
+        begin = max(least.replicas, expected)
+        while begin > least.replicas and self._ranks_lower(replace(least, replicas=begin)):
+            begin -= 1
+        first = self._tried(replace(least, replicas=begin))
         if first is None:
             return None
         count, best = first.replicas, first if self._good(first) else None
@@ -392,8 +396,12 @@ def sensitivity_of(best: Deployed, replicas: Sequence[Replica], objective: Objec
     for name, changed_demand in _perturbed(demand):
         other = _screened_best(replicas, changed_demand, objective)
         if _place(other) != _place(answer):
-            changes[name] = "nothing meets it" if other is None else f"{other.gpus} x {other.replica.hardware.name}"
-    return Sensitivity(elasticity, changes)
+            changes[name] = _said(other)
+    return Sensitivity(elasticity, _said(answer), changes)
+
+
+def _said(deployed: Deployed | None) -> str:
+    return "nothing" if deployed is None else f"{deployed.gpus} x {deployed.replica.hardware.name}"
 
 
 def _rebuilt(replica: Replica, hardware: HardwareSpec) -> Replica:
@@ -561,6 +569,7 @@ def to_json(found: Plan) -> dict[str, Any]:
         else {
             "binds": found.sensitivity.binds,
             "elasticity": found.sensitivity.elasticity,
+            "screened_answer": found.sensitivity.screened_answer,
             "answer_changes": found.sensitivity.answer_changes,
         },
         "demand": {

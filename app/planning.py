@@ -1,0 +1,252 @@
+"""The commands that decide: what stacks, what to do next, what to deploy, what a range of values comes to."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from membound.roofline.errors import MemboundError
+
+if TYPE_CHECKING:
+    from membound.roofline.techniques import GainMetric
+    from membound.simulator.sweep import Swept, Workers
+
+ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="a YAML file, or a shipped scenario's name")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document to standard output")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
+]
+HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
+MetricOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="what a gain is of: tpot_s or output_tokens_per_s")
+]
+SimulateOption = Annotated[
+    bool, typer.Option("--simulate", help="by a discrete-event run of each engine, not by closed forms")
+]
+JobsOption = Annotated[int | None, typer.Option(help="processes; all cores if not given")]
+BackendOption = Annotated[
+    str, typer.Option(help="who computes: loky (processes), threading, sequential, ray or dask (if installed)")
+]
+AddressOption = Annotated[str | None, typer.Option(help="of a running Ray or Dask cluster; else one is started here")]
+
+
+def stack(
+    scenario: ScenarioArgument,
+    batch: Annotated[str | None, typer.Option(metavar="1,8,64", help="sequences under way, one stack for each")] = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="512,8192", help="tokens that a decode step attends to, one stack for each")
+    ] = None,
+    techniques: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="what to stack instead of the scenario's techniques")
+    ] = None,
+    metric: MetricOption = None,
+    simulate: SimulateOption = False,
+    hardware: HardwareOption = None,
+    set_: SetOption = None,
+    jobs: JobsOption = None,
+    backend: BackendOption = "loky",
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Techniques alone, one on top of the other and together: the product of gains against the real gain."""
+    from membound.app import cli, report_planning
+    from membound.simulator.stacking import chosen_techniques, to_json
+    from membound.simulator.stacking import stack as run_stack
+
+    chosen = cli._scenario(scenario, set_, hardware)
+    names = None if techniques is None else _names(techniques, "--techniques")
+    with cli._progress() as listener:
+        stacks = run_stack(
+            chosen,
+            techniques=names,
+            batches=_counts(batch, "--batch"),
+            contexts=_counts(context, "--context"),
+            metric=_metric(metric),
+            simulate=simulate,
+            workers=_workers(backend, jobs, address),
+            progress=listener.progress,
+        )
+    document = {"scenario": chosen.model_dump(mode="json"), **to_json(stacks, chosen_techniques(chosen, names))}
+    cli._print(document, as_json, report_planning.stacks)
+
+
+def advise(
+    scenario: ScenarioArgument,
+    metric: MetricOption = None,
+    simulate: SimulateOption = False,
+    hardware: HardwareOption = None,
+    set_: SetOption = None,
+    jobs: JobsOption = None,
+    backend: BackendOption = "loky",
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which technique should come next at this operating point, why, and at what price in quality."""
+    from membound.app import cli, report_planning
+    from membound.simulator.advisor import advise as run_advise
+    from membound.simulator.advisor import to_json
+
+    chosen = cli._scenario(scenario, set_, hardware)
+    with cli._progress() as listener:
+        advice = run_advise(
+            chosen,
+            metric=_metric(metric),
+            simulate=simulate,
+            workers=_workers(backend, jobs, address),
+            progress=listener.progress,
+        )
+    cli._print(to_json(advice), as_json, report_planning.advice)
+
+
+def plan(
+    scenario: ScenarioArgument,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="of the catalog; else those of the scenario's sweep, else all accelerators"),
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(metavar="A,B", help="given (as the scenario says), 8bit, 4bit; the first is the answer's")
+    ] = "given,8bit,4bit",
+    objective: Annotated[str, typer.Option(help="cost, or devices: the fewest")] = "cost",
+    confirm: Annotated[
+        int, typer.Option(min=0, max=50, help="deployments that the simulator confirms; 0 for closed forms alone")
+    ] = 3,
+    most_rate: Annotated[
+        bool, typer.Option("--max-rate", help="instead: the most that the scenario's own deployment serves in time")
+    ] = False,
+    set_: SetOption = None,
+    jobs: JobsOption = None,
+    backend: BackendOption = "loky",
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput."""
+    from membound.app import cli, report_planning
+    from membound.simulator import planner
+
+    chosen = cli._scenario(scenario, set_)
+    aims: tuple[planner.Objective, ...] = get_args(planner.Objective)
+    aim = next((aim for aim in aims if aim == objective), None)
+    if aim is None:
+        raise MemboundError(f"option --objective is '{objective}'; give {' or '.join(aims)}")
+    with cli._progress() as listener:
+        if most_rate:
+            rate, summary = planner.max_rate(chosen, progress=listener.progress)
+        else:
+            found = planner.plan(
+                chosen,
+                devices=None if devices is None else _names(devices, "--devices"),
+                precisions=_names(precision, "--precision"),
+                objective=aim,
+                confirm=confirm,
+                workers=None if jobs is None and backend == "loky" else _workers(backend, jobs, address),
+                progress=listener.progress,
+            )
+    if most_rate:
+        document = {"max_rate_rps": rate, "summary": summary.model_dump(mode="json"), "scenario": chosen.name}
+        cli._print(document, as_json, report_planning.max_rate)
+        return
+    cli._print(planner.to_json(found), as_json, report_planning.plan)
+
+
+def sweep(
+    scenario: ScenarioArgument,
+    over: Annotated[
+        list[str], typer.Option(metavar="KEY=A,B,C", help="a field and its values; several give their product")
+    ],
+    closed_form: Annotated[
+        bool, typer.Option("--closed-form", help="means of a steady load by closed forms, not a discrete-event run")
+    ] = False,
+    hardware: HardwareOption = None,
+    set_: SetOption = None,
+    jobs: JobsOption = None,
+    backend: BackendOption = "loky",
+    address: AddressOption = None,
+    table: Annotated[
+        Path | None, typer.Option("--csv", metavar="OUT.csv", help="write every point to this file")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The scenario at every point of a product of values, on all cores or on a cluster."""
+    from membound.app import cli, report_planning
+    from membound.simulator.sweep import parse_axis, to_json
+    from membound.simulator.sweep import sweep as run_sweep
+
+    chosen = cli._scenario(scenario, set_, hardware)
+    axes = [parse_axis(text) for text in over]
+    with cli._progress() as listener:
+        points = run_sweep(
+            chosen,
+            axes,
+            simulate=not closed_form,
+            workers=_workers(backend, jobs, address),
+            progress=listener.progress,
+        )
+    if table is not None:
+        _write_csv(table, points)
+    cli._print(to_json(chosen, points, not closed_form), as_json, report_planning.sweep)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Registers the commands of this module."""
+    for command in (stack, advise, plan, sweep):
+        app.command()(command)
+
+
+def _names(text: str, option: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise MemboundError(f"option {option} is '{text}'; give names with commas between them")
+    return names
+
+
+def _counts(text: str | None, option: str) -> list[int]:
+    if text is None:
+        return []
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise MemboundError(f"option {option} is '{text}'; give whole numbers above 0, such as 1,8,64")
+    return counts
+
+
+def _metric(name: str | None) -> GainMetric | None:
+    from membound.roofline.techniques import GainMetric
+
+    known: tuple[GainMetric, ...] = get_args(GainMetric)
+    if name is None:
+        return None
+    for metric in known:
+        if metric == name:
+            return metric
+    raise MemboundError(f"option --metric is '{name}'; give {' or '.join(known)}")
+
+
+def _workers(backend: str, jobs: int | None, address: str | None) -> Workers:
+    from membound.simulator.sweep import BACKENDS, Workers
+
+    for known in BACKENDS:
+        if known == backend:
+            return Workers(known, jobs, address)
+    raise MemboundError(f"option --backend is '{backend}'; give {', '.join(BACKENDS)}")
+
+
+def _write_csv(path: Path, points: Sequence[Swept]) -> None:
+    """One row a point: its values, the columns of its summary, and the reason where there is none."""
+    from membound.simulator.sweep import flat
+
+    rows: list[dict[str, Any]] = [p.values | flat(p.summary or {}) | {"reason": p.reason} for p in points]
+    columns = list(dict.fromkeys(column for row in rows for column in row if column != "reason"))
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*columns, "reason"])
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise MemboundError(f"'{path}' cannot be written: {error.strerror}") from None

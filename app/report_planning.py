@@ -1,0 +1,319 @@
+"""How do stacks, advice, plans and sweeps read in a terminal?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from membound.app import text
+
+_BOUNDS = {"memory_weights": "weights", "memory_kv": "KV cache", "output_tokens_per_s": "tokens/s"}
+_MOST_FRONT = 12
+
+
+def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
+
+
+def _moves(before: str, after: str | None) -> str:
+    """`weights -> compute`, or the bound that stays."""
+    first = _BOUNDS.get(before, before)
+    if after is None or after == before:
+        return first
+    return f"{first} → {_BOUNDS.get(after, after)}"
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return f"{row['low']:.2f}–{row['high']:.2f}" if row["low"] is not None else ""
+
+
+def _gain(value: float | None) -> str:
+    return "" if value is None else text.gain(value)
+
+
+# --- stack ---
+
+
+def stacks(document: dict[str, Any]) -> RenderableType:
+    """At each point: techniques alone, on top of each other, and the whole against the product."""
+    about = {technique["name"]: technique for technique in document["techniques"]}
+    parts: list[RenderableType] = []
+    for stack in document["stacks"]:
+        parts += [*_stack(stack, about), ""]
+    return Group(*parts[:-1])
+
+
+def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableType]:
+    metric = "time per output token" if stack["metric"] == "tpot_s" else "output tokens a second"
+    yield f"{stack['conditions']}"
+    if stack["reason"] is not None:
+        yield f"refused: {stack['reason']}"
+        return
+    plain = stack["plain"]
+    yield (
+        f"gains in {metric} over {stack['baseline']}: {text.milliseconds(plain['tpot_s'])} a token, "
+        f"{text.rate(plain['output_tokens_per_s'])}, bound by {_BOUNDS.get(plain['bottleneck'], plain['bottleneck'])}"
+    )
+    alone = _table("each alone", "technique", "against", "gain", "interval", "lossless", "bottleneck", right=("gain",))
+    for row in stack["alone"]:
+        name, lossless = row["technique"], "yes" if row["lossless"] else "no"
+        if row["reason"] is None:
+            moved = _moves(row["bottleneck_before"], row["bottleneck_after"])
+            alone.add_row(name, row["baseline"], text.gain(row["gain"]), _interval(row), lossless, moved)
+        else:
+            alone.add_row(name, f"refused: {row['reason']}", "", "", lossless, "")
+    yield alone
+    yield _order(stack, "given_order", "one on top of the other, in the given order")
+    if stack["best_order"] is not None:
+        yield _order(stack, "best_order", "in the best order: whatever is stopped at, the most is gained")
+    else:
+        yield _order(stack, "greedy_order", "in the greedy order: each time what gains most")
+    if stack["together"] is not None and stack["ratio"] is not None:
+        yield (
+            f"all together {text.gain(stack['together'])}; the product of the single gains would be "
+            f"{text.gain(stack['product'])}: the real gain is {text.percent(stack['ratio'])} of it"
+        )
+    if stack["shapley_ln_gain"]:
+        shares = sorted(stack["shapley_ln_gain"].items(), key=lambda item: -item[1])
+        each = ", ".join(f"{name} {text.gain(math.exp(share))}" for name, share in shares)
+        yield f"the share of each (Shapley; they multiply to the real gain): {each}"
+    best = stack["best_subset"]
+    if stack["together"] is not None and best["gain"] > 1.005 * stack["together"]:
+        chosen = ", ".join(best["techniques"]) or "the plain engine"
+        yield f"better than all together: {chosen} ({text.gain(best['gain'])})"
+    yield from _pairs(stack["pairs"])
+
+
+def _order(stack: dict[str, Any], key: str, title: str) -> Table:
+    table = _table(title, "technique", "adds", "together", "sequences", "bottleneck", right=("adds", "together"))
+    for row in stack[key]:
+        if row["reason"] is None:
+            moved = _moves(row["bottleneck_before"], row["bottleneck_after"])
+            table.add_row(
+                f"+ {row['technique']}", _gain(row["gain"]), _gain(row["together"]), f"{row['batch']:.0f}", moved
+            )
+        else:
+            table.add_row(f"+ {row['technique']}", "refused", "", "", row["reason"])
+    return table
+
+
+def _pairs(pairs: list[dict[str, Any]]) -> Iterator[str]:
+    known = [pair for pair in pairs if pair["ratio"] is not None]
+    for pair in sorted(known, key=lambda pair: pair["ratio"])[:3]:
+        if pair["ratio"] < 0.98:
+            yield (
+                f"{' and '.join(pair['techniques'])}: {text.gain(pair['real'])} together, "
+                f"{text.gain(pair['product'])} by multiplying"
+            )
+
+
+# --- advise ---
+
+
+def advice(document: dict[str, Any]) -> RenderableType:
+    """The bottleneck, the moves by gain with their price, the rules that hold, and what not to add up."""
+    now, metric = document["now"], document["metric"]
+    other = "tpot_s" if metric == "output_tokens_per_s" else "output_tokens_per_s"
+    names = {"tpot_s": "TPOT", "output_tokens_per_s": "tokens/s"}
+    parts: list[RenderableType] = [f"{document['conditions']}; by {document['by']}"]
+    if now is not None:
+        prompts = document["situation"]["prompt_share"]
+        parts.append(
+            f"now {text.milliseconds(now['tpot_s'])} a token, {text.rate(now['output_tokens_per_s'])}, "
+            f"{now['batch']:.0f} sequences at once; prompts take {text.percent(prompts)} of the time"
+        )
+    seconds = document["roof_seconds"]
+    parts.append(
+        "a decode step asks of the bare roofs: "
+        + ", ".join(f"{_BOUNDS.get(bound, bound)} {text.seconds(value)}" for bound, value in seconds.items() if value)
+        + f"; the bottleneck is {_BOUNDS.get(document['bottleneck'], document['bottleneck'])}"
+    )
+    table = _table(
+        "moves by gain",
+        "move",
+        names[metric],
+        "interval",
+        names[other],
+        "then bound by",
+        "price",
+        "why",
+        right=(names[metric], names[other]),
+    )
+    for move in document["moves"]:
+        instead = f" instead of {', '.join(move['instead_of'])}" if move["instead_of"] else ""
+        state = " (has it)" if move["state"] == "on" else instead
+        price = ", ".join(filter(None, (move["price"], "" if move["lossless"] else move["quality"]["note"])))
+        after = move["bottleneck_after"]
+        table.add_row(
+            move["title"] + state,
+            _gain(move["gain"]) or ("fits" if move["possible"] else "refused"),
+            _interval(move),
+            _gain(move["other_gain"]),
+            _BOUNDS.get(after, after) if after else "",
+            price or "none",
+            move["reason"],
+        )
+    parts.append(table)
+    parts += [_rule(rule) for rule in document["rules"]]
+    for conflict in document["do_not_combine"]:
+        numbers = ""
+        if conflict["real"] is not None:
+            numbers = f" ({text.gain(conflict['real'])}, not {text.gain(conflict['product'])})"
+        parts.append(f"not both: {' and '.join(conflict['moves'])}: {conflict['reason']}{numbers}")
+    return Group(*parts)
+
+
+def _rule(rule: dict[str, Any]) -> str:
+    agreed = {True: "; costing agrees", False: "; costing says otherwise", None: ""}[rule["agrees"]]
+    return f"rule {rule['id']} ({rule['condition']}): {rule['advice']}; {rule['why']}{agreed}"
+
+
+# --- plan ---
+
+
+def plan(document: dict[str, Any]) -> RenderableType:
+    """The answer with its numbers, what comes next to it, the front, and what the answer depends on."""
+    demand, best = document["demand"], document["best"]
+    load = f"{demand['rate_rps']:g} requests/s" if demand["rate_rps"] else f"{demand['concurrency']:g} clients"
+    bounds = ", ".join(
+        f"p99 {name.removesuffix('_s').upper()} {text.seconds(v)}" for name, v in demand["slo"].items() if v
+    )
+    parts: list[RenderableType] = [
+        f"{demand['model']}, {load}, {demand['prompt_tokens']:.0f} tokens in and {demand['output_tokens']:.0f} out, "
+        f"{bounds}; {document['screened']:,} replicas screened, {document['simulated']} deployments simulated"
+    ]
+    if best is None:
+        parts.append(f"no answer: {document['reason']}")
+    rows = [("best", best)] if best else []
+    rows += [("next", one) for one in document["confirmed"][1:]]
+    rows += [(name, one) for name, one in list(document["options"].items())[1:] if one is not None]
+    if rows:
+        parts.append(_deployments(rows, document["objective"]))
+    for name, option in list(document["options"].items())[1:]:
+        if option is not None:
+            kinds = ", ".join(t["name"] for t in option["deployment"]["techniques"])
+            parts.append(f"{name} is {kinds}: not the same model in quality; measure it with `membound compare`")
+    parts += _sensitivity(document["sensitivity"])
+    parts.append(_front(document))
+    return Group(*parts, *document["notes"])
+
+
+def _divided(deployment: dict[str, Any]) -> str:
+    degrees = ((name, deployment["parallel"][name]) for name in ("tp", "pp", "dp", "ep"))
+    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "whole"
+
+
+def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Table:
+    right = ("devices", "replicas", "seats", "$/h", "$/M tokens", "p99 TTFT", "p99 TPOT", "J/token")
+    table = _table(
+        f"deployments that meet the objective, by {objective}",
+        *("", "device", "devices", "replicas", "each", "seats", "$/h", "$/M tokens", "p99 TTFT", "p99 TPOT", "J/token"),
+        "by",
+        right=right,
+    )
+    for name, one in rows:
+        summary, estimate, deployment = one["summary"], one["estimate"], one["deployment"]
+        ttft = summary["ttft_s"]["p99"] if summary else estimate["ttft_p99_s"]
+        tpot = summary["tpot_s"]["p99"] if summary else estimate["tpot_p99_s"]
+        energy = one["energy_j_per_token_at_board_power"]
+        table.add_row(
+            name,
+            one["device"],
+            str(one["gpus"]),
+            str(deployment["replicas"]),
+            _divided(deployment),
+            str(deployment["max_num_seqs"]),
+            "no price" if one["usd_per_h"] is None else f"{one['usd_per_h']:.2f}",
+            "" if one["usd_per_h"] is None else f"{one['cost_usd_per_million_tokens']:.2f}",
+            "" if ttft is None else text.seconds(ttft),
+            "" if tpot is None else text.milliseconds(tpot),
+            "" if energy is None else f"{energy:.2f}",
+            "simulation" if summary else "closed form",
+        )
+    return table
+
+
+def _sensitivity(found: dict[str, Any] | None) -> Iterator[str]:
+    if found is None:
+        return
+    moved = ", ".join(f"{name} {value:+.2f}" for name, value in found["elasticity"].items())
+    binds = found["binds"] or "nothing that hardware has more of"
+    yield f"what binds: {binds} (relative change of the rate within the objective for each resource: {moved})"
+    changes = "; ".join(f"with {name}: {answer}" for name, answer in found["answer_changes"].items())
+    yield f"closed forms alone would take {found['screened_answer']}; {changes or 'a tenth more or less changes nothing'}"
+
+
+def _front(document: dict[str, Any]) -> Table:
+    first = next(iter(document["options"]))
+    points = [point for point in document["front"] if point["deployment"]["precision"] == first]
+    shown = points[:: max(1, -(-len(points) // _MOST_FRONT))]
+    table = _table(
+        f"front of precision '{first}' ({len(points)} of {len(document['front'])} points, {len(shown)} shown)",
+        *("device", "each", "batch", "tok/s a user", "tok/s a GPU", "$/M tokens", "TTFT", "meets SLO"),
+        right=("batch", "tok/s a user", "tok/s a GPU", "$/M tokens", "TTFT"),
+    )
+    for point in shown:
+        usd = point["cost_usd_per_million_tokens"]
+        table.add_row(
+            f"{point['gpus']} x {point['device']}",
+            _divided(point["deployment"]),
+            f"{point['batch']:.0f}",
+            text.digits(point["tokens_per_s_per_user"]),
+            text.digits(point["tokens_per_s_per_gpu"]),
+            "no price" if usd is None else f"{usd:.2f}",
+            text.seconds(point["ttft_s"]),
+            "yes" if point["meets_slo"] else "no",
+        )
+    return table
+
+
+def max_rate(document: dict[str, Any]) -> RenderableType:
+    """The largest rate within the objective."""
+    summary = document["summary"]
+    return (
+        f"{document['scenario']} serves {document['max_rate_rps']:.3g} requests/s within its objective: "
+        f"p99 TTFT {text.seconds(summary['ttft_s']['p99'])}, p99 TPOT {text.milliseconds(summary['tpot_s']['p99'])}"
+    )
+
+
+# --- sweep ---
+
+_SHOWN = ("output_tokens_per_s", "requests_per_s", "ttft_s", "tpot_s", "goodput_rps", "acceptance_rate")
+
+
+def sweep(document: dict[str, Any]) -> RenderableType:
+    """A row a point: its values and the metrics that matter most; the document has all."""
+    points = document["points"]
+    paths = list(points[0]["values"])
+    summaries = [point["summary"] for point in points if point["summary"] is not None]
+    metrics = [name for name in _SHOWN if any(summary.get(name) is not None for summary in summaries)]
+    names = [path.rsplit(".", 1)[-1] for path in paths]
+    title = f"{document['scenario']['name']}, by {document['by']}; p50 (p99) where there are percentiles"
+    table = _table(title, *names, *metrics, "bottleneck", right=tuple(metrics))
+    for point in points:
+        values = [str(point["values"][path]) for path in paths]
+        if point["summary"] is None:
+            table.add_row(*values, *[""] * len(metrics), f"refused: {point['reason']}")
+            continue
+        shares = point["summary"]["bottleneck_share"]
+        most = max(shares, key=shares.__getitem__)
+        cells = [_cell(name, point["summary"].get(name)) for name in metrics]
+        table.add_row(*values, *cells, f"{_BOUNDS.get(most, most)} {text.percent(shares[most])}")
+    return table
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        if value["p50"] is None:
+            return ""
+        return f"{text.seconds(value['p50'])} ({text.seconds(value['p99'])})"
+    if value is None:
+        return ""
+    return text.seconds(value) if name.endswith("_s") and not name.endswith("per_s") else text.digits(value)
