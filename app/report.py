@@ -36,7 +36,8 @@ def _step_tree(document: dict[str, Any]) -> Table:
     )
     for column in ("", "calls", "time", "share", "bound", "FLOPs", "bytes"):
         left = column in ("", "bound")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        width = 8 if column == "bound" else None
+        table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     table.add_row("step", "", *_amounts(step | {"share": 1.0, "bound": step["bottleneck"]}), style="bold")
     operators = {op["name"]: op for op in document["operators"]}
     for last_group, group in _marked(document["groups"]):
@@ -62,7 +63,7 @@ def _amounts(item: dict[str, Any]) -> tuple[str, str, str, str, str]:
         text.seconds(item["time_s"]),
         f"{item['share']:.1%}",
         _BOUNDS.get(item["bound"], item["bound"]),
-        text.flops(item["flops"]) if item["flops"] else "",
+        text.flops(item["flops"]).removesuffix("FLOP") if item["flops"] else "",
         ", ".join(part for part in (read, f"{text.moved(sent)} sent" if sent else "") if part),
     )
 

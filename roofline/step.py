@@ -170,8 +170,10 @@ class _Step:
         stored = kv.vector_bytes(latent) * shape.tokens
         made.append(elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored))
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
+            # Engines unpack the two halves once at load, so that they stay in 16 bits whatever the weights have.
+            plain = self.plan.plain
             for name, n, k in a.absorbed_linears():
-                made.append(self._linear(f"{prefix}{name}", count, decode.tokens, heads * n, k, "attention"))
+                made.append(linear(f"{prefix}{name}", count, decode.tokens, heads * n, k, plain, self.width, plain))
         made += self._mla_attention(a, count, prefix, heads)
         (output,) = (shape for shape in a.linears(self.model.hidden, tp) if shape.name == "o")
         made.append(self._linear(f"{prefix}o", count, shape.tokens, output.n, output.k, "attention"))
