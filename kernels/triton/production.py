@@ -24,7 +24,7 @@ from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_
 from membound.kernels.triton.moe_routing import route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
-from membound.kernels.triton.rope_store import rope_store
+from membound.kernels.triton.rope_store import kv_store, rope_store
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.silu_mul import silu_mul
 from membound.kernels.triton.verify_attention import verify_attention
@@ -172,6 +172,11 @@ def _rope_store(format: KvFormat) -> None:
     rope_store(_of(SEQUENCES, (32 + 16) * 128), table, table, longs, longs, kv)
 
 
+def _kv_store() -> None:
+    kv = KvBlocks.zeros("int8", 8192, BLOCK_SIZE, 8, 128, META)
+    kv_store(_of(SEQUENCES, 8, 128), _of(SEQUENCES, 8, 128), _of(SEQUENCES, dtype=torch.int64), kv)
+
+
 # Heads and widths are those of Llama-3.1-8B where no other model is named; the first of each kernel is its usual case.
 CASES: dict[str, Callable[[], None]] = {
     "decode_attention bf16": lambda: _decode("bf16", 32, 8, 128),
@@ -227,6 +232,7 @@ CASES: dict[str, Callable[[], None]] = {
     "rope_store fp8": lambda: _rope_store("fp8"),
     "rope_store int8": lambda: _rope_store("int8"),
     "rope_store int4": lambda: _rope_store("int4"),
+    "rope_store without q": _kv_store,
 }
 
 

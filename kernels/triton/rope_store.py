@@ -88,16 +88,17 @@ def rope_store_kernel(q, k, v, cos, sin, positions, slots, out, k_blocks, v_bloc
         position = tl.load(positions + token)
         cosine = tl.load(cos + position * HALF + d, mask=in_head, other=0.0)
         sine = tl.load(sin + position * HALF + d, mask=in_head, other=0.0)
-    if tile < Q_TILES:
-        head = tile * BLOCK_H + lane
-        at = q + token * q_stride + head[:, None] * (2 * HALF) + d
-        inside = (head < HEADS)[:, None] & in_head
-        first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-        to = out + (token * HEADS + head)[:, None] * (2 * HALF) + d
-        tl.store(to, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
-        tl.store(to + HALF, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
-        return
+    if HEADS > 0:  # compile time: without q there is nothing to point at
+        if tile < Q_TILES:
+            head = tile * BLOCK_H + lane
+            at = q + token * q_stride + head[:, None] * (2 * HALF) + d
+            inside = (head < HEADS)[:, None] & in_head
+            first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+            to = out + (token * HEADS + head)[:, None] * (2 * HALF) + d
+            tl.store(to, (first * cosine - second * sine).to(out.dtype.element_ty), mask=inside)
+            tl.store(to + HALF, (second * cosine + first * sine).to(out.dtype.element_ty), mask=inside)
+            return
     slot = tl.load(slots + token)
     if slot < 0:
         return
