@@ -157,15 +157,19 @@ class SteadyLoad:
 
     @cached_property
     def prompt_s(self) -> float:
-        """Seconds that a prompt adds to the steps that it joins."""
+        """Seconds that a prompt adds to the steps that it joins, with the others that join the same ones."""
+        chunk_tokens = float(self.deployment.chunk_tokens)
+        together = min(
+            max(self.batch / max(self.output_tokens, 1.0), 1.0), max(chunk_tokens // self.prompt_tokens, 1.0)
+        )
         others = StepShape.decode(max(self.batch - 1.0, 1e-3), self._context)
-        plain = self.deployment.step_s(others)
-        total, done = 0.0, 0.0
+        plain_s = self.deployment.step_s(others)
+        total_s, done = 0.0, 0.0
         while done < self.prompt_tokens:
-            chunk = min(float(self.deployment.chunk_tokens), self.prompt_tokens - done)
-            total += self.deployment.step_s(others + StepShape.prefill(1.0, chunk, done)) - plain
+            chunk = min(chunk_tokens, self.prompt_tokens - done)
+            total_s += self.deployment.step_s(others + StepShape.prefill(together, chunk, done)) - plain_s
             done += chunk
-        return max(total, 0.0)
+        return max(total_s, 0.0) / together
 
     @property
     def _others_s(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +37,8 @@ def test_a_requests_time_is_that_of_its_tokens_and_of_everybodys_prompts(concurr
 def test_more_clients_wait_longer_and_get_more_done(prompt, output, concurrency):
     one, more = (SteadyLoad(H100, c, prompt, output) for c in (concurrency, concurrency + 8))
     assert more.tpot_s >= one.tpot_s
-    assert more.output_tokens_per_s >= one.output_tokens_per_s * (1 - 1e-9)
+    # Rows are computed in whole tiles, so that a few more clients may cost a tile and give little for it.
+    assert more.output_tokens_per_s >= 0.95 * one.output_tokens_per_s
 
 
 @given(batch=st.integers(1, 64), prompt=LENGTHS, output=st.integers(1, 300))
@@ -81,7 +83,7 @@ def test_the_bare_roofs_are_never_slower_than_any_engine():
 def test_tensor_parallelism_pays_until_the_links_cost_more_than_it_saves():
     times = [with_parallel(H100, tp=tp).decode_s(1, 1000) for tp in (1, 2, 4, 8)]
     assert times[1] < times[0]
-    gains = [before / after for before, after in zip(times, times[1:], strict=False)]
+    gains = [before / after for before, after in pairwise(times)]
     assert gains[0] > gains[1] > gains[2]
 
 
