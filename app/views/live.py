@@ -22,6 +22,8 @@ from membound.app.views.session import (
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, shipped_scenarios
 
+# What a newcomer runs, and what an example of a scenario looks like.
+FIRST = "live-cpu"
 OWN = "own"
 KINDS = ("compare", "measure", "simulate")
 UPLOAD_MB = 1
@@ -43,7 +45,7 @@ def _choose(t: Translate) -> None:
     with st.container(border=True):
         left, right = st.columns([2, 3])
         with left:
-            names = [*shipped_scenarios(), OWN]
+            names = [*sorted(shipped_scenarios(), key=lambda name: name != FIRST), OWN]
             linked.seed("scenario", names, names[0])
             name = st.selectbox(
                 t("live.scenario"),
@@ -85,7 +87,7 @@ def _own_yaml(t: Translate) -> str:
         height=260,
         key="draft",
         persist_state="session",
-        placeholder=next(iter(shipped_scenarios().values())),
+        placeholder=shipped_scenarios()[FIRST],
     )
 
 
