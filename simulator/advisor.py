@@ -202,10 +202,10 @@ def _excludes(one: Technique, other: Technique) -> bool:
 
 def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float) -> Iterator[Move]:
     """Everything that can be changed in one step, where a request has `tokens` tokens."""
-    has = {technique.name: technique for technique in scenario.techniques}
-    for technique in scenario.techniques:
-        rest = tuple(other for other in scenario.techniques if other is not technique)
-        yield _technique_move(technique, "on", scenario.with_techniques(rest), scenario)
+    has = {technique.name for technique in scenario.techniques}
+    for own in scenario.techniques:
+        rest = tuple(other for other in scenario.techniques if other is not own)
+        yield _technique_move(own, "on", scenario.with_techniques(rest), scenario)
     for technique in _variants(model, hardware):
         if technique.name in has or (technique.usual and technique.name not in scenario.without):
             continue

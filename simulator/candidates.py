@@ -157,8 +157,11 @@ class Replica:
     def at_rates(self, rates: Values) -> Estimate:
         """At rates of Poisson arrivals: the batch is that at which as many end as arrive.
 
-        Of `rate` prompts a second each takes its time from decoding, so that a token takes D / (1 - rate P). The batch
-        varies as a Poisson count does; first tokens wait as in M/G/1 for prompts, and for a seat where few are free.
+        Of `rate` prompts a second each takes its time from decoding, so that a step and what prompts add to it take
+        C = D / (1 - rate P) on average. Who arrives waits for the end of a step, longer ones more often; then all who
+        came meanwhile have their prompts in one step and their first tokens at its end. The batch and the prompts
+        beside one's own vary as Poisson counts do; those that pass during an output as in a busy period (Borel), since
+        each makes it longer. Where few seats are free first tokens wait for one.
         """
         n, rate = self.lengths.output_tokens, np.asarray(rates, dtype=np.float64)
         busy = rate[:, None] * self.prompt_s
@@ -174,13 +177,15 @@ class Replica:
         used = np.minimum(rate * prompt, 0.999)
         tpot = self._at(self.decode_s, b) / (1.0 - used)
         passing = rate * n * tpot
-        tpot_p99 = self._at(self.decode_s, most) + (passing + TAIL * np.sqrt(passing)) * prompt / n
-        own = prompt * self._spread_of_prompts[0]
-        queue = used * prompt * self._spread_of_prompts[1] / (2.0 * (1.0 - used))
-        tail = np.where(used > 0.01, queue / used * np.log(np.maximum(100.0 * used, 1.0)), 0.0)
+        tpot_p99 = self._at(self.decode_s, most) + (passing + TAIL * np.sqrt(passing) / (1.0 - used)) * prompt / n
+        longest, moment = self._spread_of_prompts
+        under_way = tpot + moment * prompt**2 * rate / (1.0 - used**2)
+        waiting = (1.0 - np.exp(-b)) * (0.5 + used) * under_way
         seat, seat_p99 = self._waiting_for_a_seat(b, n * tpot)
-        ttft = self._at(self.decode_s, b) + prompt + queue + seat
-        ttft_p99 = 2.0 * self._at(self.decode_s, most) + own + tail + seat_p99
+        ttft = self._at(self.decode_s, b) + prompt + waiting + seat
+        beside = rate * 2.0 * under_way
+        own = self._at(self.decode_s, most) + (longest + beside + TAIL * np.sqrt(beside)) * prompt
+        ttft_p99 = under_way + own + seat_p99
         e2e_p99 = ttft_p99 + self._longest_output * tpot_p99
         unstable = np.where(stable, 0.0, np.inf)
         return Estimate(

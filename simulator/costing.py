@@ -48,7 +48,7 @@ class ClosedForm:
         steady = Steady(deployment, self.load)
         steady.check()
         shares = steady.shares
-        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, max(shares, key=shares.get), shares)
+        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, steady.bottleneck, shares)
 
 
 def simulated(scenario: Scenario) -> Served:

@@ -281,7 +281,7 @@ def analyse(game: StackingGame, point: dict[str, Any], error: float, conditions:
 
 def chosen_techniques(scenario: Scenario, names: Sequence[str] | None) -> tuple[Technique, ...]:
     """The techniques to stack: the scenario's, or those named, as the scenario sets them or by their defaults."""
-    known = {technique.name: technique for technique in scenario.techniques}
+    known: dict[str, Technique] = {technique.name: technique for technique in scenario.techniques}
     if names is None:
         if not known:
             raise MemboundError(
@@ -289,7 +289,7 @@ def chosen_techniques(scenario: Scenario, names: Sequence[str] | None) -> tuple[
                 f"--techniques, of {', '.join(TECHNIQUES)}"
             )
         return scenario.techniques
-    chosen = []
+    chosen: list[Technique] = []
     for name in names:
         if name not in TECHNIQUES:
             raise MemboundError(f"technique '{name}' is unknown; known are {', '.join(TECHNIQUES)}")
@@ -323,8 +323,9 @@ def points_of(
             yield _point(values, plain_engine(at_point, techniques))
         return
     base = _point({}, plain_engine(scenario, techniques))
+    wanted: Sequence[int | None] = contexts or [None]
     for batch in batches or [max(1, round(base.load.concurrency))]:
-        for context in contexts or [None]:
+        for context in wanted:
             lengths = base.load.lengths if context is None else base.load.lengths.at_context(context)
             values = {"batch": batch} | ({} if context is None else {"context": context})
             yield Point(values, _closed_loop(base.plain, batch, lengths, context), Load(float(batch), lengths))

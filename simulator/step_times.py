@@ -27,6 +27,8 @@ Column = NDArray[np.float64]
 
 # Tokens of one sequence at which steps of decode are tabulated: four to an octave.
 CONTEXTS = np.unique(np.round(2.0 ** np.arange(0, 23.01, 0.25)))
+# Numbers of sequences that are tabulated together.
+NEAR = 16
 # Tokens of a step: all small numbers, since kernels work in tiles, then every 64.
 DENSE_TOKENS = 4096
 PROMPTS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256]
@@ -54,12 +56,23 @@ class StepTimes:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
         table = self._decode.get(sequences)
         if table is None:
-            table = self._decode[sequences] = _Decode(self, sequences)
+            self._tabulate(sequences)
+            table = self._decode[sequences]
         index = min(bisect_right(table.kv_tokens, kv_tokens), len(table.kv_tokens) - 1) - 1
         at = table.kv_tokens[index]
         low, slope = table.piece(index)
         alike = 1 + int((table.kv_tokens[index + 1] - kv_tokens) // sequences)
         return low + slope * (kv_tokens - at), slope * sequences, alike
+
+    def _tabulate(self, sequences: int) -> None:
+        """Tables of this number of sequences and of those near it, which cost hardly more than one."""
+        if self.times.needs_working_set:  # caches matter: each entry is costed alone, when it is needed
+            self._decode[sequences] = _Decode(self, sequences, [None] * len(CONTEXTS))
+            return
+        near, shape = decode_grid(sequences)
+        seconds = np.broadcast_to(self.exact(shape), np.shape(shape.tokens)).reshape(len(near), -1)
+        for n, row in zip(near, seconds.tolist(), strict=True):
+            self._decode[n] = _Decode(self, n, row)
 
     def seconds(self, sums: tuple[float, ...]) -> float:
         """Seconds of any step, given the fields of its `StepShape`."""
@@ -89,15 +102,11 @@ class StepTimes:
 class _Decode:
     """Steps of decode of one number of sequences, over the tokens they attend to together."""
 
-    def __init__(self, times: StepTimes, sequences: int) -> None:
+    def __init__(self, times: StepTimes, sequences: int, seconds: list[float | None]) -> None:
         self.kv_tokens: list[float] = (CONTEXTS * sequences).tolist()
         self._times = times
         self._sequences = sequences
-        self._seconds: list[float | None] = [None] * len(self.kv_tokens)
-        if not times.times.needs_working_set:
-            n, kv_tokens = np.full(len(CONTEXTS), float(sequences)), CONTEXTS * sequences
-            seconds = times.exact(StepShape(n, n, kv_tokens, kv_tokens, n))
-            self._seconds = np.broadcast_to(seconds, n.shape).tolist()
+        self._seconds = seconds
         self._pieces: dict[int, tuple[float, float]] = {}
 
     def piece(self, index: int) -> tuple[float, float]:
@@ -111,7 +120,7 @@ class _Decode:
 
     def _at(self, index: int) -> float:
         seconds = self._seconds[index]
-        if seconds is None:  # where caches matter, each step is costed alone
+        if seconds is None:
             shape = StepShape.decode(self._sequences, self.kv_tokens[index] / self._sequences)
             seconds = self._seconds[index] = float(self._times.exact(shape))
         return seconds
@@ -138,6 +147,16 @@ class _Parts:
         self._prompts = self._prompt_grid()
         self._wait_s, self._launch_s = self._waiting()
 
+    def _tabulate(self, sequences: int) -> None:
+        """Tables of this number of sequences and of those near it, which cost hardly more than one."""
+        if self.times.needs_working_set:  # caches matter: each entry is costed alone, when it is needed
+            self._decode[sequences] = _Decode(self, sequences, [None] * len(CONTEXTS))
+            return
+        near, shape = decode_grid(sequences)
+        seconds = np.broadcast_to(self.exact(shape), np.shape(shape.tokens)).reshape(len(near), -1)
+        for n, row in zip(near, seconds.tolist(), strict=True):
+            self._decode[n] = _Decode(self, n, row)
+
     def seconds(self, sums: tuple[float, ...]) -> float:
         tokens, sequences, kv_tokens, _, rows, *prompts = sums
         device_s = self._tokens(tokens) + self._of_rows[int(rows)]
@@ -157,10 +176,12 @@ class _Parts:
         """What sequences that decode add to the time of their tokens and rows."""
         found = self._attention.get(sequences)
         if found is None:
-            n, nodes = np.full(len(CONTEXTS), float(sequences)), CONTEXTS * sequences
-            device_s = np.broadcast_to(self._times.device(StepShape(n, n, nodes, nodes, n)), n.shape)
-            rest = device_s - self._tokens(sequences) - self._of_rows[sequences]
-            found = self._attention[sequences] = (nodes.tolist(), rest.tolist())
+            near, shape = decode_grid(sequences)
+            device_s = np.broadcast_to(self._times.device(shape), np.shape(shape.tokens)).reshape(len(near), -1)
+            for n, row in zip(near, device_s, strict=True):
+                rest = row - self._tokens(n) - self._of_rows[min(n, len(self._of_rows) - 1)]
+                self._attention[n] = ((CONTEXTS * n).tolist(), rest.tolist())
+            found = self._attention[sequences]
         return _between(*found, kv_tokens)
 
     def _prompt_grid(self) -> NDArray[np.float64]:
@@ -200,6 +221,15 @@ class _Parts:
         wait_s = float(self._times.exact(large) - self._times.device(large))
         device_s = float(self._times.device(small))
         return wait_s, device_s + float(self._times.exact(small)) - device_s - wait_s
+
+
+def decode_grid(sequences: int) -> tuple[list[int], StepShape]:
+    """Numbers of sequences near one, and steps of decode of each at all contexts, one row of them after the other."""
+    first = (sequences - 1) // NEAR * NEAR + 1
+    near = list(range(first, first + NEAR))
+    n = np.repeat(np.array(near, dtype=np.float64), len(CONTEXTS))
+    kv_tokens = n * np.tile(CONTEXTS, len(near))
+    return near, StepShape(n, n, kv_tokens, kv_tokens, n)
 
 
 def _place(axis: list[int], value: float) -> tuple[int, float]:

@@ -38,28 +38,33 @@ class OpenLoop:
         self._coming = iter(requests)
         self._first = next(self._coming, None)
         self._follow_ups = _Departures()
+        self._next_s = self._soonest_s()
 
     def due(self, now_s: float) -> list[Request]:
         arrived: list[Request] = []
-        while (at_s := self.next_arrival_s()) is not None and at_s <= now_s:
+        while (at_s := self._next_s) is not None and at_s <= now_s:
             if self._first is not None and self._first.arrival_s == at_s:
                 arrived.append(self._first)
                 self._first = next(self._coming, None)
                 assert self._first is None or self._first.arrival_s >= at_s, "requests must be in order of arrival"
             else:
                 arrived.append(self._follow_ups.pop())
+            self._next_s = self._soonest_s()
         return arrived
 
     def next_arrival_s(self) -> float | None:
-        first = self._first
-        follow_up_s = self._follow_ups.next_s
-        if first is None:
-            return follow_up_s
-        return first.arrival_s if follow_up_s is None else min(first.arrival_s, follow_up_s)
+        return self._next_s
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         if (turn := _next_turn(sequence)) is not None:
             self._follow_ups.add(turn, now_s)
+            self._next_s = self._soonest_s()
+
+    def _soonest_s(self) -> float | None:
+        first, follow_up_s = self._first, self._follow_ups.next_s
+        if first is None or follow_up_s is None:
+            return follow_up_s if first is None else first.arrival_s
+        return min(first.arrival_s, follow_up_s)
 
 
 class ClosedLoopClients:

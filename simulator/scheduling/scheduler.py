@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.decoders) + len(self.prompts)
+        return len(self.decoders.members) + len(self.prompts)
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +144,9 @@ class Scheduler:
             self._make_room(preempted)
             drafts = self._draft()
         if not alone:
-            budget = self.max_batched_tokens - len(self.decoders) - sum(map(len, drafts.values()))
+            budget = self.max_batched_tokens - len(self.decoders.members)
+            if drafts:
+                budget -= sum(map(len, drafts.values()))
             prompts = self._plan_prompts(budget, joined, join=not preempted)
         if not prompts and not self.decoders.members:
             return None
@@ -167,8 +169,9 @@ class Scheduler:
         if step.decoding:
             if outcome.steps > 1:
                 self.pool.take(self.decoders.growth_over(1, outcome.steps))
-            self.pool.give(self._draft_blocks)
-            self._draft_blocks = 0
+            if self._draft_blocks:
+                self.pool.give(self._draft_blocks)
+                self._draft_blocks = 0
             members = [] if outcome.emitted is None else list(self.decoders.members.values())
             self.decoders.advance(outcome.steps)
             for sequence in members:
@@ -417,7 +420,7 @@ class Scheduler:
         preempted: tuple[int, ...],
     ) -> Step:
         decoders, pool = self.decoders, self.pool
-        members = len(decoders) if decoding else 0
+        members = len(decoders.members) if decoding else 0
         work: tuple[Work, ...] = ()
         if self.itemized:
             work = self._items(drafts) + prompts if decoding else prompts
@@ -434,8 +437,8 @@ class Scheduler:
             kv_tokens,
             prompts,
             work,
-            tuple([sequence.id for sequence in joined if sequence.clock is None]),
-            tuple([sequence.id for sequence in joined if sequence.clock is not None]),
+            tuple([sequence.id for sequence in joined if sequence.clock is None]) if joined else (),
+            tuple([sequence.id for sequence in joined if sequence.clock is not None]) if joined else (),
             preempted,
             self._moved_blocks,
             self._cached_tokens,
