@@ -247,7 +247,8 @@ def _sensitivity(found: dict[str, Any] | None) -> Iterator[str]:
     binds = found["binds"] or "nothing that hardware has more of"
     yield f"what binds: {binds} (relative change of the rate within the objective for each resource: {moved})"
     changes = "; ".join(f"with {name}: {answer}" for name, answer in found["answer_changes"].items())
-    yield f"closed forms alone would take {found['screened_answer']}; {changes or 'a tenth more or less changes nothing'}"
+    changes = changes or "a tenth more or less of an input changes nothing"
+    yield f"closed forms alone would take {found['screened_answer']}; {changes}"
 
 
 def _front(document: dict[str, Any]) -> Table:

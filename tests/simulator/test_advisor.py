@@ -1,0 +1,193 @@
+"""Does the advice name the bottleneck, rank by what it costs, and agree with the rules where they should hold?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.techniques import TECHNIQUES
+from membound.simulator.advisor import Advice, Advised, advise, quality_of, to_json
+from membound.simulator.rules import RULES
+
+
+def scenario(concurrency: int = 1, prompt: int = 512, output: int = 128, **changes: Any) -> Scenario:
+    document = {
+        "name": "advised",
+        "model": "Llama-3.1-8B",
+        "hardware": "H100-SXM5",
+        "engine": {"max_num_seqs": 512},
+        "techniques": [{"name": "continuous_batching"}],
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": concurrency},
+            "requests": 4 * concurrency,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": prompt}},
+            "output_tokens": {"kind": "fixed", "tokens": output},
+        },
+    }
+    return parse_scenario(document | changes)
+
+
+def moves(advice: Advice) -> dict[str, Advised]:
+    return {one.move.name: one for one in advice.moves}
+
+
+def rules(advice: Advice) -> dict[str, bool | None]:
+    return {one.rule.id: one.agrees for one in advice.rules}
+
+
+def gains(advice: Advice) -> list[float]:
+    return [one.gain for one in advice.moves if one.gain is not None]
+
+
+def test_the_rules_are_r0_to_r8_and_name_techniques_that_exist():
+    assert [rule.id for rule in RULES] == [f"R{number}" for number in range(9)]
+    named = {move for rule in RULES for move in rule.first_moves}
+    assert named - set(TECHNIQUES) <= {"prefix_caching", "disaggregation", "tensor_parallel"}
+    assert all(rule.source and rule.condition for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"),
+    [
+        ("Llama-3.1-8B", "H100-SXM5"),
+        ("Qwen2.5-14B", "A100-SXM4-80GB"),
+        ("Llama-2-7B", "RTX-4090"),
+        ("Qwen3-8B", "L40S"),
+    ],
+)
+def test_r1_few_sequences_want_small_weights_or_speculation(model, hardware):
+    advice = advise(scenario(2, model=model, hardware=hardware))
+    assert advice.metric == "tpot_s" and advice.situation.bottleneck == "memory_weights"
+    assert rules(advice)["R0"] and rules(advice)["R1"]
+
+
+def test_r2_waiting_requests_want_room_in_the_cache():
+    """Llama-2-7B has no grouped heads: half a megabyte a token."""
+    crowded = scenario(400, 256, 1024, model="Llama-2-7B", hardware="A100-SXM4-80GB")
+    advice = advise(crowded)
+    assert advice.metric == "output_tokens_per_s" and advice.situation.queued > 0
+    assert advice.situation.bottleneck == "memory_kv" and rules(advice)["R2"]
+    narrow = moves(advice)["kv_quantization"]
+    assert narrow.gain > 1.3 and narrow.after.batch > 1.5 * narrow.before.batch
+
+
+def test_r3_a_model_that_does_not_fit_wants_fewer_bits_the_least_loss_first():
+    advice = advise(scenario(model="Llama-3.1-70B"))
+    assert rules(advice)["R3"] and advice.now is None and not advice.situation.fits
+    fitting = [one for one in advice.moves if one.after is not None]
+    lossy = [one.move.name for one in fitting if one.move.technique is not None]
+    assert lossy == ["w8a8", "weight_quantization"]
+    assert all(one.gain is None and "makes it fit" in one.why for one in fitting)
+
+
+def test_r4_what_does_not_fit_in_four_bits_wants_more_devices():
+    advice = advise(scenario(model="Llama-3.1-405B"))
+    assert "R4" in rules(advice) and "R3" not in rules(advice)
+    wider = moves(advice)["tensor_parallel"]
+    assert wider.after is not None and wider.move.after.parallel.tp == 16
+    assert wider.move.price == "16 devices instead of 1"
+
+
+@pytest.mark.parametrize("batch", [64, 256])
+def test_r5_speculation_that_fills_the_matrix_unit_loses(batch):
+    speculating = [{"name": "continuous_batching"}, {"name": "eagle"}]
+    advice = advise(scenario(batch, techniques=speculating))
+    assert rules(advice)["R5"] is True
+    eagle = moves(advice)["eagle"]
+    assert eagle.move.state == "on" and eagle.gain < 1.0
+
+
+def test_r5_is_silent_where_speculation_pays():
+    speculating = [{"name": "continuous_batching"}, {"name": "eagle"}]
+    advice = advise(scenario(1, techniques=speculating))
+    assert "R5" not in rules(advice) and moves(advice)["eagle"].gain > 1.5
+
+
+def test_r6_wants_long_prompts_many_devices_and_a_strict_objective():
+    strict = scenario(128, 8192, 256, model="Llama-3.1-70B", parallel={"tp": 8})
+    loose = advise(strict)
+    now_s = loose.now.tpot_s
+    assert "R6" not in rules(loose)
+    advice = advise(strict.with_value("slo.tpot_s", 0.9 * now_s))
+    assert "R6" in rules(advice)
+    assert "R6" not in rules(advise(strict.with_value("slo.tpot_s", 1.1 * now_s)))
+
+
+def test_r7_conversations_keep_their_cache_and_only_a_simulation_knows_its_gain():
+    talk = {
+        "kind": "sessions",
+        "tokens": {"kind": "fixed", "tokens": 200},
+        "turns": {"kind": "fixed", "count": 4},
+        "think": {"kind": "fixed", "seconds": 0.1},
+        "system_tokens": 1000,
+    }
+    asked = scenario(4).with_value("workload.prompts", talk)
+    advice = advise(asked)
+    assert "R7" in rules(advice)
+    assert moves(advice)["prefix_caching"].gain is None and "--simulate" in moves(advice)["prefix_caching"].why
+
+
+def test_r8_holds_for_small_models_only():
+    assert "R8" in rules(advise(scenario()))
+    assert "R8" not in rules(advise(scenario(model="Qwen2.5-14B")))
+
+
+@pytest.mark.parametrize("concurrency", [1, 16, 128])
+def test_moves_are_ranked_by_their_gains_and_each_has_interval_reason_and_price(concurrency):
+    advice = advise(scenario(concurrency))
+    assert gains(advice) == sorted(gains(advice), reverse=True)
+    for one in advice.moves:
+        assert one.why
+        if one.gain is not None:
+            assert one.low < one.gain < one.high
+        assert one.move.quality.note and one.move.quality.source
+
+
+def test_what_the_engine_has_is_judged_by_leaving_it_out_and_what_it_excludes_takes_its_place():
+    has = scenario(4, techniques=[{"name": "continuous_batching"}, {"name": "int8_weights"}])
+    found = moves(advise(has))
+    assert found["int8_weights"].move.state == "on" and found["int8_weights"].gain > 1.0
+    narrow = found["weight_quantization"]
+    assert narrow.move.state == "instead" and narrow.move.instead_of == ("int8_weights",)
+    assert 1.0 < narrow.gain < moves(advise(scenario(4)))["weight_quantization"].gain
+
+
+def test_rivals_and_overlapping_gains_are_not_to_be_combined():
+    conflicts = {conflict.moves: conflict for conflict in advise(scenario(1)).conflicts}
+    overlap = conflicts["eagle", "weight_quantization"]
+    assert overlap.real < 0.9 * overlap.product and "do not multiply" in overlap.reason
+    assert any("exclude each other" in conflict.reason and "eagle" in names for names, conflict in conflicts.items())
+
+
+def test_lossless_techniques_cost_no_quality_and_fewer_bits_cost_more():
+    def rank(name: str, **fields: Any) -> int:
+        return quality_of(TECHNIQUES[name](name=name, **fields)).rank
+
+    for name, technique in TECHNIQUES.items():
+        assert (rank(name) == 0) == technique.lossless
+    bits = ("int8", "int4", "ternary")
+    ranks = [rank("weight_quantization", format=name) for name in bits]
+    assert ranks == sorted(set(ranks))
+
+
+def test_simulation_ranks_the_same_first_move():
+    loaded = scenario(4, 256, 32)
+    closed = advise(loaded)
+    run = advise(loaded, simulate=True)
+    assert closed.moves[0].move.name in [one.move.name for one in run.moves if one.gain is not None][:2]
+    assert run.by == "simulation" and run.now.tpot_s == pytest.approx(closed.now.tpot_s, rel=0.1)
+
+
+def test_the_document_has_all_of_it():
+    document = to_json(advise(scenario(64)))
+    assert {"bottleneck", "roof_seconds", "moves", "rules", "do_not_combine", "metric", "conditions"} <= set(document)
+    for move in document["moves"]:
+        assert {"move", "gain", "low", "high", "baseline", "lossless", "quality", "reason", "state"} <= set(move)
+
+
+def test_unknown_names_are_one_sentence():
+    with pytest.raises(MemboundError, match="hardware 'H1000' is unknown"):
+        advise(scenario(hardware="H1000"))

@@ -1,0 +1,228 @@
+"""Does the plan's answer hold in the simulator, is it the cheapest that does, and does it bend as it should?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.parallel import SINGLE
+from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
+from membound.simulator.candidates import Precision, Replica, parallelisms, replica_of
+from membound.simulator.planner import (
+    Deployed,
+    demand_of,
+    front_of,
+    max_rate,
+    meets,
+    pareto,
+    plan,
+    share_of,
+    simulate,
+    to_json,
+)
+from membound.simulator.run import run
+from membound.simulator.steady import Lengths
+
+DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
+
+
+def scenario(rate: float = 12.0, **changes: Any) -> Scenario:
+    document = {
+        "name": "planned",
+        "model": "Llama-3.1-8B",
+        "hardware": "H100-SXM5",
+        "engine": {"max_batched_tokens": 8192},
+        "techniques": [{"name": "continuous_batching"}],
+        "workload": {
+            "arrivals": {"kind": "poisson", "rate_rps": rate},
+            "requests": 600,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 512}},
+            "output_tokens": {"kind": "fixed", "tokens": 64},
+        },
+        "slo": {"ttft_s": 0.4, "tpot_s": 0.03},
+    }
+    return parse_scenario(document | changes)
+
+
+def replica(device: str = "H100-SXM5", prompt: float = 512, output: float = 64) -> Replica:
+    given = Precision("given", scenario().techniques, True)
+    return replica_of(scenario(), get_hardware(device), given, SINGLE, Lengths.fixed(prompt, output))
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan(scenario(), devices=DEVICES, precisions=["given"], confirm=2)
+
+
+def test_the_answer_meets_the_objective_in_the_simulator(planned):
+    best = planned.best
+    assert meets(best.summary, planned.demand.slo) and best.summary.completed >= 600
+    assert simulate(best) == best.summary
+    document = to_json(planned)["best"]
+    assert meets(run(parse_scenario(document["scenario"])).summary, planned.demand.slo)
+    assert document["gpus"] == document["deployment"]["replicas"] * document["deployment"]["gpus_per_replica"]
+
+
+def test_fewer_replicas_of_the_answer_miss_it():
+    busy = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=1)
+    best = busy.best
+    assert best.replicas > 1
+    fewer = Deployed(best.replica, best.replicas - 1, best.demand)
+    assert not meets(simulate(fewer), busy.demand.slo)
+
+
+def test_confirmed_deployments_are_in_the_order_of_their_cost(planned):
+    prices = [one.usd_per_h for one in planned.confirmed]
+    assert len(prices) == 2 and prices == sorted(prices) and planned.confirmed[0] is planned.best
+
+
+def test_the_fewest_devices_are_not_always_the_cheapest():
+    few = plan(scenario(40.0), devices=DEVICES, precisions=["given"], objective="devices", confirm=0).best
+    cheap = plan(scenario(40.0), devices=DEVICES, precisions=["given"], confirm=0).best
+    assert few.gpus <= cheap.gpus and few.usd_per_h >= cheap.usd_per_h
+
+
+def test_more_slack_never_costs_more_and_more_load_never_less():
+    def cost(asked: Scenario) -> float:
+        best = plan(asked, devices=DEVICES, precisions=["given"], confirm=0).best
+        return math.inf if best is None else best.usd_per_h
+
+    slack = [cost(scenario(40.0, slo={"ttft_s": 0.2 * by, "tpot_s": 0.015 * by})) for by in (1.0, 1.5, 2.0, 4.0)]
+    assert slack == sorted(slack, reverse=True)
+    load = [cost(scenario(rate)) for rate in (1.0, 10.0, 40.0, 160.0)]
+    assert load == sorted(load) and load[0] < load[-1]
+
+
+def test_what_nobody_can_meet_is_an_answer_with_the_nearest_miss():
+    found = plan(scenario(slo={"tpot_s": 0.0005}), devices=DEVICES, precisions=["given"])
+    assert found.best is None and to_json(found)["best"] is None
+    assert "nearest is" in found.reason and "p99 TPOT" in found.reason
+    assert found.front and not any(point.meets_slo for point in found.front)
+
+
+def test_narrower_precisions_are_options_beside_the_answer_not_the_answer():
+    asked = scenario(40.0, model="Llama-3.1-70B", slo={"ttft_s": 2.0, "tpot_s": 0.06})
+    found = plan(asked, devices=["H100-SXM5"], confirm=0)
+    assert list(found.options) == ["given", "8bit", "4bit"]
+    assert found.best.replica.precision.lossless and found.options["given"] is found.best
+    eight = found.options["8bit"]
+    assert not eight.replica.precision.lossless and eight.usd_per_h < found.best.usd_per_h
+
+
+def test_a_device_without_a_price_is_named_and_ranks_last():
+    found = plan(scenario(), devices=["H100-SXM5", "B200-SXM", "L20"], precisions=["given"], confirm=0)
+    unpriced = {name for name in ("H100-SXM5", "B200-SXM", "L20") if get_hardware(name).price is None}
+    assert set(found.unpriced) == unpriced and unpriced
+    assert found.best.usd_per_h is not None and any("no price" in note for note in found.notes)
+
+
+def test_the_front_is_not_dominated_and_cost_follows_from_price_and_rate(planned):
+    for point in planned.front:
+        for other in planned.front:
+            better_for_user = other.user_tokens_per_s > point.user_tokens_per_s
+            assert not (better_for_user and other.gpu_tokens_per_s > point.gpu_tokens_per_s)
+        price = point.replica.hardware.price_usd_per_h
+        assert point.usd_per_million_tokens == pytest.approx(price / 3600 / point.gpu_tokens_per_s * 1e6)
+    best = planned.best
+    assert best.output_tokens_per_s == pytest.approx(12.0 * 64)
+    assert best.usd_per_million_tokens == pytest.approx(best.usd_per_h / 3600 / best.output_tokens_per_s * 1e6)
+
+
+def test_a_front_without_one_of_its_devices_is_nowhere_better():
+    both = front_of([replica("H100-SXM5"), replica("L4")], demand_of(scenario()).slo)
+    alone = front_of([replica("L4")], demand_of(scenario()).slo)
+    assert pareto([*both, *alone]) == both
+
+
+@pytest.mark.parametrize(("device", "used"), [("H100-SXM5", 0.2), ("H100-SXM5", 0.7), ("L4", 0.45)])
+def test_closed_forms_of_a_rate_are_near_the_simulator(device, used):
+    """Poisson arrivals of fixed lengths, at a share of the most that a replica serves."""
+    one = replica(device)
+    rate = used * one.most_rps
+    arrivals = {"kind": "poisson", "rate_rps": rate}
+    asked = one.scenario.with_value("workload.arrivals", arrivals).with_value("workload.requests", 2000)
+    estimate, summary = one.at_rates(np.array([rate])), run(asked).summary
+    assert estimate.tpot_s[0] == pytest.approx(summary.tpot_s.mean, rel=0.1)
+    assert estimate.ttft_s[0] == pytest.approx(summary.ttft_s.mean, rel=0.15)
+    assert estimate.tpot_p99_s[0] == pytest.approx(summary.tpot_s.p99, rel=0.2)
+    assert estimate.ttft_p99_s[0] == pytest.approx(summary.ttft_s.p99, rel=0.35)
+
+
+def test_latency_grows_with_the_rate_and_ends_where_the_replica_saturates():
+    one = replica()
+    found = one.at_rates(one.most_rps * np.array([0.01, 0.3, 0.6, 0.9, 1.2]))
+    for values in (found.batch, found.tpot_s, found.tpot_p99_s, found.ttft_p99_s):
+        assert np.all(np.diff(values[:-1]) > 0) and np.isinf(values[-1])
+    assert np.all(found.tpot_s[:-1] >= one.decode_s[0])
+
+
+def test_littles_law_holds_for_the_batch_of_a_rate():
+    one = replica()
+    rates = one.most_rps * np.array([0.05, 0.4, 0.8])
+    found = one.at_rates(rates)
+    np.testing.assert_allclose(found.batch, rates * one.lengths.output_tokens * found.tpot_s, rtol=0.05)
+
+
+def test_replicas_share_the_load_and_its_requests():
+    asked = scenario(12.0).with_value("workload.requests", 6000)
+    assert share_of(asked, 4).workload.arrivals.rate_rps == pytest.approx(3.0)
+    assert share_of(asked, 4).workload.requests == 1500
+    closed = scenario().with_value("workload.arrivals", {"kind": "closed_loop", "concurrency": 10})
+    assert share_of(closed, 4).workload.arrivals.concurrency == 3
+
+
+def test_a_closed_loop_is_planned_by_its_clients():
+    asked = scenario(slo={"tpot_s": 0.02})
+    asked = asked.with_value("workload.arrivals", {"kind": "closed_loop", "concurrency": 200})
+    found = plan(asked, devices=["H100-SXM5"], precisions=["given"], confirm=1)
+    assert found.demand.concurrency == 200 and found.best is not None
+    assert meets(found.best.summary, found.demand.slo)
+
+
+def test_dense_models_have_no_experts_to_divide_and_mixtures_have():
+    h100 = get_hardware("H100-SXM5")
+    assert {(p.dp, p.ep) for p in parallelisms(resolve_model("Llama-3.1-8B"), h100)} == {(1, 1)}
+    assert any(p.ep > 1 and p.dp > 1 for p in parallelisms(resolve_model("DeepSeek-V3"), h100))
+
+
+def test_what_binds_is_a_resource_that_moves_the_rate():
+    found = plan(scenario(40.0), devices=["H100-SXM5"], precisions=["given"], confirm=0).sensitivity
+    assert found.binds in found.elasticity and found.elasticity[found.binds] > 0.1
+    assert found.elasticity["link"] == pytest.approx(0.0, abs=1e-9)
+    assert all(-0.05 <= value <= 1.5 for value in found.elasticity.values())
+
+
+def test_the_largest_rate_is_met_and_a_tenth_more_is_not():
+    asked = scenario(20.0, hardware="L4", slo={"ttft_s": 2.0, "tpot_s": 0.2})
+    rate, summary = max_rate(asked)
+    assert meets(summary, asked.slo)
+    more = asked.with_value("workload.arrivals.rate_rps", 1.1 * rate)
+    assert not meets(run(more).summary, asked.slo)
+
+
+def test_the_shipped_scenario_names_its_devices():
+    asked = load_scenario("plan-70b")
+    found = plan(asked, precisions=["given"], confirm=0)
+    assert {point.replica.hardware.name for point in found.front} <= {str(p["hardware"]) for p in asked.sweep}
+    assert found.best is not None and found.screened > 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({"slo": {}}, {}, "field 'slo' is empty"),
+        ({}, {"devices": ["H1000"]}, "hardware 'H1000' is unknown"),
+        ({}, {"precisions": ["3bit"]}, "precision '3bit' is unknown"),
+        ({}, {"precisions": ["given", "given"]}, "names that differ"),
+        ({"model": "Llama-3.1-405B"}, {"devices": ["L4"], "precisions": ["given"]}, "no device can hold the model"),
+    ],
+)
+def test_bad_input_is_one_sentence(changes, options, said):
+    with pytest.raises(MemboundError, match=said):
+        plan(scenario(**changes), **{"devices": ["H100-SXM5"], **options})

@@ -1,0 +1,231 @@
+"""Does a stack obey the laws of its arithmetic, and does it say what overlaps, what helps and what is impossible?"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise, permutations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.techniques import TECHNIQUES
+from membound.simulator.costing import Costing, Served
+from membound.simulator.stacking import Stack, StackingGame, analyse, chosen_techniques, stack, to_json
+
+NAMES = ["weight_quantization", "kv_quantization", "continuous_batching", "eagle"]
+
+
+def scenario(**changes: Any) -> Scenario:
+    document = {
+        "name": "stacked",
+        "model": "Llama-3.1-8B",
+        "hardware": "H100-SXM5",
+        "engine": {"max_num_seqs": 64},
+        "techniques": [{"name": name} for name in NAMES],
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": 8},
+            "requests": 32,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 256}},
+            "output_tokens": {"kind": "uniform", "low": 16, "high": 64},
+        },
+    }
+    return parse_scenario(document | changes)
+
+
+def pair(first: str, second: str, *, batch: int, context: int) -> float:
+    """Real gain against product, in time per output token."""
+    plain = scenario(techniques=[])
+    (found,) = stack(plain, techniques=[first, second], batches=[batch], contexts=[context], metric="tpot_s")
+    (both,) = found.pairs
+    assert both.ratio is not None and found.product is not None and found.together is not None
+    assert both.ratio == pytest.approx(found.together / found.product)
+    return both.ratio
+
+
+@pytest.fixture(scope="module")
+def stacks() -> list[Stack]:
+    return stack(scenario(), batches=[1, 64], contexts=[512, 8192])
+
+
+def test_there_is_a_stack_at_each_batch_and_context(stacks):
+    assert [s.point for s in stacks] == [{"batch": b, "context": c} for b in (1, 64) for c in (512, 8192)]
+    for found in stacks:
+        assert "Llama-3.1-8B on H100-SXM5" in found.conditions and found.members == tuple(NAMES)
+
+
+def test_shapley_shares_sum_to_the_whole_ln_gain(stacks):
+    for found in stacks:
+        assert sum(found.shapley.values()) == pytest.approx(math.log(found.together), abs=1e-12)
+
+
+def test_every_order_ends_at_the_same_gain_and_its_steps_multiply_to_it(stacks):
+    for found in stacks:
+        for order in (found.given_order, found.greedy_order, found.best_order):
+            assert order[-1].together == pytest.approx(found.together)
+            assert math.prod(step.gain for step in order) == pytest.approx(found.together)
+            for before, after in pairwise(order):
+                assert before.bottleneck_after == after.bottleneck_before
+
+
+def test_no_order_gains_more_on_its_way_than_the_best_one(stacks):
+    def on_the_way(order):
+        return sum(math.log(step.together) for step in order)
+
+    for found in stacks:
+        best = on_the_way(found.best_order)
+        assert best >= on_the_way(found.given_order) - 1e-12
+        assert best >= on_the_way(found.greedy_order) - 1e-12
+
+
+def test_the_best_subset_is_never_worse_than_all_together(stacks):
+    for found in stacks:
+        assert found.best_subset_gain >= max(1.0, found.together) - 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_two_techniques_that_save_the_same_bytes_gain_less_than_their_product(batch):
+    assert pair("weight_quantization", "sparsity_2_4", batch=batch, context=512) < 1.0
+
+
+def test_speculation_over_small_weights_gains_less_than_the_product_once_arithmetic_binds():
+    assert pair("weight_quantization", "eagle", batch=8, context=512) < 1.0
+
+
+def test_savings_of_different_bytes_make_room_for_each_other():
+    """Weights w and cache k, each a part of the time: halving both gains more than the product of halving each."""
+    assert pair("weight_quantization", "kv_quantization", batch=64, context=8192) > 1.0
+
+
+def test_four_bits_gain_most_at_batch_one_and_speculation_loses_when_arithmetic_binds():
+    few, many = stack(scenario(), batches=[1, 64], contexts=[512], metric="tpot_s")
+    gains = [{step.technique: step.gain for step in found.alone} for found in (few, many)]
+    assert gains[0]["weight_quantization"] > gains[1]["weight_quantization"] > 1.0
+    assert gains[0]["eagle"] > 1.5 and gains[1]["eagle"] < 1.0
+
+
+def test_combinations_that_exclude_each_other_are_refused_with_the_reason_and_take_no_part():
+    names = ["weight_quantization", "w8a8", "mtp", "eagle"]
+    (found,) = stack(scenario(techniques=[]), techniques=names, batches=[1])
+    alone = {step.technique: step for step in found.alone}
+    assert alone["mtp"].gain is None and "no module for multi-token prediction" in alone["mtp"].reason
+    assert alone["w8a8"].gain > 1.0
+    refused = {step.technique: step.reason for step in found.given_order if step.reason}
+    assert set(refused) == {"w8a8", "mtp"} and "at once" in refused["w8a8"]
+    assert found.members == ("weight_quantization", "eagle") == tuple(found.shapley)
+    both = {(p.first, p.second): p for p in found.pairs}["weight_quantization", "w8a8"]
+    assert both.real is None and "at once" in both.reason
+
+
+def test_a_point_at_which_the_plain_engine_does_not_fit_says_so():
+    (found,) = stack(scenario(model="Llama-3.1-70B"), batches=[1])
+    assert found.plain is None and "does not fit" in found.reason and found.alone == ()
+
+
+def test_small_weights_leave_room_for_a_larger_batch():
+    narrow = scenario(hardware="L4")
+    (found,) = stack(narrow, techniques=["weight_quantization"], batches=[64], contexts=[1024])
+    assert found.alone[0].batch > found.plain.batch
+    (rate,) = stack(
+        narrow, techniques=["weight_quantization"], batches=[64], contexts=[1024], metric="output_tokens_per_s"
+    )
+    assert rate.alone[0].gain > 1.0
+
+
+def test_the_sweep_of_the_scenario_gives_the_points():
+    swept = scenario(sweep=[{"workload.arrivals.concurrency": 1}, {"workload.arrivals.concurrency": 16}])
+    assert [s.point for s in stack(swept)] == list(swept.sweep)
+
+
+def test_simulation_and_closed_form_agree_on_a_steady_load():
+    """Fixed lengths in a closed loop: what remains is the phase of the clients."""
+    fixed = {"kind": "fixed", "tokens": 64}
+    steady = scenario().with_value("workload.output_tokens", fixed)
+    names = ["weight_quantization", "kv_quantization"]
+    (closed,) = stack(steady, techniques=names, metric="tpot_s")
+    (run,) = stack(steady, techniques=names, metric="tpot_s", simulate=True)
+    assert run.plain.tpot_s == pytest.approx(closed.plain.tpot_s, rel=0.05)
+    assert run.together == pytest.approx(closed.together, rel=0.05)
+    assert sum(run.shapley.values()) == pytest.approx(math.log(run.together))
+
+
+def test_the_document_names_baseline_metric_and_conditions(stacks):
+    document = to_json(stacks, chosen_techniques(scenario(), None))
+    first = document["stacks"][0]
+    assert {"metric", "baseline", "conditions", "together", "product", "ratio", "lossless"} <= set(first)
+    assert first["ratio"] == pytest.approx(first["together"] / first["product"])
+    for row in first["alone"]:
+        assert row["low"] < row["gain"] < row["high"] and row["baseline"]
+    assert not first["lossless"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(["fp4"], "technique 'fp4' is unknown"), (["eagle", "eagle"], "names one twice"), (None, "names no techniques")],
+)
+def test_wrong_techniques_are_one_sentence(names, said):
+    with pytest.raises(MemboundError, match=said):
+        stack(scenario(techniques=[]), techniques=names)
+
+
+# --- the game itself, on values that nobody computed ---
+
+
+def game_of(values: dict[frozenset[int], float | None], count: int) -> StackingGame:
+    """Techniques whose subsets take these times; None is impossible."""
+    techniques = [TECHNIQUES[name](name=name) for name in list(TECHNIQUES)[:count]]
+    game = StackingGame(techniques, scenario(), Costing(lambda _: pytest.fail("all values are given")), "tpot_s")
+    for subset, seconds in values.items():
+        game._served[subset] = "no" if seconds is None else Served(seconds, 1.0 / seconds, 1.0, "compute", {})
+    return game
+
+
+def subsets(count: int) -> list[frozenset[int]]:
+    return [frozenset(i for i in range(count) if bits >> i & 1) for bits in range(2**count)]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_shapley_is_the_mean_contribution_over_all_orders(data):
+    count = data.draw(st.integers(1, 4))
+    values = {subset: data.draw(st.floats(0.1, 10.0)) for subset in subsets(count)}
+    game = game_of(values, count)
+    orders = list(permutations(range(count)))
+    for member, share in game.shapley(range(count)).items():
+        total = 0.0
+        for order in orders:
+            before = frozenset(order[: order.index(member)])
+            total += math.log(values[before] / values[before | {member}])
+        assert share == pytest.approx(total / len(orders), abs=1e-9)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_impossible_subsets_are_in_no_order(data):
+    values: dict[frozenset[int], float | None] = {}
+    for subset in subsets(4):
+        seconds = data.draw(st.floats(0.1, 10.0))
+        impossible = 0 < len(subset) < 4 and data.draw(st.booleans())
+        values[subset] = None if impossible else seconds
+    game = game_of(values, 4)
+    shares, order = game.shapley(range(4)), game.best_order(range(4))
+    assert (shares is None) == (order is None)
+    if order is not None:
+        assert all(values[frozenset(order[:length])] is not None for length in range(5))
+        assert sum(shares.values()) == pytest.approx(math.log(values[frozenset()] / values[frozenset(range(4))]))
+
+
+def test_a_technique_that_never_matters_has_no_share():
+    values = {subset: 0.5 if 0 in subset else 1.0 for subset in subsets(3)}
+    shares = game_of(values, 3).shapley(range(3))
+    assert shares[0] == pytest.approx(math.log(2)) and shares[1] == shares[2] == 0.0
+
+
+def test_too_many_techniques_for_all_subsets_still_have_orders_and_a_product():
+    values = {subset: 1.0 / (1 + len(subset)) for subset in subsets(3)}
+    found = analyse(game_of(values, 3), {}, 0.1, "made up", most_factorial=2)
+    assert found.shapley is None and found.best_order is None
+    assert found.together == pytest.approx(4.0) and found.product == pytest.approx(8.0)

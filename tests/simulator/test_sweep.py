@@ -1,0 +1,141 @@
+"""Is a point of a sweep what a single run would be, whoever computes it, and do bad points leave the others alone?"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.simulator.run import run
+from membound.simulator.sweep import Workers, flat, grid, parse_axis, predicted, sweep, to_json
+
+
+def scenario(**changes: Any) -> Scenario:
+    document = {
+        "name": "swept",
+        "model": "Llama-3.1-8B",
+        "hardware": "H100-SXM5",
+        "techniques": [{"name": "continuous_batching"}],
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": 2},
+            "requests": 8,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 64}},
+            "output_tokens": {"kind": "fixed", "tokens": 16},
+        },
+    }
+    return parse_scenario(document | changes)
+
+
+AXES = [("workload.arrivals.concurrency", [1, 4]), ("hardware", ["H100-SXM5", "L4"])]
+
+
+@pytest.mark.parametrize("workers", [Workers("sequential"), Workers("loky", 2), Workers("threading", 2)])
+def test_each_point_equals_its_single_run(workers):
+    points = sweep(scenario(), AXES, workers=workers)
+    assert [point.values for point in points] == grid(AXES)
+    for point in points:
+        alone = scenario()
+        for path, value in point.values.items():
+            alone = alone.with_value(path, value)
+        assert point.summary == run(alone).summary.model_dump(mode="json") and point.reason is None
+
+
+def test_a_point_that_fails_keeps_its_reason_and_the_others_go_on():
+    axes = [("model", ["Llama-3.1-8B", "Llama-3.1-70B", "Lama"]), ("workload.requests", [2, -1])]
+    points = sweep(scenario(), axes, workers=Workers("sequential"))
+    assert [point.reason is None for point in points] == [True, False, False, False, False, False]
+    assert "does not fit" in points[2].reason and "'workload.requests' is -1" in points[3].reason
+    assert "did you mean Llama" in points[4].reason
+
+
+def test_a_path_that_is_nowhere_is_a_mistake_of_all_points():
+    with pytest.raises(MemboundError, match=r"'workload\.colour' is not in the scenario"):
+        sweep(scenario(), [("workload.colour", [1])])
+
+
+def test_one_axis_may_bring_what_another_changes():
+    axes = [("workload.arrivals", [{"kind": "poisson", "rate_rps": 1.0}]), ("workload.arrivals.rate_rps", [2, 4])]
+    points = sweep(scenario(), axes, workers=Workers("sequential"))
+    assert all(point.reason is None for point in points)
+
+
+def test_more_clients_give_more_tokens_a_second_by_closed_forms_too():
+    points = sweep(scenario(), AXES[:1], simulate=False, workers=Workers("sequential"))
+    few, many = (point.summary for point in points)
+    assert few["output_tokens_per_s"] < many["output_tokens_per_s"] and few["tpot_s"] < many["tpot_s"]
+    assert many == predicted(scenario().with_value("workload.arrivals.concurrency", 4))
+
+
+def test_closed_forms_are_near_a_steady_run():
+    many = scenario().with_value("workload.requests", 64)
+    closed, exact = predicted(many), run(many).summary
+    assert closed["tpot_s"] == pytest.approx(exact.tpot_s.mean, rel=0.1)
+    assert closed["output_tokens_per_s"] == pytest.approx(exact.output_tokens_per_s, rel=0.1)
+
+
+def test_littles_law_finds_the_concurrency_of_an_open_workload():
+    rate = 20.0
+    opened = scenario().with_value("workload.arrivals", {"kind": "poisson", "rate_rps": rate})
+    closed = predicted(opened)
+    assert closed["requests_per_s"] == pytest.approx(rate, rel=0.05)
+    in_system = closed["requests_per_s"] * (closed["ttft_s"] + 15 * closed["tpot_s"])
+    assert closed["concurrency"] == pytest.approx(in_system, rel=0.1)
+
+
+def test_progress_comes_to_its_end():
+    told: list[float] = []
+    sweep(scenario(), AXES, workers=Workers("sequential"), progress=lambda fraction, message: told.append(fraction))
+    assert told == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_axes_are_read_as_yaml():
+    assert parse_axis("a.b=1,2.5,x") == ("a.b", [1, 2.5, "x"])
+    assert parse_axis("t=[],[{name: eagle}]") == ("t", [[], [{"name": "eagle"}]])
+    assert grid([("a", [1, 2]), ("b", [3, 4])]) == [{"a": i, "b": j} for i in (1, 2) for j in (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a", "give KEY=A,B,C"), ("a=", "give KEY=A,B,C"), ("=1", "give KEY=A,B,C"), ("a=[", "YAML")]
+)
+def test_bad_axes_are_one_sentence(text, said):
+    with pytest.raises(MemboundError, match=said):
+        parse_axis(text)
+
+
+def test_an_axis_is_given_once_and_sweeps_end():
+    with pytest.raises(MemboundError, match="twice"):
+        grid([("a", [1]), ("a", [2])])
+    with pytest.raises(MemboundError, match="at most"):
+        grid([(name, range(1000)) for name in "abc"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"backend": "slurm"}, "backend is 'slurm'"),
+        ({"jobs": 0}, "jobs is 0"),
+        ({"address": "here:1"}, "is for backend ray or dask"),
+    ],
+)
+def test_workers_that_cannot_be_are_one_sentence(arguments, said):
+    with pytest.raises(MemboundError, match=said):
+        Workers(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["ray", "dask"])
+def test_a_cluster_that_is_not_installed_says_what_to_install(backend):
+    if importlib.util.find_spec(backend) is not None:
+        pytest.skip(f"{backend} is installed")
+    with pytest.raises(MemboundError, match="not installed; pip install"):
+        sweep(scenario(), AXES, workers=Workers(backend))
+
+
+def test_the_document_has_every_point_and_flat_columns():
+    points = sweep(scenario(), AXES, workers=Workers("sequential"))
+    document = to_json(scenario(), points, simulate=True)
+    assert document["by"] == "simulation" and len(document["points"]) == 4
+    columns = flat(document["points"][0]["summary"])
+    assert {"ttft_s.p99", "bottleneck_share.compute", "output_tokens_per_s"} <= set(columns)
