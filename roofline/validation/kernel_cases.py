@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from membound.roofline.efficiency import Family
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.links import link_for
-from membound.roofline.power import power_share
 from membound.roofline.shape import Count
 from membound.roofline.validation.tables import Row
 
@@ -225,16 +224,18 @@ class KernelBatch:
     def bound_s(self) -> Floats:
         """Seconds that no kernel can beat: what the cache cannot hold at full bandwidth, or the FLOPs at the full rate.
 
-        A boost clock may exceed the data sheet's by a few percent, which `CLOCK_MARGIN` allows.
+        A boost clock may exceed the data sheet's by a few percent (`CLOCK_MARGIN`), and GeForce cards double their rate
+        with fp16 accumulation, whatever the kernel did.
         """
-        zero = ("launch_s", "wave_loss", "half_streams", "tile_tokens", "pad_rows", "hop_s", "small_loss", "contention")
-        perfect = {"matrix_share": CLOCK_MARGIN / self._power_share(), "bandwidth_share": 1.0, "routing_share": 0.0}
-        roomy = self.hardware.model_copy(update={"cache_bytes": 2 * (self.hardware.cache_bytes or 0)})
-        best = replace(self, hardware=roomy)
-        return best.predict(perfect | dict.fromkeys(zero, 0.0) | {"cache_bytes_per_cycle": 1e9})
-
-    def _power_share(self) -> float:
-        return power_share(self.hardware, self.hardware.computes_in(self.dtype) or "fp16")
+        if self.family == "collective":
+            return self.amounts["bytes"] / (2.0 * CLOCK_MARGIN * self.amounts["bandwidth"])
+        hw, (moved, flops) = self.hardware, _LEAST[self.family](self)
+        dtype = hw.computes_in(self.dtype) or "fp16"
+        rate = CLOCK_MARGIN * hw.peak_flops(dtype)
+        if dtype in ("bf16", "fp16"):
+            rate *= efficiency.fp16_accumulation_gain(hw)
+        from_memory = np.maximum(moved - (hw.cache_bytes or 0), 0.0)
+        return np.maximum(from_memory / hw.bandwidth_bytes_per_s, flops / rate)
 
     def possible(self) -> NDArray[np.bool_]:
         """Rows that are not faster than physics: the others were timed on other amounts than they say, or in cache."""
@@ -273,9 +274,56 @@ def _rate(p: Mapping[str, float], batch: KernelBatch) -> float:
     return efficiency.matrix_rate(p, batch.hardware, dtype)
 
 
+def _least_gemm(batch: KernelBatch) -> tuple[Floats, Floats]:
+    a = batch.amounts
+    kept = np.where(a["sparse"] > 0, 0.5, 1.0)
+    return _gemm_bytes(batch), 2.0 * a["m"] * a["n"] * a["k"] * kept
+
+
+def _least_attention(batch: KernelBatch) -> tuple[Floats, Floats]:
+    a = batch.amounts
+    past = a["kv_len"] - a["q_len"]
+    pairs = a["batch"] * a["heads"] * (a["q_len"] * past + a["q_len"] * (a["q_len"] + 1.0) / 2.0)
+    return 2.0 * a["batch"] * a["kv_len"] * a["kv_heads"] * a["head_dim"] * a["kv_bytes"], 4.0 * a["head_dim"] * pairs
+
+
+def _least_moe(batch: KernelBatch) -> tuple[Floats, Floats]:
+    """The experts of one token at least, and of evenly spread tokens no more than chance reads."""
+    a = batch.amounts
+    elements = 3.0 * a["intermediate"] / a["tp"] * a["hidden"]
+    read = np.minimum(_by_chance(batch), a["tokens"] * a["top_k"] / a["ep"])
+    least = np.where(a["ep"] > 1, 0.0, read)
+    return least * elements * a["weight_bytes"], 2.0 * elements * a["tokens"] * a["top_k"] / a["ep"]
+
+
+def _least_elementwise(batch: KernelBatch) -> tuple[Floats, Floats]:
+    return batch.amounts["bytes"], np.zeros_like(batch.amounts["bytes"])
+
+
+_LEAST: dict[Family, Callable[[KernelBatch], tuple[Floats, Floats]]] = {
+    "gemm": _least_gemm,
+    "decode_attention": _least_attention,
+    "prefill_attention": _least_attention,
+    "moe": _least_moe,
+    "elementwise": _least_elementwise,
+}
+
+
+def _gemm_bytes(batch: KernelBatch) -> Floats:
+    a = batch.amounts
+    return a["n"] * a["k"] * a["weight_bytes"] + a["m"] * (a["k"] * a["activation_bytes"] + 2.0 * a["n"])
+
+
+def _by_chance(batch: KernelBatch) -> Floats:
+    """Distinct experts of one rank that tokens read under the table's skew."""
+    a = batch.amounts
+    rows = zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True)
+    return np.array([efficiency.distinct_experts(e, k, t, s) / ep for e, k, t, s, ep in rows], dtype=float)
+
+
 def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
-    moved = a["n"] * a["k"] * a["weight_bytes"] + a["m"] * (a["k"] * a["activation_bytes"] + 2.0 * a["n"])
+    moved = _gemm_bytes(batch)
     rate = _rate(p, batch)
     doubled = np.where(a["sparse"] > 0, efficiency.SPARSE_SPEEDUP, 1.0)
     cached = efficiency.cached_share(hw, moved) * a["warm"]
@@ -309,12 +357,7 @@ def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     local, n = a["experts"] / a["ep"], a["intermediate"] / a["tp"]
     pairs = a["tokens"] * a["top_k"] / a["ep"]
-    uniform = np.array(
-        [
-            efficiency.distinct_experts(e, k, t, s) / ep
-            for e, k, t, s, ep in zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True)
-        ]
-    )
+    uniform = _by_chance(batch)
     skewed = [
         (
             efficiency.slowest_rank(read, ep, min(read * ep, here)),

@@ -114,7 +114,8 @@ def case_of(row: Row) -> StepCase:
     parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
     deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
     prompt = _tokens(row.text("input_len"), 32.0)
-    output = _tokens(row.text("output_len"), 128.0)
+    served = row.text("metric").startswith(("throughput", "req"))
+    output = _tokens(row.text("output_len"), _DATASET_TOKENS["sharegpt"] if served else 128.0)
     if "mlperf" in row.text("source") and model.name in _MLPERF_TOKENS:
         prompt, output = _MLPERF_TOKENS[model.name]
     if "range ratio 0.8" in row.text("notes"):
@@ -206,9 +207,10 @@ def _batch(row: Row, deployment: Deployment, replicas: float, context: float) ->
 
 
 def _tpot_ms(case: StepCase) -> float:
+    emitted = _emitted(case)
     if "itl_median" in case.flags:
-        return 1e3 * case.load.median_itl_s
-    return 1e3 * (case.load.tpot_s if case.steady else case.static.tpot_s)
+        return 1e3 * case.load.median_itl_s / emitted
+    return 1e3 * (case.load.tpot_s if case.steady else case.static.tpot_s) / emitted
 
 
 def _decode_rate(case: StepCase) -> float:
