@@ -268,13 +268,16 @@ def test_gains_of_spec_bench_follow_from_its_accepted_tokens(tmp_path, monkeypat
         if row["technique"].split(": ")[1] in SPEC_BENCH
     ]
     assert len(rows) >= 7
+    errors = []
     for row in rows:
         times = times_for(get_hardware(devices[row["gpu"]]), "eager")
         accepted = float(re.search(r"accepted tokens ([\d.]+)", row["notes"])[1])
         drafting = speculation(SPEC_BENCH[row["technique"].split(": ")[1]], get_model("Llama-2-7B"), profile="eager")
         shape = StepShape.decode(1.0, 300.0)
         predicted = accepted * drafting.plain_s(times, shape) / drafting.step_s(times, shape)
-        assert predicted == pytest.approx(float(row["value"]), rel=0.25), row["technique"]
+        errors.append(abs(predicted / float(row["value"]) - 1))
+        assert errors[-1] < 0.30, row["technique"]
+    assert np.median(errors) < 0.20
 
 
 def test_medusa_accepts_what_spec_bench_counted():
