@@ -29,8 +29,9 @@ class EngineProfile(BaseModel):
 
     Of the time of other requests' prompts the `interleaved` share falls between a request's tokens: 0.5 where prompts
     go first and together, 1 where chunks join decode steps. The engine's linear kernels reach `rate_share` of the
-    matrix rate that the tables' kernels do, and with `fp16_accumulate` they take the doubled rate of GeForce cards.
-    Its kernels for quantized weights with 16-bit activations take `weight_only_s` longer to start than plain ones.
+    matrix rate that the tables' kernels do, those for quantized weights `quantized_rate_share` of that, and with
+    `fp16_accumulate` they take the doubled rate of GeForce cards. Its kernels for quantized weights with 16-bit
+    activations take `weight_only_s` longer to start than plain ones.
     `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on.
     """
 
@@ -48,6 +49,7 @@ class EngineProfile(BaseModel):
     extra_kernels: float = Field(0.0, ge=0)
     interleaved: float = Field(0.75, ge=0, le=1)
     rate_share: float = Field(1.0, gt=0, le=2)
+    quantized_rate_share: float = Field(1.0, gt=0, le=2)
     fp16_accumulate: bool = False
     weight_only_s: float = Field(0.0, ge=0)
     spread: float = Field(0.15, ge=0)

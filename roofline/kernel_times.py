@@ -161,6 +161,8 @@ class KernelTimes:
         if kernel in _WEIGHT_ONLY and self.fit("gemm", kernel).scope != self.hardware.name:
             rate *= efficiency.MIXED_INPUT_SHARE.get(self.hardware.architecture, 1.0)
         rate *= self.profile.rate_share
+        if operator.precision.width < 16:
+            rate *= self.profile.quantized_rate_share
         if self.profile.fp16_accumulate and dtype in ("bf16", "fp16"):
             rate *= efficiency.fp16_accumulation_gain(self.hardware)
         if operator.precision.sparse and dtype in self.hardware.sparse_flops:

@@ -47,6 +47,7 @@ PRIORS = {
     "weight_only_s": Prior(3e-6, 6e-6, 0.0, 5e-5),
     "extra_kernels": Prior(10.0, 20.0, 0.0, 200.0),
     "rate_share": Prior(0.9, 0.3, 0.02, 1.5),
+    "quantized_rate_share": Prior(0.8, 0.3, 0.02, 1.5),
     "interleaved": Prior(0.75, 0.2, 0.0, 1.0),
 }
 # Rows further off than this (in ln) count less and less.
@@ -66,10 +67,13 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "megatron": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
     "turbomind": (CAPTURED, {}),
     "torch-compile": (("gap_s", "step_s", "weight_only_s"), {}),
-    "exllama": (("gap_s", "step_s", "rate_share"), {"graphs": False, "launch_s": 3e-6, "fp16_accumulate": True}),
-    "autoawq": (("launch_s", "extra_kernels", "step_s", "rate_share"), {"graphs": False}),
-    "autoawq-gemv": (("launch_s", "extra_kernels", "step_s", "rate_share"), {"graphs": False}),
-    "llama.cpp": (("gap_s", "step_s", "rate_share"), {"fp16_accumulate": True}),
+    "exllama": (
+        ("gap_s", "step_s", "quantized_rate_share"),
+        {"graphs": False, "launch_s": 3e-6, "fp16_accumulate": True},
+    ),
+    "autoawq": (("launch_s", "extra_kernels", "step_s", "quantized_rate_share"), {"graphs": False}),
+    "autoawq-gemv": (("launch_s", "extra_kernels", "step_s", "quantized_rate_share"), {"graphs": False}),
+    "llama.cpp": (("gap_s", "step_s", "rate_share", "quantized_rate_share"), {"fp16_accumulate": True}),
     "mlc": (("gap_s", "step_s"), {}),
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
 }
