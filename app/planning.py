@@ -115,6 +115,9 @@ def plan(
     confirm: Annotated[
         int, typer.Option(min=0, max=50, help="deployments that the simulator confirms; 0 for closed forms alone")
     ] = 3,
+    disaggregate: Annotated[
+        bool, typer.Option(help="also with prompts and outputs on engines of their own, where something is confirmed")
+    ] = True,
     most_rate: Annotated[
         bool, typer.Option("--max-rate", help="instead: the most that the scenario's own deployment serves in time")
     ] = False,
@@ -143,6 +146,7 @@ def plan(
                 precisions=_names(precision, "--precision"),
                 objective=aim,
                 confirm=confirm,
+                disaggregate=disaggregate,
                 workers=None if jobs is None and backend == "loky" else _workers(backend, jobs, address),
                 progress=listener.progress,
             )

@@ -135,21 +135,14 @@ def advice(document: dict[str, Any]) -> RenderableType:
         + ", ".join(f"{_BOUNDS.get(bound, bound)} {text.seconds(value)}" for bound, value in seconds.items() if value)
         + f"; the bottleneck is {_BOUNDS.get(document['bottleneck'], document['bottleneck'])}"
     )
-    table = _table(
-        "moves by gain",
-        "move",
-        names[metric],
-        "interval",
-        names[other],
-        "then bound by",
-        "price",
-        "why",
-        right=(names[metric], names[other]),
-    )
+    waits = document["situation"]["overload_rps"]
+    if waits:
+        parts.append(f"{waits:.3g} requests a second arrive beyond what it serves: the queue grows without end")
+    columns = ("move", names[metric], "interval", names[other], "then bound by", "price")
+    table = _table("moves by gain", *columns, right=(names[metric], names[other]))
     for move in document["moves"]:
         instead = f" instead of {', '.join(move['instead_of'])}" if move["instead_of"] else ""
         state = " (has it)" if move["state"] == "on" else instead
-        price = ", ".join(filter(None, (move["price"], "" if move["lossless"] else move["quality"]["note"])))
         after = move["bottleneck_after"]
         table.add_row(
             move["title"] + state,
@@ -157,10 +150,10 @@ def advice(document: dict[str, Any]) -> RenderableType:
             _interval(move),
             _gain(move["other_gain"]),
             _BOUNDS.get(after, after) if after else "",
-            price or "none",
-            move["reason"],
+            move["price"] or ("lossless" if move["lossless"] else "quality"),
         )
     parts.append(table)
+    parts += [_why(move) for move in document["moves"]]
     parts += [_rule(rule) for rule in document["rules"]]
     for conflict in document["do_not_combine"]:
         numbers = ""
@@ -168,6 +161,11 @@ def advice(document: dict[str, Any]) -> RenderableType:
             numbers = f" ({text.gain(conflict['real'])}, not {text.gain(conflict['product'])})"
         parts.append(f"not both: {' and '.join(conflict['moves'])}: {conflict['reason']}{numbers}")
     return Group(*parts)
+
+
+def _why(move: dict[str, Any]) -> str:
+    quality = "" if move["lossless"] else f"; its price: {move['quality']['note']}"
+    return f"{move['title']}: {move['reason']}{quality}"
 
 
 def _rule(rule: dict[str, Any]) -> str:
@@ -210,6 +208,12 @@ def _divided(deployment: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "whole"
 
 
+def _pools(deployment: dict[str, Any]) -> str:
+    """`4`, or `1 + 3` where the first compute prompts and the others outputs."""
+    pools = deployment["disaggregation"]
+    return f"{pools['prefill_engines']} + {pools['decode_engines']}" if pools else str(deployment["replicas"])
+
+
 def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Table:
     right = ("devices", "replicas", "seats", "$/h", "$/M tokens", "p99 TTFT", "p99 TPOT", "J/token")
     table = _table(
@@ -227,7 +231,7 @@ def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Tabl
             name,
             one["device"],
             str(one["gpus"]),
-            str(deployment["replicas"]),
+            _pools(deployment),
             _divided(deployment),
             str(deployment["max_num_seqs"]),
             "no price" if one["usd_per_h"] is None else f"{one['usd_per_h']:.2f}",

@@ -270,13 +270,14 @@ def advise(
     deployment = deployment_of(scenario, model, hardware)
     load = load_of(scenario, deployment)
     situation = situation_of(scenario, deployment, load)
-    metric = metric or ("output_tokens_per_s" if situation.queued > 0 else "tpot_s")
+    metric = metric or ("output_tokens_per_s" if situation.waits else "tpot_s")
     error = times_for(hardware, scenario.engine.profile).relative_error
 
     costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(load))
     moves = list(moves_of(scenario, model, hardware, load.lengths.prompt_tokens + load.lengths.output_tokens))
     costing.ahead([end for move in moves for end in (move.before, move.after) if end], progress)
-    advised = sorted((_advised(move, costing, metric, error) for move in moves), key=_by_gain)
+    prompts = situation.prompt_share
+    advised = sorted((_advised(move, costing, metric, error, prompts) for move in moves), key=_by_gain)
     now = costing.served(scenario)
     return Advice(
         scenario,
@@ -299,7 +300,7 @@ def _by_gain(advised: Advised) -> tuple[Any, ...]:
     return (1, advised.move.quality.rank, advised.after.tpot_s) if advised.after else (2, advised.move.quality.rank)
 
 
-def _advised(move: Move, costing: Costing, metric: GainMetric, error: float) -> Advised:
+def _advised(move: Move, costing: Costing, metric: GainMetric, error: float, prompt_share: float) -> Advised:
     if move.after is None:
         return Advised(move, None, None, None, None, None, None, move.reason or "")
     before, after = costing.served(move.before), costing.served(move.after)
@@ -309,7 +310,7 @@ def _advised(move: Move, costing: Costing, metric: GainMetric, error: float) -> 
         return Advised(move, None, None, None, None, None, after, f"makes it fit: without it, {before}")
     other: GainMetric = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
     gain = after.better(before, metric)
-    why = _why(move, before, after)
+    why = _why(move, before, after, prompt_share)
     return Advised(move, gain, after.better(before, other), gain / (1 + error), gain * (1 + error), before, after, why)
 
 
@@ -326,9 +327,11 @@ _FASTER_ARITHMETIC = ("w8a8", "sparsity_2_4")
 _TARGETS = {"weights": "memory_weights", "kv": "memory_kv"}
 
 
-def _why(move: Move, before: Served, after: Served) -> str:
+def _why(move: Move, before: Served, after: Served, prompt_share: float) -> str:
     """One sentence with the numbers that make the gain what it is."""
-    binds = f"{_BOUND_WORDS[before.bottleneck]} is {before.shares[before.bottleneck]:.0%} of the time"
+    binds = f"{_BOUND_WORDS[before.bottleneck]} is {before.shares[before.bottleneck]:.0%} of a decode step"
+    if prompt_share >= 0.5 and (move.technique is None or move.technique.name in _FASTER_ARITHMETIC):
+        return f"prompts, which arithmetic binds, take {prompt_share:.0%} of the time; {binds}"
     if after.batch > 1.05 * before.batch:
         return f"{binds}; memory holds {after.batch:.0f} sequences instead of {before.batch:.0f}"
     technique = move.technique
@@ -336,7 +339,7 @@ def _why(move: Move, before: Served, after: Served) -> str:
         target = _TARGETS[technique.layer]
         if technique.name in _FASTER_ARITHMETIC and before.shares["compute"] > before.shares[target]:
             target = "compute"
-        share = f"{_BOUND_WORDS[target]} is {before.shares[target]:.0%} of the time"
+        share = f"{_BOUND_WORDS[target]} is {before.shares[target]:.0%} of a decode step"
         same = "the largest part" if before.bottleneck == target else f"while {binds}"
         return f"{share}, {same}"
     if technique is not None and technique.layer == "steps":
@@ -366,6 +369,7 @@ def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Lo
         seconds=roof_seconds(deployment, steady.batch, lengths.context),
         fits=fits,
         fits_in_4_bits=_fits_in_4_bits(scenario, deployment, whole),
+        overload_rps=load.overload_rps,
         queued=max(0.0, load.concurrency - steady.batch),
         limited_by_cache=deployment.largest_batch(lengths.context) <= steady.batch + 1.0,
         ridge_tokens=_ridge_tokens(hardware),
@@ -454,7 +458,8 @@ def _followed(situation: Situation, advised: Sequence[Advised]) -> Iterator[Foll
         if not rule.holds(situation):
             continue
         wanted = attacks(situation.bottleneck) if rule.id == "R0" else rule.first_moves
-        agrees = bool(set(wanted) & set(best)) if wanted and best else None
+        known = set(wanted) & {one.move.name for one in costed}
+        agrees = bool(known & set(best)) if known else None
         if rule.id == "R5":
             slower = [gains[one.name] < 1.0 for one in losing_drafts(situation) if one.name in gains]
             agrees = all(slower) if slower else None
@@ -523,6 +528,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
             "batch": situation.batch,
             "fits": situation.fits,
             "queued": situation.queued,
+            "overload_rps": situation.overload_rps,
             "ridge_tokens": situation.ridge_tokens,
             "prompts_per_output": situation.prompts_per_output,
             "prompt_share": situation.prompt_share,

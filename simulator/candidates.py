@@ -228,6 +228,29 @@ class Replica:
         first_bad = int(np.argmin(good)) if not good.all() else len(good)
         return float(loads[first_bad - 1])
 
+    def pools(self, demand: Demand) -> tuple[int, int] | None:
+        """The fewest engines for prompts and for outputs with which the means meet the objective; None where none do.
+
+        Engines that only decode have no prompts between their tokens; those for prompts must keep up with the rate.
+        """
+        if demand.rate_rps is None:
+            return None
+        decode = self._decoding.replicas(_without_first_tokens(demand), tails=False)
+        own_s = float(self.decode_s[0] + self.prompt_s[0])
+        if decode is None or (demand.slo.ttft_s is not None and own_s > demand.slo.ttft_s):
+            return None
+        return max(1, math.ceil(demand.rate_rps * float(self.prompt_s[0]))), decode
+
+    def most_of_pools(self, demand: Demand, prompt_engines: int, decode_engines: int) -> float:
+        """The most requests a second that pools of so many engines serve; the smaller of the two."""
+        decode = self._decoding.most_load(_without_first_tokens(demand), tails=False)
+        return min(prompt_engines / float(self.prompt_s[0]), decode_engines * decode)
+
+    @property
+    def _decoding(self) -> Replica:
+        """An engine that has no prompts to compute."""
+        return replace(self, prompt_s=np.zeros(len(self.batches)))
+
     def replicas(self, demand: Demand, *, tails: bool) -> int | None:
         """How many of it meet the objective together; None where no number does."""
         most = self.most_load(demand, tails=tails)
@@ -265,6 +288,11 @@ class Replica:
         chance = used ** (math.sqrt(2.0 * (seats + 1.0)) - 1.0)
         each = request_s / (seats * (1.0 - used))
         return chance * each, np.where(chance > 0.01, each * np.log(np.maximum(100.0 * chance, 1.0)), 0.0)
+
+
+def _without_first_tokens(demand: Demand) -> Demand:
+    """What is asked of engines that only decode."""
+    return replace(demand, slo=demand.slo.model_copy(update={"ttft_s": None}))
 
 
 def replica_of(

@@ -29,6 +29,7 @@ FEWEST_REQUESTS = 600
 MOST_REQUESTS = 4000
 # Simulations of one precision's search at most.
 MOST_RUNS = 60
+MOST_POOL_RUNS = 16
 PERTURBED = 0.1
 Progress = Callable[[float, str], None]
 
@@ -41,17 +42,27 @@ def _silent(fraction: float, message: str) -> None:
 class Deployed:
     """So many of a replica: screened with the tails that closed forms expect, and simulated where `summary` is there.
 
-    The summary is that of one replica with its share of the load.
+    The summary is that of one replica with its share of the load. With `prompt_engines` so many more replicas compute
+    the prompts, the `replicas` only decode, and the summary is that of all.
     """
 
     replica: Replica
     replicas: int
     demand: Demand
     summary: Summary | None = None
+    prompt_engines: int = 0
 
     @property
     def gpus(self) -> int:
-        return self.replicas * self.replica.devices
+        return (self.replicas + self.prompt_engines) * self.replica.devices
+
+    @property
+    def scenario(self) -> Scenario:
+        """What the simulator serves: a replica with its share, or both pools with everything."""
+        if not self.prompt_engines:
+            return share_of(self.replica.scenario, self.replicas)
+        pools = {"prefill_engines": self.prompt_engines, "decode_engines": self.replicas}
+        return share_of(self.replica.scenario, 1).with_value("engine.disaggregation", pools)
 
     @property
     def usd_per_h(self) -> float | None:
@@ -271,10 +282,10 @@ def _denser(scenario: Scenario, by: float) -> dict[str, Any]:
 
 
 def simulate(deployed: Deployed) -> Summary:
-    """One of the replicas with its share of the load, served by the simulator."""
+    """One of the replicas with its share of the load, or both pools with all of it, served by the simulator."""
     from membound.simulator.run import run
 
-    return run(share_of(deployed.replica.scenario, deployed.replicas)).summary
+    return run(deployed.scenario).summary
 
 
 def meets(summary: Summary, slo: Slo) -> bool:
@@ -307,11 +318,46 @@ class _Search:
             if self.runs >= MOST_RUNS or self._ranks_lower(least):
                 break
             progress(index / len(bounds), f"simulating {_name_of(least.replica)}")
-            found = self._fewest(least)
-            if found is not None:
-                self.confirmed.append(found)
-                self.confirmed.sort(key=lambda deployed: deployed.rank(self.objective))
+            self._keep(self._fewest(least))
         return self.confirmed[: self.wanted]
+
+    def among_pools(self, replicas: Sequence[Replica], progress: Progress) -> list[Deployed]:
+        """The same with prompts and outputs on engines of their own, beside what was found before."""
+        bounds = []
+        for one in replicas:
+            pools = one.pools(self.demand) if one.hardware.scale_out is not None else None
+            if pools is not None:
+                bounds.append(Deployed(one, pools[1], self.demand, prompt_engines=pools[0]))
+        bounds.sort(key=lambda deployed: deployed.rank(self.objective))
+        most_runs = self.runs + MOST_POOL_RUNS
+        for index, tried in enumerate(bounds):
+            if self.runs >= most_runs or self._ranks_lower(tried):
+                break
+            progress(index / len(bounds), f"simulating pools of {_name_of(tried.replica)}")
+            self._keep(self._balanced(tried, most_runs))
+        return self.confirmed[: self.wanted]
+
+    def _keep(self, found: Deployed | None) -> None:
+        if found is not None:
+            self.confirmed.append(found)
+            self.confirmed.sort(key=lambda deployed: deployed.rank(self.objective))
+
+    def _balanced(self, least: Deployed, most_runs: int) -> Deployed | None:
+        """Both pools from their fewest on: the one that holds the objective up gets another engine."""
+        slo, deployed = self.demand.slo, least
+        while self.runs < most_runs:
+            tried = self._tried(deployed)
+            if tried is None or tried.summary is None:
+                return None
+            if self._good(tried):
+                return tried
+            late = tried.summary.ttft_s.p99
+            prompts_hold_up = slo.ttft_s is not None and late is not None and late > slo.ttft_s
+            if prompts_hold_up:
+                deployed = replace(deployed, prompt_engines=deployed.prompt_engines + 1)
+            else:
+                deployed = replace(deployed, replicas=deployed.replicas + 1)
+        return None
 
     def _ranks_lower(self, deployed: Deployed) -> bool:
         if len(self.confirmed) < self.wanted:
@@ -385,11 +431,11 @@ _RESOURCES: dict[str, Callable[[HardwareSpec, float], HardwareSpec]] = {
 def sensitivity_of(best: Deployed, replicas: Sequence[Replica], objective: Objective) -> Sensitivity:
     """What the best deployment's rate depends on, and which inputs would change the answer of the closed forms."""
     replica, demand = best.replica, best.demand
-    before = replica.most_load(demand, tails=True) or replica.most_load(demand, tails=False)
+    before = _most(best, replica)
     elasticity = {}
     for name, scaled in _RESOURCES.items():
         changed = _rebuilt(replica, scaled(replica.hardware, 1.0 + PERTURBED))
-        after = changed.most_load(demand, tails=True) or changed.most_load(demand, tails=False)
+        after = _most(best, changed)
         elasticity[name] = (after / before - 1.0) / PERTURBED if before > 0 else 0.0
     answer = _screened_best(replicas, demand, objective)
     changes = {}
@@ -398,6 +444,14 @@ def sensitivity_of(best: Deployed, replicas: Sequence[Replica], objective: Objec
         if _place(other) != _place(answer):
             changes[name] = _said(other)
     return Sensitivity(elasticity, _said(answer), changes)
+
+
+def _most(deployed: Deployed, replica: Replica) -> float:
+    """The most load that the deployment serves within the objective if this is its replica."""
+    demand, prompts = deployed.demand, deployed.prompt_engines
+    if prompts:
+        return replica.most_of_pools(demand, prompts, deployed.replicas)
+    return replica.most_load(demand, tails=True) or replica.most_load(demand, tails=False)
 
 
 def _said(deployed: Deployed | None) -> str:
@@ -444,10 +498,14 @@ def plan(
     precisions: Sequence[str] = PRECISIONS,
     objective: Objective = "cost",
     confirm: int = 3,
+    disaggregate: bool = True,
     workers: Workers | None = None,
     progress: Progress = _silent,
 ) -> Plan:
     """The cheapest (or smallest) deployment that meets the scenario's objective, with `confirm` of them simulated.
+
+    Deployments with prompts and outputs on engines of their own are among them where `disaggregate`: closed forms say
+    too little of them, so that they take part only where something is simulated.
 
     Where nothing meets it, `best` is None and `reason` says by how much the nearest misses. Raises MemboundError where
     the scenario asks for nothing, or names something unknown.
@@ -477,6 +535,8 @@ def plan(
         if confirm:
             search = _Search(demand, objective, confirm if index == 0 else 1)
             listed = search.among(pool, tell)
+            if disaggregate:
+                listed = search.among_pools(pool, tell)
             runs += search.runs
         else:
             only = _screened_best(pool, demand, objective)
@@ -588,14 +648,14 @@ def to_json(found: Plan) -> dict[str, Any]:
     }
 
 
-def _parts(replica: Replica) -> dict[str, Any]:
+def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     scenario = replica.scenario
     return {
         "precision": replica.precision.name,
         "lossless": replica.precision.lossless,
         "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
         "parallel": replica.parallel.model_dump(),
-        "gpus_per_replica": replica.devices,
+        "gpus_per_replica": replica.devices * engines,
         "max_num_seqs": scenario.engine.max_num_seqs,
         "max_batched_tokens": scenario.engine.max_batched_tokens,
     }
@@ -605,21 +665,24 @@ def _deployed_json(deployed: Deployed | None) -> dict[str, Any] | None:
     if deployed is None:
         return None
     replica, demand = deployed.replica, deployed.demand
-    estimate = replica.at(demand, np.array([demand.amount / deployed.replicas]))
+    pools = deployed.prompt_engines
+    estimate = None if pools else replica.at(demand, np.array([demand.amount / deployed.replicas]))._asdict()
     price = replica.hardware.price
+    parts = _parts(replica, pools + deployed.replicas if pools else 1)
+    ratio = {"prefill_engines": pools, "decode_engines": deployed.replicas} if pools else None
     return {
         "device": replica.hardware.name,
         "gpus": deployed.gpus,
-        "deployment": {"replicas": deployed.replicas, **_parts(replica)},
+        "deployment": {"replicas": 1 if pools else deployed.replicas, **parts, "disaggregation": ratio},
         "summary": None if deployed.summary is None else deployed.summary.model_dump(mode="json"),
-        "estimate": {name: _finite(float(value[0])) for name, value in estimate._asdict().items()},
+        "estimate": estimate and {name: _finite(float(value[0])) for name, value in estimate.items()},
         "requests_per_s": deployed.requests_per_s,
         "output_tokens_per_s": deployed.output_tokens_per_s,
         "usd_per_h": deployed.usd_per_h,
         "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
         "price": None if price is None else price.model_dump(mode="json"),
         "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
-        "scenario": share_of(replica.scenario, deployed.replicas).model_dump(mode="json"),
+        "scenario": deployed.scenario.model_dump(mode="json"),
     }
 
 

@@ -37,6 +37,7 @@ class Situation:
     fits: bool
     fits_in_4_bits: bool
     queued: float
+    overload_rps: float
     limited_by_cache: bool
     ridge_tokens: float
     weight_bits: float
@@ -49,6 +50,11 @@ class Situation:
     reuses_cache: bool
     has_experts: bool
     drafting: tuple[Drafting, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether more is asked than is served at once."""
+        return self.queued > 0 or self.overload_rps > 0
 
     @property
     def bottleneck(self) -> str:
@@ -123,8 +129,12 @@ RULES: tuple[Rule, ...] = (
         "requests wait, and the KV cache limits the batch",
         "continuous batching, a paged and quantized KV cache, a prefix cache",
         ("continuous_batching", "kv_quantization", "weight_quantization", "prefix_caching"),
-        lambda s: s.fits and s.queued > 0 and s.limited_by_cache,
-        lambda s: f"{s.queued:.0f} requests wait while memory holds {s.batch:.0f}",
+        lambda s: s.fits and s.waits and s.limited_by_cache,
+        lambda s: (
+            f"{s.queued:.0f} requests wait while memory holds {s.batch:.0f}"
+            if s.queued
+            else f"{s.overload_rps:.3g} requests a second come beyond what {s.batch:.0f} at once can be served"
+        ),
     ),
     Rule(
         "R3",

@@ -88,10 +88,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Load:
-    """`concurrency` clients, each with one request of these lengths under way."""
+    """`concurrency` clients, each with one request of these lengths under way.
+
+    Of an open workload `overload_rps` requests a second arrive beyond what all seats together serve.
+    """
 
     concurrency: float
     lengths: Lengths
+    overload_rps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -298,8 +302,8 @@ def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
         return Steady(deployment, Load(concurrency, lengths)).output_tokens_per_s / lengths.output_tokens
 
     low, high = 1.0, seats
-    if served(high) <= rate:
-        return Load(high, lengths)
+    if (most := served(high)) <= rate:
+        return Load(high, lengths, rate - most)
     if served(low) >= rate:
         return Load(low, lengths)
     while high - low > 0.01 * low:

@@ -70,11 +70,24 @@ def test_the_answer_meets_the_objective_in_the_simulator(planned):
 
 
 def test_fewer_replicas_of_the_answer_miss_it():
-    busy = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=1)
+    busy = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=1, disaggregate=False)
     best = busy.best
     assert best.replicas > 1
     fewer = Deployed(best.replica, best.replicas - 1, best.demand)
     assert not meets(simulate(fewer), busy.demand.slo)
+
+
+def test_pools_for_prompts_and_outputs_are_chosen_where_they_are_cheaper():
+    """Long prompts behind a strict time per token: others' prompts would break it (DistServe, OSDI 2024)."""
+    asked = load_scenario("plan-70b").with_value("workload.requests", 600)
+    options = {"devices": ["H200-SXM"], "precisions": ["given"], "confirm": 1}
+    both, without = plan(asked, **options), plan(asked, disaggregate=False, **options)
+    best = to_json(both)["best"]
+    assert without.best.prompt_engines == 0 and both.best.usd_per_h < without.best.usd_per_h
+    pools = best["deployment"]["disaggregation"]
+    engines = pools["prefill_engines"] + pools["decode_engines"]
+    assert best["gpus"] == engines * both.best.replica.devices == best["deployment"]["gpus_per_replica"]
+    assert meets(run(parse_scenario(best["scenario"])).summary, both.demand.slo)
 
 
 def test_confirmed_deployments_are_in_the_order_of_their_cost(planned):
