@@ -147,16 +147,6 @@ class _Parts:
         self._prompts = self._prompt_grid()
         self._wait_s, self._launch_s = self._waiting()
 
-    def _tabulate(self, sequences: int) -> None:
-        """Tables of this number of sequences and of those near it, which cost hardly more than one."""
-        if self.times.needs_working_set:  # caches matter: each entry is costed alone, when it is needed
-            self._decode[sequences] = _Decode(self, sequences, [None] * len(CONTEXTS))
-            return
-        near, shape = decode_grid(sequences)
-        seconds = np.broadcast_to(self.exact(shape), np.shape(shape.tokens)).reshape(len(near), -1)
-        for n, row in zip(near, seconds.tolist(), strict=True):
-            self._decode[n] = _Decode(self, n, row)
-
     def seconds(self, sums: tuple[float, ...]) -> float:
         tokens, sequences, kv_tokens, _, rows, *prompts = sums
         device_s = self._tokens(tokens) + self._of_rows[int(rows)]

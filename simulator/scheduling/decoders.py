@@ -83,9 +83,9 @@ class Decoders:
                 if (grown := self.growth(step))
             )
         later = np.arange(1, outcome.steps)
-        grown = np.asarray(self._phases)[(1 - self.steps - later) % self._block_size]
+        blocks = np.asarray(self._phases)[(1 - self.steps - later) % self._block_size]
         before_s = later * (outcome.first_s + outcome.slope_s * (later - 1) / 2)
-        return float(np.sum(grown * (outcome.time_s - before_s)))
+        return float(np.sum(blocks * (outcome.time_s - before_s)))
 
     def steps_to_first_end(self) -> int:
         """Steps until the next member ends."""

@@ -6,7 +6,7 @@ grows with its requests, not with its tokens. The sums over rows, and so the sum
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -32,6 +32,7 @@ REQUEST_COLUMNS = (
     "service_class",
     "completed",
 )
+_STEP_ROW, _REQUEST_ROW = (struct.Struct(f"{len(names)}d").pack for names in (COUNTED_COLUMNS, REQUEST_COLUMNS))
 _COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class")
 
 # Rows whose bounds are worked out together, and rows that are kept at most.
@@ -61,9 +62,9 @@ class Recorder:
         self.bounds = bounds
         self._observer = observer
         self._keep_plans = keep_plans
-        self._rows = array("d")
+        self._rows = bytearray()
         self._tables: list[NDArray[np.float64]] = []
-        self._requests = array("d")
+        self._requests = bytearray()
         # Who decodes: those that have emitted nothing since they joined, with the time of their last token, and others.
         self._joined: dict[int, float] = {}
         self._decoding: set[int] = set()
@@ -136,7 +137,7 @@ class Recorder:
         for recorder in recorders:
             recorder._flush()
             whole._tables += recorder._tables
-            whole._requests.extend(recorder._requests)
+            whole._requests += recorder._requests
             whole.itl_s.extend(recorder.itl_s)
             whole.outputs |= recorder.outputs
             whole.rejections |= recorder.rejections
@@ -224,33 +225,31 @@ class Recorder:
         grown = step.decoding * (outcome.steps - 1) / 2  # the mean step of equal ones attends to so many tokens more
         per_s = 1 / outcome.time_s if outcome.time_s > 0 else 0.0
         accepted = emitted - step.decoding - sum([work.emits for work in step.prompts]) if drafted else 0
-        self._rows.extend(
-            (
-                start_s,
-                time_s,
-                outcome.steps,
-                drafted,
-                accepted,
-                emitted,
-                step.moved_blocks,
-                step.cached_tokens,
-                usage[0] * per_s,
-                usage[1] * per_s,
-                tokens,
-                sequences,
-                kv_tokens + grown,
-                attended + grown,
-                *others,
-            )
+        self._rows += _STEP_ROW(
+            start_s,
+            time_s,
+            outcome.steps,
+            drafted,
+            accepted,
+            emitted,
+            step.moved_blocks,
+            step.cached_tokens,
+            usage[0] * per_s,
+            usage[1] * per_s,
+            tokens,
+            sequences,
+            kv_tokens + grown,
+            attended + grown,
+            *others,
         )
-        if self.bounds and len(self._rows) >= _CHUNK * len(COUNTED_COLUMNS):
+        if self.bounds and len(self._rows) >= _CHUNK * 8 * len(COUNTED_COLUMNS):
             self._flush()
 
     def _flush(self) -> None:
         if not self._rows:
             return
-        table = np.array(self._rows).reshape(-1, len(COUNTED_COLUMNS))
-        del self._rows[:]
+        table = np.frombuffer(bytes(self._rows), dtype=np.float64).reshape(-1, len(COUNTED_COLUMNS))
+        self._rows.clear()
         if self.bounds:
             columns = dict(zip(COUNTED_COLUMNS, table.T, strict=True))
             shares = self.bounds(StepShape(**{name: columns[name] for name in SHAPE_COLUMNS}))
@@ -261,19 +260,17 @@ class Recorder:
             self._tables = [_joined_rows(np.concatenate(self._tables))]
 
     def _request(self, sequence: Sequence, finished_s: float, completed: float) -> None:
-        self._requests.extend(
-            (
-                sequence.id,
-                sequence.request.arrival_s,
-                NAN if sequence.admitted_s is None else sequence.admitted_s,
-                NAN if sequence.first_token_s is None else sequence.first_token_s,
-                finished_s,
-                sequence.request.prompt_tokens,
-                sequence.emitted,
-                sequence.preemptions,
-                sequence.service_class,
-                completed,
-            )
+        self._requests += _REQUEST_ROW(
+            sequence.id,
+            sequence.request.arrival_s,
+            NAN if sequence.admitted_s is None else sequence.admitted_s,
+            NAN if sequence.first_token_s is None else sequence.first_token_s,
+            finished_s,
+            sequence.request.prompt_tokens,
+            sequence.emitted,
+            sequence.preemptions,
+            sequence.service_class,
+            completed,
         )
 
 
