@@ -205,7 +205,7 @@ class LiveObserver:
     def __call__(self, step: Step, outcome: Outcome, end_s: float) -> None:
         self.listener.check_cancelled()
         self.steps += 1
-        for sequence, emitted in outcome.emitted.items():
+        for sequence, emitted in (outcome.emitted or {}).items():
             self.texts.setdefault(sequence, []).extend(emitted)
             self.tokens += len(emitted)
         if time.perf_counter() < self._next_s:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import nnls  # type: ignore[import-untyped]
+from scipy.optimize import nnls
 from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch

@@ -49,7 +49,7 @@ class LengthSampler:
             tokens = np.exp(np.log(self.length.median) + self.length.sigma * z)
             return np.clip(np.rint(tokens), self.length.low, self.length.high).astype(np.int64)
         # half of the import time of this package, and only correlated lengths need it
-        from scipy.special import ndtr  # type: ignore[import-untyped]
+        from scipy.special import ndtr
 
         return self._quantile(ndtr(z))
 
