@@ -171,6 +171,9 @@ def run_result(
 
     The bounds of its steps are those that `times` sees for their shapes.
     """
+    if recorder.rejections:
+        id, reason = next(iter(recorder.rejections.items()))
+        provenance.notes.append(f"requests were turned away; request {id}, because {reason}")
     recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
     steps, requests, price = recorder.steps(), recorder.requests(), times.hardware.price_usd_per_h
     summary = summarize(

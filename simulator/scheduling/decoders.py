@@ -69,23 +69,30 @@ class Decoders:
         """New blocks that the steps `first` to `end - 1` from now on need."""
         if not self._grow:
             return 0
-        rounds, rest = divmod(end - first, self._block_size)
-        return rounds * len(self.members) + sum(self.growth(first + i) for i in range(rest))
+        size = self._block_size
+        rounds, rest = divmod(end - first, size)
+        last = (1 - self.steps - first) % size + 1
+        begin = last - rest
+        grown = sum(self._phases[max(begin, 0) : last])
+        if begin < 0:
+            grown += sum(self._phases[begin + size :])
+        return rounds * len(self.members) + grown
 
     def growth_seconds(self, outcome: Outcome) -> float:
         """Block-seconds of the blocks that the steps of `outcome` after the first add."""
         if not self._grow:
             return 0.0
-        if outcome.steps <= 2 * self._block_size:
-            return sum(
-                grown * (outcome.time_s - outcome.time_of(step))
-                for step in range(1, outcome.steps)
-                if (grown := self.growth(step))
-            )
+        first_s, slope_s, size = outcome.first_s, outcome.slope_s, self._block_size
+        if outcome.steps <= 3 * size:
+            grown_s, left_s = 0.0, outcome.time_s - first_s
+            for step in range(1, outcome.steps):
+                grown_s += self._phases[(1 - self.steps - step) % size] * left_s
+                left_s -= first_s + slope_s * step
+            return grown_s
         later = np.arange(1, outcome.steps)
-        blocks = np.asarray(self._phases)[(1 - self.steps - later) % self._block_size]
-        before_s = later * (outcome.first_s + outcome.slope_s * (later - 1) / 2)
-        return float(np.sum(blocks * (outcome.time_s - before_s)))
+        blocks = np.asarray(self._phases)[(1 - self.steps - later) % size]
+        before_s = later * (first_s + slope_s * (later - 1) / 2)
+        return float(blocks @ (outcome.time_s - before_s))
 
     def steps_to_first_end(self) -> int:
         """Steps until the next member ends."""

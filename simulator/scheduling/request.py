@@ -229,7 +229,7 @@ class Outcome(NamedTuple):
 
     def until(self, seconds: float) -> Outcome:
         """Only the steps that begin before `seconds`: the engine looks up after each, and then sees what arrived."""
-        if self.steps == 1 or self.time_s <= seconds:
+        if self.time_s <= seconds or self.steps == 1:
             return self
         first, slope = self.first_s, self.slope_s
         # steps * first + slope * steps * (steps - 1) / 2 = seconds

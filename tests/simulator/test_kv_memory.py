@@ -47,18 +47,23 @@ def scenario(
 
 @pytest.mark.parametrize(
     ("model", "hardware"),
-    [("Llama-3.1-8B", "H100-SXM5"), ("gemma-3-12b", "H100-SXM5"), ("Mistral-7B-v0.1", "A100-SXM4-80GB")],
+    [
+        ("Llama-3.1-8B", "H100-SXM5"),
+        ("gemma-3-12b", "H100-SXM5"),
+        ("Mistral-7B-v0.1", "A100-SXM4-80GB"),
+        ("mamba-2.8b", "L4"),
+    ],
 )
 def test_blocks_and_what_sequences_take_besides_fill_the_memory(model, hardware):
     """As many sequences of the full context as the blocks hold take no more bytes than there are, and nearly all."""
-    chosen, spec = scenario(model, hardware), resolve_model(model)
+    chosen, spec = scenario(model, hardware, max_num_seqs=1_000_000), resolve_model(model)
     memory = kv_memory(chosen, spec, get_hardware(hardware).memory_bytes)
     spare = get_hardware(hardware).memory_bytes * MEMORY_SHARE - weights_bytes(spec, chosen.setup)
     context = spec.max_context
     one = float(kv_bytes(spec, chosen.setup, float(context), 1.0))
     fitting = min(memory.num_blocks // memory.pool().blocks_for(context), memory.seats)
     assert fitting * one <= spare * (1 + 1e-9)
-    assert (fitting + 1) * one > spare or fitting == chosen.engine.max_num_seqs
+    assert (fitting + 1) * one > spare
 
 
 def test_a_smaller_footprint_holds_more():
