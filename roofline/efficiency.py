@@ -166,6 +166,18 @@ def launch_s(p: Mapping[str, float], hardware: HardwareSpec) -> float:
     return p["launch_s"] * (1.0 - _LATENCY_IN_CYCLES + _LATENCY_IN_CYCLES * slower)
 
 
+# How much wider a device's interval is that inherits from its generation, or from further: so much more were left-out
+# devices off than fitted ones (`validation/generalisation.py` on the published operators).
+_INHERITED_FROM_GENERATION, _INHERITED_FROM_FURTHER = 1.6, 2.2
+
+
+def spread_on(fit: KernelFit, hardware: HardwareSpec) -> float:
+    """The fit's spread on a device, wider where the device inherits it."""
+    if fit.scope in (hardware.name, hardware.variant_of):
+        return fit.spread
+    return fit.spread * (_INHERITED_FROM_GENERATION if fit.scope == hardware.generation else _INHERITED_FROM_FURTHER)
+
+
 def overlapped(a: Count, b: Count) -> Count:
     """Seconds of two resources that work at the same time: a little more than the larger of the two."""
     larger, smaller = np.maximum(a, b), np.minimum(a, b)

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from membound.roofline import efficiency
-from membound.roofline.efficiency import Family, KernelFit, find_fit, published_fits
+from membound.roofline.efficiency import Family, KernelFit, find_fit, published_fits, spread_on
 from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.links import hops
@@ -61,13 +61,8 @@ class KernelTimes:
         self._fits = published_fits() if fits is None else fits
         self._found: dict[tuple[Family, str], KernelFit] = {}
         self._rates: dict[tuple[Precision, Precision], tuple[str, str]] = {}
-        # What a device that nobody measured may be off by beyond its relatives' spread.
-        self.relative_error = max(self.profile.spread, self.fit("gemm", "bf16").spread)
-
-    @property
-    def measured_device(self) -> bool:
-        """Whether the device's own kernels are among the fits."""
-        return self.fit("gemm", "bf16").scope == self.hardware.name
+        # An engine's spread was found on devices that are measured; one that is not may be further off.
+        self.relative_error = max(self.profile.spread, spread_on(self.fit("gemm", "bf16"), hardware))
 
     def fit(self, family: Family, kernel: str) -> KernelFit:
         """The fit that a family's kernel takes on this device."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from membound.roofline.efficiency import KernelFit, find_fit
+from membound.roofline.efficiency import KernelFit, find_fit, spread_on
 from membound.roofline.errors import MemboundError
 from membound.roofline.foreign import fits_for
 from membound.roofline.validation import kernel_cases, step_cases
@@ -220,7 +220,7 @@ def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[
     """The rows of a batch under one fit."""
     seconds, bound = batch.predict(fit.parameters), batch.bound_s()
     for case, predicted_s, bound_s in zip(batch.cases, seconds, bound, strict=True):
-        low, high = _interval(float(predicted_s) * 1e6, _spread(fit, batch.hardware.name))
+        low, high = _interval(float(predicted_s) * 1e6, spread_on(fit, batch.hardware))
         reason = ""
         if case.measured_s < bound_s:
             reason = "measured faster than the device's roofs allow for the stated amounts"
@@ -235,17 +235,6 @@ def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[
 def _gemm_phase(m: float) -> str:
     """Which roof holds a GEMM of m rows."""
     return "gemm m <= 16" if m <= 16 else "gemm m >= 1024" if m >= 1024 else "gemm between"
-
-
-# How much wider a device's interval is that inherits from its generation, from its kind of memory, or from all: the
-# ratio of leave-one-device-out to fitted spreads of the published operators.
-_INHERITED = {"generation": 1.6, "wider": 2.2}
-
-
-def _spread(fit: KernelFit, device: str) -> float:
-    if fit.scope == device:
-        return fit.spread
-    return fit.spread * _INHERITED["generation" if " " in fit.scope else "wider"]
 
 
 def _end_to_end(table: Table) -> list[RowResult]:
