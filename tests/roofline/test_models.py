@@ -250,10 +250,10 @@ def test_a_copy_is_checked_and_its_layers_are_its_own() -> None:
 def test_groups_are_found_in_microseconds() -> None:
     spec = get_model("Nemotron-3-Ultra-550B-A55B")
     spec.groups()
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     for _ in range(1000):
         spec.groups()
-    assert (time.perf_counter() - start_s) / 1000 < 50e-6
+    assert (time.process_time() - start_s) / 1000 < 50e-6
 
 
 def test_importing_models_loads_neither_torch_nor_gguf() -> None:

@@ -109,9 +109,9 @@ def test_every_name_and_alias_means_one_model() -> None:
 
 def test_loading_is_quick_and_one_model_does_not_check_the_others() -> None:
     load_catalog.cache_clear()
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     get_model("Qwen3-8B")
-    assert time.perf_counter() - start_s < 0.5  # 0.06 s alone on two cores
+    assert time.process_time() - start_s < 0.5  # 0.06 s alone on two cores
     assert len(load_catalog()._specs) == 1
 
 

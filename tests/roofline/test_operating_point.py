@@ -234,8 +234,8 @@ def test_a_single_prediction_takes_less_than_a_millisecond() -> None:
     scenario = SCENARIO.with_value("model", "Llama-3.1-8B")
 
     def once() -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         assert OperatingPoint.of(scenario, batch=8, context=1024, phase="decode").time_s > 0
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(once() for _ in range(200)) < 1e-3
