@@ -20,7 +20,10 @@ from membound.app import planning
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
+    from membound.roofline.result import RunResult
     from membound.roofline.scenario import Scenario
+    from membound.simulator.scheduling.request import Outcome, Step
+    from membound.simulator.timeline import PhaseLog
 
 app = typer.Typer(
     name="membound",
@@ -36,6 +39,12 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
 ]
 HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option(metavar="OUT", help="write what happened when: .json for Perfetto or Chrome, .csv, .parquet"),
+]
+FromOption = Annotated[float | None, typer.Option("--from", metavar="S", help="seconds at which the timeline begins")]
+ToOption = Annotated[float | None, typer.Option("--to", metavar="S", help="seconds at which the timeline ends")]
 
 
 @app.command()
@@ -72,18 +81,33 @@ def predict(
 
 @app.command()
 def simulate(
-    scenario: ScenarioArgument, hardware: HardwareOption = None, set_: SetOption = None, as_json: JsonOption = False
+    scenario: ScenarioArgument,
+    hardware: HardwareOption = None,
+    timeline: TimelineOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Discrete-event run of the scenario in virtual time."""
     from membound.app import report
     from membound.simulator.run import run
 
-    result = run(_scenario(scenario, set_, hardware))
+    log = _phase_log(timeline, from_, to)
+    result = run(_scenario(scenario, set_, hardware), observer=log)
+    _write_timeline(result, log, timeline, from_, to)
     _print(result.to_json(), as_json, report.run)
 
 
 @app.command()
-def measure(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
+def measure(
+    scenario: ScenarioArgument,
+    timeline: TimelineOption = None,
+    from_: FromOption = None,
+    to: ToOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Real run of the scenario on this machine."""
     from membound.app import report
     from membound.app.compare import LiveObserver
@@ -92,13 +116,21 @@ def measure(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
+    log = _phase_log(timeline, from_, to)
     chosen = _scenario(scenario, set_)
     _ensure_calibrated()
     with _measuring("membound measure") as listener:
         hardware, runtime = machine_for(chosen)
-        observer = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
+        live = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
+
+        def observer(step: Step, outcome: Outcome, end_s: float) -> None:
+            live(step, outcome, end_s)
+            if log is not None:
+                log(step, outcome, end_s)
+
         result = runtime.run(chosen, hardware, observer=observer)
     keep_run(Store(membound_home()), "measure", chosen, result)
+    _write_timeline(result, log, timeline, from_, to)
     _print(result.to_json(), as_json, report.run)
 
 
@@ -228,6 +260,31 @@ def _scenario(name: str, assignments: list[str] | None = None, hardware: str | N
             raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
         scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
     return scenario.with_value("hardware", hardware) if hardware else scenario
+
+
+def _phase_log(timeline: Path | None, from_s: float | None, to_s: float | None) -> PhaseLog | None:
+    """What listens to a run whose timeline is asked for; the options are checked before the run."""
+    if timeline is None:
+        if from_s is not None or to_s is not None:
+            raise MemboundError("options --from and --to cut a timeline; give --timeline OUT too, or leave them out")
+        return None
+    from membound.simulator.timeline import PhaseLog, checked_suffix
+
+    checked_suffix(timeline)
+    return PhaseLog()
+
+
+def _write_timeline(
+    result: RunResult, log: PhaseLog | None, path: Path | None, from_s: float | None, to_s: float | None
+) -> None:
+    if path is None:
+        return
+    from membound.simulator.timeline import Timeline
+
+    timeline = Timeline.of(result, log, from_s, to_s)
+    timeline.write(path)
+    for note in (*timeline.notes, f"timeline written to {path}"):
+        typer.echo(note, err=True)
 
 
 def _ensure_calibrated() -> None:
