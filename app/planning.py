@@ -130,9 +130,10 @@ def plan(
     """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput."""
     from membound.app import cli, report_planning
     from membound.simulator import planner
+    from membound.simulator.search import Objective
 
     chosen = cli._scenario(scenario, set_)
-    aims: tuple[planner.Objective, ...] = get_args(planner.Objective)
+    aims: tuple[Objective, ...] = get_args(Objective)
     aim = next((aim for aim in aims if aim == objective), None)
     if aim is None:
         raise MemboundError(f"option --objective is '{objective}'; give {' or '.join(aims)}")

@@ -10,40 +10,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from membound.roofline.comparison import UNITS
-from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.memory import kv_bytes
 from membound.roofline.model_files import resolve_model
-from membound.roofline.models import ModelSpec
-from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.scenario import Scenario
-from membound.roofline.shape import StepShape
 from membound.roofline.techniques import (
-    W8A8,
-    ContinuousBatching,
-    DraftModelSpeculation,
-    Eagle,
-    FlashAttention,
     GainMetric,
-    Int8Weights,
-    KvQuantization,
-    Medusa,
-    MlaAbsorption,
-    Mtp,
-    NgramSpeculation,
-    Sparsity24,
-    Technique,
-    WeightQuantization,
-    engine_setup,
 )
 from membound.roofline.times import times_for
-from membound.roofline.workload import SessionPrompts
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
-from membound.simulator.rules import RULES, Drafting, Rule, Situation, attacks, losing_drafts
-from membound.simulator.steady import Load, SpeculatingDeployment, Steady, deployment_of, load_of
+from membound.simulator.moves import Move, excludes, moves_of
+from membound.simulator.rules import RULES, Rule, Situation, attacks, losing_drafts
+from membound.simulator.situation import situation_of
+from membound.simulator.steady import Load, deployment_of, load_of
 from membound.simulator.sweep import Workers
 
 # A gain below this is not worth a line of what not to combine.
@@ -51,75 +32,6 @@ NOTICEABLE = 1.02
 # Together less than this share of the product: two moves that save the same.
 OVERLAP = 0.9
 PAIRED = 6
-MOST_TENSOR_PARALLEL = 64
-State = Literal["add", "on", "instead"]
-
-
-@dataclass(frozen=True)
-class Quality:
-    """What a technique costs in quality; `rank` 0 is lossless, and higher costs more."""
-
-    rank: int
-    note: str
-    source: str
-
-
-_LOSSLESS = Quality(0, "lossless: the same tokens", "by construction; `membound measure` checks it")
-_UNKNOWN_8 = Quality(1, "lossy: measure its price with `membound compare`", "no figure in the ledger")
-_QUALITY: dict[str, Quality] = {
-    "int8_weights": Quality(
-        1, "KL 0.005 nats to bf16, 96.8 % equal top-1 tokens (SmolLM2-135M)", "measured: README, live-cpu"
-    ),
-    "w8a8": _UNKNOWN_8,
-    "weight_quantization:8": _UNKNOWN_8,
-    "weight_quantization:4": Quality(
-        2, "perplexity +0.9 % (LLaMA-1-7B, Q4_K_M against F16)", "llama.cpp PR 1684; claims A1-44"
-    ),
-    "weight_quantization:2": Quality(
-        4, "perplexity 6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
-    ),
-    "kv_quantization:8": _UNKNOWN_8,
-    "kv_quantization:4": Quality(2, "lossy: measure its price with `membound compare`", "no figure in the ledger"),
-    "kv_quantization:2": Quality(
-        3,
-        "CoQA 63.88 to 63.05, GSM8K 13.50 to 12.74 with 2-bit KIVI (Llama-2-7B)",
-        "arXiv 2402.02750, table 3; claims A2-14",
-    ),
-    "sparsity_2_4": Quality(
-        3,
-        "perplexity 5.12 to 10.2 (Llama-2-7B), 3.12 to 5.40 (70B), SparseGPT without fine-tuning",
-        "Wanda's table; claims A2-16 and A2-18",
-    ),
-}
-
-
-def quality_of(technique: Technique) -> Quality:
-    """The price of a technique in quality, with its source."""
-    if technique.lossless:
-        return _LOSSLESS
-    if technique.name in _QUALITY:
-        return _QUALITY[technique.name]
-    setup = engine_setup((technique,))
-    width = setup.kv.width if technique.layer == "kv" else setup.weights.width
-    bits = next((bits for bits in (2, 4, 8) if width <= bits + 0.5), 8)
-    return _QUALITY[f"{technique.name}:{bits}"]
-
-
-@dataclass(frozen=True)
-class Move:
-    """Something to change. `before` and `after` are the engines that are compared; `instead_of` names what goes."""
-
-    name: str
-    title: str
-    state: State
-    before: Scenario
-    after: Scenario | None
-    baseline: str
-    quality: Quality
-    instead_of: tuple[str, ...] = ()
-    price: str = ""
-    technique: Technique | None = None
-    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -169,87 +81,6 @@ class Advice:
     conflicts: tuple[Conflict, ...]
     conditions: str
     by: str
-
-
-# --- moves ---
-
-
-def _variants(model: ModelSpec, hardware: HardwareSpec) -> Iterator[Technique]:
-    """One of each kind of technique that may help, in the format that the device is made for."""
-    yield WeightQuantization(name="weight_quantization", format="int4")
-    if hardware.kind == "cpu":
-        yield Int8Weights()
-    else:
-        yield W8A8(format="fp8" if hardware.computes_in("fp8") else "int8")
-    yield Sparsity24()
-    yield KvQuantization(format="int8" if hardware.kind == "cpu" else "fp8")
-    yield FlashAttention()
-    if any(group.attention.kind == "mla" for group in model.groups()):
-        yield MlaAbsorption()
-    yield ContinuousBatching()
-    yield from (NgramSpeculation(), DraftModelSpeculation(), Medusa(), Eagle())
-    if model.mtp_layers:
-        yield Mtp()
-
-
-def _excludes(one: Technique, other: Technique) -> bool:
-    try:
-        engine_setup((one, other))
-    except MemboundError:
-        return True
-    return False
-
-
-def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float) -> Iterator[Move]:
-    """Everything that can be changed in one step, where a request has `tokens` tokens."""
-    has = {technique.name for technique in scenario.techniques}
-    for own in scenario.techniques:
-        rest = tuple(other for other in scenario.techniques if other is not own)
-        yield _technique_move(own, "on", scenario.with_techniques(rest), scenario)
-    for technique in _variants(model, hardware):
-        if technique.name in has or (technique.usual and technique.name not in scenario.without):
-            continue
-        rivals = tuple(other for other in scenario.techniques if _excludes(other, technique))
-        kept = tuple(other for other in scenario.techniques if other not in rivals)
-        state: State = "instead" if rivals else "add"
-        after = scenario.with_techniques((*kept, technique))
-        yield _technique_move(technique, state, scenario, after, tuple(rival.name for rival in rivals))
-    yield _wider(scenario, model, hardware, tokens)
-    yield from _engine_moves(scenario)
-
-
-def _technique_move(
-    technique: Technique, state: State, before: Scenario, after: Scenario, instead_of: tuple[str, ...] = ()
-) -> Move:
-    baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.baseline
-    quality = quality_of(technique)
-    return Move(
-        technique.name, technique.title, state, before, after, baseline, quality, instead_of, technique=technique
-    )
-
-
-def _wider(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float) -> Move:
-    """Twice the tensor parallelism; where the model does not fit, as many times as it takes."""
-    tp, after, reason = scenario.parallel.tp, None, None
-    wider = 2 * tp
-    try:
-        after = scenario.with_value("parallel.tp", wider)
-        while wider < MOST_TENSOR_PARALLEL and deployment_of(after, model, hardware).largest_batch(tokens) < 1.0:
-            wider *= 2
-            after = scenario.with_value("parallel.tp", wider)
-    except MemboundError as error:
-        after, reason = None, str(error)
-    devices = scenario.parallel.devices
-    price = f"{devices * wider // tp} devices instead of {devices}"
-    title, baseline = f"tensor parallelism {wider}", f"tensor parallelism {tp}"
-    return Move("tensor_parallel", title, "add", scenario, after, baseline, _LOSSLESS, price=price, reason=reason)
-
-
-def _engine_moves(scenario: Scenario) -> Iterator[Move]:
-    """Settings of the engine whose gain only a simulation knows."""
-    if isinstance(scenario.workload.prompts, SessionPrompts) and not scenario.engine.prefix_caching:
-        after = scenario.with_value("engine.prefix_caching", True)
-        yield Move("prefix_caching", "prefix cache", "add", scenario, after, "prompts computed in full", _LOSSLESS)
 
 
 # --- costing ---
@@ -353,95 +184,6 @@ def _why(move: Move, before: Served, after: Served, prompt_share: float) -> str:
     return binds
 
 
-# --- the situation that rules look at ---
-
-
-def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Load) -> Situation:
-    """The operating point in the terms of the rules."""
-    steady = Steady(deployment, load)
-    lengths, setup, hardware = load.lengths, scenario.setup, deployment.hardware
-    whole = lengths.prompt_tokens + lengths.output_tokens
-    fits = deployment.largest_batch(whole) >= 1.0
-    decode_s = deployment.decode_s(steady.batch, lengths.context)
-    strict = scenario.slo.tpot_s is not None and decode_s <= scenario.slo.tpot_s < steady.tpot_s
-    return Situation(
-        batch=steady.batch,
-        seconds=roof_seconds(deployment, steady.batch, lengths.context),
-        fits=fits,
-        fits_in_4_bits=_fits_in_4_bits(scenario, deployment, whole),
-        overload_rps=load.overload_rps,
-        queued=max(0.0, load.concurrency - steady.batch),
-        limited_by_cache=deployment.largest_batch(lengths.context) <= steady.batch + 1.0,
-        ridge_tokens=_ridge_tokens(hardware),
-        weight_bits=setup.weights.width,
-        params=float(deployment.model.params),
-        devices=scenario.parallel.devices,
-        prompts_per_output=lengths.prompt_tokens / max(lengths.output_tokens, 1.0),
-        prompt_share=steady.prompt_share,
-        tpot_slo_is_strict=strict,
-        link_keeps_up=_link_keeps_up(deployment, lengths.prompt_tokens),
-        reuses_cache=isinstance(scenario.workload.prompts, SessionPrompts),
-        has_experts=any(isinstance(group.ffn, MoeFfn) for group in deployment.model.groups()),
-        drafting=tuple(_drafting(scenario, deployment, steady.batch, lengths.context)),
-    )
-
-
-def roof_seconds(deployment: SpeculatingDeployment, batch: float, context: float) -> dict[str, float]:
-    """t_w, t_kv, t_c and t_n: what the bare roofs ask of a decode step of plain tokens."""
-    plain = replace(deployment, speculation=None)
-    seconds = dict.fromkeys(("memory_weights", "memory_kv", "compute", "link"), 0.0)
-    for cost in plain.verify_cost(batch, context).operators:
-        op, time = cost.operator, cost.time
-        reads = "memory_kv" if op.kind in ("attention", "recurrent") else "memory_weights"
-        seconds[reads] += float(time.memory_s) * op.calls
-        seconds["compute"] += float(time.compute_s) * op.calls
-        seconds["link"] += float(time.link_s) * op.calls
-    return seconds
-
-
-def _ridge_tokens(hardware: HardwareSpec) -> float:
-    """Tokens at which 16-bit weights take as long to multiply as to read: 2 FLOPs a weight of 2 bytes."""
-    if hardware.calibration is not None:
-        return hardware.calibration.matrix_flops("bf16") / hardware.calibration.memory_bandwidth
-    dtype = "bf16" if hardware.computes_in("bf16") else next(iter(hardware.matrix_flops), "fp32")
-    return hardware.peak_flops(dtype) / hardware.bandwidth_bytes_per_s
-
-
-def _fits_in_4_bits(scenario: Scenario, deployment: SpeculatingDeployment, tokens: float) -> bool:
-    narrow = tuple(t for t in scenario.techniques if t.layer != "weights" and t.layer != "steps")
-    smallest = (*narrow, WeightQuantization(name="weight_quantization", format="int4"))
-    setup = scenario.with_techniques(smallest).setup
-    return replace(deployment, setup=setup, speculation=None).largest_batch(tokens) >= 1.0
-
-
-def _link_keeps_up(deployment: SpeculatingDeployment, prompt_tokens: float) -> bool:
-    """Whether the link between nodes carries a prompt's cache in the time that another prompt takes to compute."""
-    link = deployment.hardware.scale_out
-    if link is None:
-        return False
-    cache = float(kv_bytes(deployment.model, deployment.setup, prompt_tokens))
-    return cache / link.bandwidth_bytes_per_s <= deployment.prefill_s(1.0, prompt_tokens)
-
-
-def _drafting(
-    scenario: Scenario, deployment: SpeculatingDeployment, batch: float, context: float
-) -> Iterator[Drafting]:
-    """The speculation of the scenario, else that by prompt lookup and EAGLE."""
-    has = [technique for technique in scenario.techniques if technique.layer == "steps"]
-    for technique in has or [NgramSpeculation(), Eagle()]:
-        kept = tuple(other for other in scenario.techniques if other.layer != "steps")
-        try:
-            tried = deployment_of(scenario.with_techniques((*kept, technique)), deployment.model, deployment.hardware)
-        except MemboundError:
-            continue
-        if tried.speculation is None:
-            continue
-        shape = StepShape.decode(batch, context)
-        cost = float(tried.speculation.cost_ratio(tried.times, shape))
-        alpha = tried.speculation.acceptance_by_depth[0]
-        yield Drafting(technique.name, tried.speculation.verified_tokens, alpha, cost)
-
-
 # --- rules and conflicts ---
 
 
@@ -475,13 +217,13 @@ def _conflicts(advised: Sequence[Advised], costing: Costing, metric: GainMetric)
     ][:PAIRED]
     for layer in ("weights", "steps"):
         rivals = [one.move.technique for one in worth if one.move.technique and one.move.technique.layer == layer]
-        excluded = [one for one in rivals if any(_excludes(one, other) for other in rivals if other is not one)]
+        excluded = [one for one in rivals if any(excludes(one, other) for other in rivals if other is not one)]
         if excluded:
             yield Conflict(tuple(one.name for one in excluded), None, None, "they exclude each other: take one of them")
     for one, other in itertools.combinations(worth, 2):
         first, second = one.move.technique, other.move.technique
         assert first is not None and second is not None and one.gain is not None and other.gain is not None
-        if _excludes(first, second):
+        if excludes(first, second):
             continue
         gone = {*one.move.instead_of, *other.move.instead_of}
         kept = tuple(t for t in one.move.before.techniques if t.name not in gone)

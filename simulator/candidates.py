@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline.engine_settings import BatchingName
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.model_files import resolve_model
@@ -31,6 +32,8 @@ Values = NDArray[np.float64]
 # Sequences that a replica decodes together at most; vLLM's own default for large devices is 1024.
 MOST_SEATS = 1024
 BATCHES = 24
+# What engines of today do where nobody says; a prompt may then be longer than a step.
+USUAL_BATCHING: BatchingName = "chunked_prefill"
 RATES = 64
 # Standard deviations to the 99th percentile of a count.
 TAIL = 2.326
@@ -300,7 +303,7 @@ def replica_of(
 ) -> Replica:
     """A replica with its curves; raises MemboundError where it cannot be built or holds no sequence."""
     techniques = precision.techniques
-    if scenario.engine.batching is None and not any(isinstance(t, ContinuousBatching) for t in techniques):
+    if scenario.engine.batching != "static" and not any(isinstance(t, ContinuousBatching) for t in techniques):
         techniques = (*techniques, ContinuousBatching())
     built = scenario.with_techniques(techniques).model_copy(update={"hardware": hardware.name, "parallel": parallel})
     model = resolve_model(scenario.model)
@@ -311,7 +314,8 @@ def replica_of(
         raise MemboundError(f"does not fit: its weights take {held:.1f} GiB of {whole:.1f} GiB")
     most = float(min(max(1.0, fits), MOST_SEATS))
     batches = np.unique(np.round(np.geomspace(1.0, most, BATCHES)))
-    built = built.model_copy(update={"engine": built.engine.model_copy(update={"max_num_seqs": int(batches[-1])})})
+    limits = {"max_num_seqs": int(batches[-1]), "batching": scenario.engine.batching or USUAL_BATCHING}
+    built = built.model_copy(update={"engine": built.engine.model_copy(update=limits)})
     decode_s = _decode_s(deployment, batches, lengths.context)
     prompt_s = _prompt_s(deployment, batches, lengths)
     return Replica(built, hardware, precision, parallel, lengths, batches, decode_s, prompt_s)

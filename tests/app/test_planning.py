@@ -95,10 +95,23 @@ def test_advise(asked: str) -> None:
 
 
 def test_plan_with_and_without_an_answer(asked: str) -> None:
-    found = document("plan", asked, "--devices", "H100-SXM5,L4", "--precision", "given", "--confirm", "1")
+    found = document(
+        "plan", asked, "--devices", "H100-SXM5,L4", "--precision", "given", "--jobs", "1", "--confirm", "1"
+    )
     assert {"device", "gpus", "deployment", "summary", "cost_usd_per_million_tokens"} <= set(found["best"])
     assert found["front"] and found["best"]["summary"]["completed"] > 0
-    tight = ("plan", asked, "--set", "slo.tpot_s=0.00001", "--devices", "H100-SXM5", "--precision", "given")
+    tight = (
+        "plan",
+        asked,
+        "--jobs",
+        "1",
+        "--set",
+        "slo.tpot_s=0.00001",
+        "--devices",
+        "H100-SXM5",
+        "--precision",
+        "given",
+    )
     assert document(*tight)["best"] is None
     assert "no answer: nothing in precision 'given' meets the objective; nearest is" in shown(*tight)
     assert "front of precision" in shown("plan", asked, "--devices", "H100-SXM5", "--confirm", "0")
@@ -112,7 +125,7 @@ def test_the_most_that_a_deployment_serves(asked: str) -> None:
 
 def test_sweep_writes_every_point(asked: str, tmp_path: Path) -> None:
     table = tmp_path / "points.csv"
-    axes = ("--over", "workload.arrivals.concurrency=1,2", "--over", "hardware=H100-SXM5,nothing")
+    axes = ("--jobs", "1", "--over", "workload.arrivals.concurrency=1,2", "--over", "hardware=H100-SXM5,nothing")
     found = document("sweep", asked, *axes, "--csv", str(table), "--set", "techniques=[]")
     reasons = [point["reason"] for point in found["points"]]
     assert [reason is None for reason in reasons] == [True, False, True, False] and "nothing" in reasons[1]

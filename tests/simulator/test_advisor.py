@@ -9,7 +9,8 @@ import pytest
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.advisor import Advice, Advised, advise, quality_of, to_json
+from membound.simulator.advisor import Advice, Advised, advise, to_json
+from membound.simulator.moves import quality_of
 from membound.simulator.rules import RULES
 
 
