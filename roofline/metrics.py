@@ -76,6 +76,7 @@ def summarize(
     prompt_tokens = float(requests["prompt_tokens"][done].sum())
     count = len(done)
     completed = int(done.sum())
+    failed = int(requests["failed"].sum()) if "failed" in requests else 0
     good = good_requests(requests, slo)
     busy_s = float(steps["time_s"].sum())
     drafted = float(steps["drafted"].sum())
@@ -85,7 +86,8 @@ def summarize(
     return Summary(
         requests=count,
         completed=completed,
-        rejected=count - completed,
+        rejected=count - completed - failed,
+        failed=failed,
         duration_s=duration_s,
         output_tokens_per_s=output_tokens * per_s,
         total_tokens_per_s=(output_tokens + prompt_tokens) * per_s,

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from membound.roofline.cluster_summary import ClusterSummary
 from membound.roofline.samples import Samples
 from membound.roofline.scenario import Scenario
 
@@ -47,6 +48,7 @@ class Summary(BaseModel):
     requests: int
     completed: int
     rejected: int
+    failed: int = 0
     duration_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -92,7 +94,8 @@ class RunResult:
     output_tokens, preemptions, service_class, completed. `steps`: start_s, time_s, how many `steps` a row stands for,
     drafted, accepted, emitted, moved_blocks, cached_tokens, all of them summed over these steps; blocks_used and
     held_tokens, their mean over time; the sums of `StepShape` of the mean step; and the share of each bound. `itl_s`:
-    gaps between the moments at which a request's tokens came.
+    gaps between the moments at which a request's tokens came. With a `cluster`, both tables have the number of the
+    `replica` (-1 for a request that reached none), and requests how many `retries` they had and whether they `failed`.
     """
 
     scenario: Scenario
@@ -102,11 +105,13 @@ class RunResult:
     steps: dict[str, Column]
     itl_s: Samples
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    cluster: ClusterSummary | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What `membound simulate --json` and `membound measure --json` print."""
-        return {
+        document = {
             "scenario": self.scenario.model_dump(mode="json"),
             "summary": self.summary.model_dump(mode="json"),
             "provenance": self.provenance.model_dump(mode="json"),
         }
+        return document if self.cluster is None else document | {"cluster": self.cluster.model_dump(mode="json")}

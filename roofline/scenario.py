@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
+from membound.roofline.cluster import Cluster
 from membound.roofline.engine_settings import Engine as Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import SINGLE, Parallelism
@@ -33,7 +34,7 @@ class Slo(Part):
 class Scenario(Part):
     """Model, hardware, techniques, workload and objective of one question.
 
-    `parallel` is how one replica divides the model over devices. `without` names usual techniques that the engine
+    `parallel` is how one replica divides the model over devices; without a `cluster` there is one. `without` names usual techniques that the engine
     lacks, and `expert_skew` s says that of a mixture's experts the i-th is as popular as i^-s; 0 is uniform. `sweep`
     lists the points at which `compare` asks it again, each as dotted paths into the scenario with values.
     """
@@ -45,6 +46,7 @@ class Scenario(Part):
     hardware: str = "local"
     parallel: Parallelism = SINGLE
     engine: Engine = Engine()
+    cluster: Cluster | None = None
     techniques: tuple[AnyTechnique, ...] = ()
     without: tuple[str, ...] = ()
     expert_skew: float = Field(0.0, ge=0, le=4)
@@ -60,6 +62,12 @@ class Scenario(Part):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
         engine_setup(self.techniques, self.without)  # refuses those that exclude each other
+        if self.cluster is not None and self.engine.disaggregation is not None:
+            raise ValueError("cluster and engine.disaggregation exclude each other; remove one of them")
+        if self.cluster is not None and self.cluster.router == "prefix_aware" and not self.engine.prefix_caching:
+            raise ValueError(
+                "cluster.router is 'prefix_aware', but engine.prefix_caching is false; set it to true or take another"
+            )
         for _ in self.points():
             pass  # a point with a bad path or value raises here, not when it is reached
         return self

@@ -119,9 +119,9 @@ class _Departures:
 
 
 def _next_turn(sequence: Sequence) -> Request | None:
-    """The turn that follows an answered one; a refused turn ends its conversation."""
+    """The turn that follows an answered one; a turn that is refused or fails ends its conversation."""
     turn = sequence.request.follow_up
-    if turn is None or sequence.status == "rejected":
+    if turn is None or sequence.status in ("rejected", "failed"):
         return None
     if turn.prompt_ids is not None:
         # The history is what the model really wrote, not what stood in for it while nobody knew.

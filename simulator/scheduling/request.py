@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 from membound.roofline.shape import shape_sums
 from membound.simulator.scheduling.prefix import PrefixChain
 
-Status = Literal["waiting", "running", "completed", "rejected"]
+Status = Literal["waiting", "running", "completed", "rejected", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Sequence:
         self.standing_computed = 0
         self.clock: Clock | None = None
         self.status: Status = "waiting"
-        self.reason: str | None = None  # why it was rejected
+        self.reason: str | None = None  # why it was rejected, or failed
         self.number = request.id
         self.key = 0.0
         self.service_class = 0
