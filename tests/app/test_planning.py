@@ -118,8 +118,9 @@ def test_plan_with_and_without_an_answer(asked: str) -> None:
 
 
 def test_the_most_that_a_deployment_serves(asked: str) -> None:
-    opened = "workload.arrivals={kind: poisson, rate_rps: 20}"
-    found = document("plan", asked, "--max-rate", "--set", opened, "--set", "workload.requests=200")
+    opened = "workload.arrivals={kind: poisson, rate_rps: 100}"
+    plain = "techniques=[{name: continuous_batching}]"
+    found = document("plan", asked, "--max-rate", "--set", opened, "--set", plain, "--set", "workload.requests=100")
     assert found["max_rate_rps"] > 0 and found["summary"]["tpot_s"]["p99"] <= 0.05
 
 

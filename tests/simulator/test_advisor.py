@@ -12,6 +12,7 @@ from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advisor import Advice, Advised, advise, to_json
 from membound.simulator.moves import quality_of
 from membound.simulator.rules import RULES
+from membound.simulator.sweep import Workers
 
 
 def scenario(concurrency: int = 1, prompt: int = 512, output: int = 128, **changes: Any) -> Scenario:
@@ -175,9 +176,9 @@ def test_lossless_techniques_cost_no_quality_and_fewer_bits_cost_more():
 
 
 def test_simulation_ranks_the_same_first_move():
-    loaded = scenario(4, 256, 32)
+    loaded = scenario(2, 256, 32)
     closed = advise(loaded)
-    run = advise(loaded, simulate=True)
+    run = advise(loaded, simulate=True, workers=Workers("sequential"))
     assert closed.moves[0].move.name in [one.move.name for one in run.moves if one.gain is not None][:2]
     assert run.by == "simulation" and run.now.tpot_s == pytest.approx(closed.now.tpot_s, rel=0.1)
 
