@@ -11,17 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from membound.kernels.triton.lang import LOG2E, dot, fp8_to, high_nibble, int8_to, low_nibble
+from membound.kernels.triton.lang import LOG2E, dot, fp8_to, half_of, high_nibble, int8_to, low_nibble
 
 
 @triton.jit
-def load_tile(base, scales, block, offset, valid, block_stride, scale_stride, dtype: tl.constexpr,
-              FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, KV_HEADS: tl.constexpr,
-              BLOCK_SIZE: tl.constexpr, FP8_NATIVE: tl.constexpr):  # fmt: skip
-    """Both halves of the tokens' vectors [T, BLOCK_HALF] in `dtype`, and their scales and minima [T].
-
-    `base` and `scales` point at the head's first element in block 0. Scales that a format lacks are 1, minima 0.
-    """
+def load_tile(base, block, offset, valid, block_stride, dtype: tl.constexpr, FORMAT: tl.constexpr,
+              HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, KV_HEADS: tl.constexpr,
+              FP8_NATIVE: tl.constexpr):  # fmt: skip
+    """Both halves of the tokens' vectors [T, BLOCK_HALF] in `dtype`, not scaled; `base` is the head's in block 0."""
     STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
     d = tl.arange(0, BLOCK_HALF)
     at = base + block[:, None] * block_stride + offset[:, None] * (KV_HEADS * STORED) + d[None, :]
@@ -29,8 +26,6 @@ def load_tile(base, scales, block, offset, valid, block_stride, scale_stride, dt
     if HALF != BLOCK_HALF:
         inside = inside & (d[None, :] < HALF)
     first = tl.load(at, mask=inside, other=0)
-    scale = tl.full(block.shape, 1.0, tl.float32)
-    minimum = tl.zeros(block.shape, tl.float32)
     if FORMAT == "int4":
         nothing = tl.zeros([1, 1], tl.float32)
         low, high = low_nibble(first, dtype, nothing), high_nibble(first, dtype, nothing)
@@ -42,21 +37,17 @@ def load_tile(base, scales, block, offset, valid, block_stride, scale_stride, dt
             low, high = fp8_to(first, dtype, FP8_NATIVE), fp8_to(second, dtype, FP8_NATIVE)
         else:
             low, high = first.to(dtype), second.to(dtype)
-    if (FORMAT == "int8") or (FORMAT == "int4"):
-        meta = scales + block * scale_stride + offset
-        scale = tl.load(meta, mask=valid, other=0).to(tl.float32)
-        if FORMAT == "int4":
-            minimum = tl.load(meta + BLOCK_SIZE, mask=valid, other=0).to(tl.float32)
-    return low, high, scale, minimum
+    return low, high
 
 
 @triton.jit
-def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, k_scales, v_scales,
-           k_stride, v_stride, k_scale_stride, v_scale_stride, MASK: tl.constexpr, FORMAT: tl.constexpr,
-           HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_T: tl.constexpr, KV_HEADS: tl.constexpr,
-           BLOCK_SIZE: tl.constexpr, FP8_NATIVE: tl.constexpr):  # fmt: skip
+def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, scales, k_stride, v_stride,
+           MASK: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+           BLOCK_T: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+           FP8_NATIVE: tl.constexpr):  # fmt: skip
     """Adds the tokens begin to end of a sequence to `state` = (maximum, sum, low half, high half of the result).
 
+    `k`, `v` and int8's and int4's `scales` point at the head's first element in block 0.
     `first` and `last` say per row which tokens it sees. MASK "end": all before `end`. "range": positions `first` to
     `last`. "tree": all before position `first`, and behind it those whose bit is set in `last` (int64).
     "full": all, and end - begin is a multiple of BLOCK_T.
@@ -70,15 +61,16 @@ def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, k_
         valid = t < end
         block = tl.load(table + t // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         offset = t % BLOCK_SIZE
-        k_low, k_high, k_scale, k_minimum = load_tile(
-            k, k_scales, block, offset, valid, k_stride, k_scale_stride, q_low.dtype,
-            FORMAT, HALF, BLOCK_HALF, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+        if (FORMAT == "int8") or (FORMAT == "int4"):
+            word = tl.load(scales + block * (KV_HEADS * BLOCK_SIZE) + offset, mask=valid, other=0)
+        k_low, k_high = load_tile(
+            k, block, offset, valid, k_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, FP8_NATIVE)  # fmt: skip
         scores = dot(q_low, tl.trans(k_low), tl.zeros([q_low.shape[0], BLOCK_T], tl.float32))
         scores = dot(q_high, tl.trans(k_high), scores)
         if (FORMAT == "int8") or (FORMAT == "int4"):
-            scores = scores * k_scale[None, :]
+            scores = scores * half_of(word, 0, tl.float16)[None, :]
         if FORMAT == "int4":
-            scores += q_sum[:, None] * k_minimum[None, :]
+            scores += q_sum[:, None] * half_of(word, 1, tl.float16)[None, :]
         scores *= factor
         if MASK == "end":
             scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -97,17 +89,17 @@ def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, k_
         p = tl.exp2(scores - safe[:, None])
         total = total * decay + tl.sum(p, 1)
         peak = new_peak
-        v_low, v_high, v_scale, v_minimum = load_tile(
-            v, v_scales, block, offset, valid, v_stride, v_scale_stride, q_low.dtype,
-            FORMAT, HALF, BLOCK_HALF, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+        v_low, v_high = load_tile(
+            v, block, offset, valid, v_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, FP8_NATIVE)  # fmt: skip
         low = low * decay[:, None]
         high = high * decay[:, None]
+        if FORMAT == "int8":
+            p = p * half_of(word, 1, tl.float16)[None, :]
         if FORMAT == "int4":
-            shift = tl.sum(p * v_minimum[None, :], 1)
+            shift = tl.sum(p * half_of(word, 3, tl.float16)[None, :], 1)
             low += shift[:, None]
             high += shift[:, None]
-        if (FORMAT == "int8") or (FORMAT == "int4"):
-            p = p * v_scale[None, :]
+            p = p * half_of(word, 2, tl.float16)[None, :]
         weights = p.to(q_low.dtype)
         low = dot(weights, v_low, low)
         high = dot(weights, v_high, high)

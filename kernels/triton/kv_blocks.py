@@ -21,9 +21,11 @@ STORED: dict[KvFormat, torch.dtype] = {
     "int4": torch.uint8,
 }
 BITS: dict[KvFormat, int] = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
-# numbers of metadata that each token has for each head: int8's scale, int4's scale and minimum
-PER_TOKEN: dict[KvFormat, int] = {"bf16": 0, "fp16": 0, "fp8": 0, "int8": 1, "int4": 2}
+# halves of metadata that a token has for each head: int8's scales of k and v; int4's scale and minimum of k and of v
+PER_TOKEN: dict[KvFormat, int] = {"bf16": 0, "fp16": 0, "fp8": 0, "int8": 2, "int4": 4}
 SCALE_DTYPE = torch.float16
+# As the kernels load it: all of a token's metadata at once, since asynchronous copies take 4 bytes at least.
+WORDS: dict[KvFormat, torch.dtype] = {"int8": torch.int32, "int4": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,15 @@ class KvBlocks:
     """One layer's paged K and V.
 
     `k` and `v` are [blocks, block_size, kv_heads, head_dim], dense within a block. fp8 is e4m3 in uint8, times
-    `k_scale[kv_heads]` (fp32, calibrated). int8 and int4 have metadata a token and head, `k_scale`
-    [blocks, kv_heads, 1 or 2, block_size] in fp16: int8 is q * scale; int4 is q * scale + minimum with q from 0 to 15,
-    its last dimension head_dim / 2 bytes, of which byte i holds element i (low bits) and i + head_dim / 2 (high bits).
+    `scales` [2, kv_heads] (fp32, calibrated). int8 and int4 have `scales` [blocks, kv_heads, block_size, 2 or 4] (fp16)
+    a token: int8 is q * scale, of k and then of v; int4 is q * scale + minimum with q from 0 to 15, of k and then of v.
+    int4's last dimension is head_dim / 2 bytes, of which byte i holds element i (low bits) and i + head_dim / 2 (high).
     """
 
     format: KvFormat
     k: Tensor
     v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    scales: Tensor | None = None
 
     @classmethod
     def zeros(
@@ -57,11 +58,11 @@ class KvBlocks:
         shape = (blocks, block_size, kv_heads, stored)
         k, v = (torch.zeros(shape, dtype=STORED[format], device=device) for _ in range(2))
         if format == "fp8":
-            return cls(format, k, v, *(torch.ones(kv_heads, device=device) for _ in range(2)))
+            return cls(format, k, v, torch.ones(2, kv_heads, device=device))
         if PER_TOKEN[format] == 0:
             return cls(format, k, v)
-        meta = (blocks, kv_heads, PER_TOKEN[format], block_size)
-        return cls(format, k, v, *(torch.zeros(meta, dtype=SCALE_DTYPE, device=device) for _ in range(2)))
+        shape = (blocks, kv_heads, block_size, PER_TOKEN[format])
+        return cls(format, k, v, torch.zeros(shape, dtype=SCALE_DTYPE, device=device))
 
     @property
     def block_size(self) -> int:
@@ -85,33 +86,28 @@ class KvBlocks:
         )
         for name, blocks in (("kv.k", self.k), ("kv.v", self.v)):
             check.strided(name, blocks, self.k.shape, [STORED[self.format]], like)
-        meta = PER_TOKEN[self.format]
-        for name, value, stored in (("kv.k_scale", self.k_scale, self.k), ("kv.v_scale", self.v_scale, self.v)):
-            if self.format != "fp8" and meta == 0:
-                check.require(value is None, name, f"{self.format} has no scales")
-                continue
-            if value is None:
-                raise ValueError(f"{name}: is missing, {self.format} needs it")
-            if self.format == "fp8":
-                check.tensor(name, value, [self.kv_heads], [torch.float32], like)
-            else:
-                shape = [stored.shape[0], self.kv_heads, meta, self.block_size]
-                check.strided(name, value, shape, [SCALE_DTYPE], like)
+        if self.format != "fp8" and PER_TOKEN[self.format] == 0:
+            check.require(self.scales is None, "kv.scales", f"{self.format} has none")
+        elif self.scales is None:
+            raise ValueError(f"kv.scales: are missing, {self.format} needs them")
+        elif self.format == "fp8":
+            check.tensor("kv.scales", self.scales, [2, self.kv_heads], [torch.float32], like)
+        else:
+            shape = [self.k.shape[0], self.kv_heads, self.block_size, PER_TOKEN[self.format]]
+            check.tensor("kv.scales", self.scales, shape, [SCALE_DTYPE], like)
 
     @property
-    def pointers(self) -> tuple[Tensor, ...]:
-        """K, V and their scales for a kernel, which does not look at the scales that a format lacks."""
-        return (
-            self.k,
-            self.v,
-            self.k if self.k_scale is None else self.k_scale,
-            self.v if self.v_scale is None else self.v_scale,
-        )
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """K, V and what attention reads of their scales, at which it does not look if a format has none."""
+        if self.scales is None:
+            return self.k, self.v, self.k
+        words = WORDS.get(self.format)
+        return self.k, self.v, self.scales if words is None else self.scales.view(words)
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """From one block to the next in each of `pointers`, in elements."""
-        return tuple(pointer.stride(0) for pointer in self.pointers)
+    def strides(self) -> tuple[int, int]:
+        """From one block to the next in K and in V, in elements."""
+        return self.k.stride(0), self.v.stride(0)
 
     def constants(self, machine: Machine) -> dict[str, Any]:
         """What is compiled into a kernel that reads these blocks on `machine`."""
@@ -120,7 +116,6 @@ class KvBlocks:
             KV_HEADS=self.kv_heads,
             HALF=half,
             BLOCK_HALF=max(16, triton.next_power_of_2(half)),
-            META=PER_TOKEN[self.format],
             BLOCK_SIZE=self.block_size,
             FORMAT=self.format,
             FP8_NATIVE=machine.has_fp8,
@@ -128,19 +123,18 @@ class KvBlocks:
 
     def dequantized(self) -> tuple[Tensor, Tensor]:
         """K and V in fp32, [blocks, block_size, kv_heads, head_dim]: what the stored numbers mean."""
-        return self._dequantized(self.k, self.k_scale), self._dequantized(self.v, self.v_scale)
-
-    def _dequantized(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        if scale is None:
-            return stored.float()
+        if self.scales is None:
+            return self.k.float(), self.v.float()
         if self.format == "fp8":
-            return stored.view(torch.float8_e4m3fn).float() * scale[:, None]
-        meta = scale.float().permute(2, 0, 3, 1).unsqueeze(-1)  # [1 or 2, blocks, block_size, kv_heads, 1]
+            k, v = (t.view(torch.float8_e4m3fn).float() for t in (self.k, self.v))
+            return k * self.scales[0, :, None], v * self.scales[1, :, None]
+        meta = self.scales.float().permute(3, 0, 2, 1).unsqueeze(-1)  # [2 or 4, blocks, block_size, kv_heads, 1]
         if self.format == "int8":
-            return stored.float() * meta[0]
-        return torch.cat([stored & 0xF, stored >> 4], dim=-1).float() * meta[0] + meta[1]
+            return self.k.float() * meta[0], self.v.float() * meta[1]
+        k, v = (torch.cat([t & 0xF, t >> 4], dim=-1).float() for t in (self.k, self.v))
+        return k * meta[0] + meta[1], v * meta[2] + meta[3]
 
     def token_bytes(self) -> int:
         """Bytes of K and V, with metadata, that one token holds in this layer."""
-        row = self.k.shape[3] * self.k.itemsize + PER_TOKEN[self.format] * SCALE_DTYPE.itemsize
-        return 2 * self.kv_heads * row
+        vectors = 2 * self.k.shape[3] * self.k.itemsize
+        return self.kv_heads * (vectors + PER_TOKEN[self.format] * SCALE_DTYPE.itemsize)

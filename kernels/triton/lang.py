@@ -71,6 +71,17 @@ def int8_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def half_of(word, index: tl.constexpr, dtype: tl.constexpr):
+    """The bf16 or fp16 (`dtype`) in bits 16 * index and up of an integer, as fp32."""
+    bits = (word >> (16 * index)) & 0xFFFF
+    if dtype == tl.bfloat16:
+        number = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
 def mxfp4_to_bf16(nibble, exponent):
     """OCP e2m1 (bits 0 to 3 of a uint8: 0, 0.5, 1, 1.5, 2, 3, 4, 6, negative with bit 3) times 2**(exponent - 127).
 

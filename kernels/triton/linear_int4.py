@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, high_nibble, low_nibble
+from membound.kernels.triton.lang import dot, half_of, high_nibble, low_nibble
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 
@@ -28,9 +28,10 @@ SYMMETRIC_ZERO = 8
 class Int4Weight:
     """A weight [n, k] as (q - zero) * scale with q from 0 to 15, a scale for each row and `group` columns.
 
-    `data` is [ceil(n / 64), k / group, 64, group / 2] uint8: byte j of a group holds its column j (low bits) and
-    j + group / 2 (high bits). `scale` [k / group, n] is bf16 or fp16; `zero` [k / group, ceil(n / 2)] uint8 holds
-    those of rows 2i (low bits) and 2i + 1; without it they are 8.
+    `data` is [ceil(n / 64), groups, 64, group / 2] uint8: byte j of a group holds its column j (low bits) and
+    j + group / 2 (high bits). `scale` [ceil(groups / 2), n, 2] is bf16 or fp16; `zero` [ceil(groups / 8), n, 4] uint8
+    holds two groups a byte, and without it all are 8. So a row's metadata come in words of 32 bits, the least that an
+    asynchronous copy takes: a load that is not one would stall every step.
     """
 
     data: Tensor
@@ -43,7 +44,7 @@ class Int4Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.scale.shape[1], self.scale.shape[0] * self.group
+        return self.scale.shape[1], self.data.shape[1] * self.group
 
     @property
     def nbytes(self) -> int:
@@ -64,12 +65,12 @@ class Int4Weight:
         check.strided("q", q, [n, k], [torch.uint8], free=2)
         if zero is not None:
             check.strided("zero", zero, scale.shape, [torch.uint8], q, free=2)
-            even, odd = torch.nn.functional.pad(zero.t(), (0, n % 2)).unflatten(1, (-1, 2)).unbind(-1)
-            zero = (even | (odd << 4)).contiguous()
+            low, high = _words(zero, 8).chunk(2, dim=-1)  # groups 0 to 3 and 4 to 7 of eight
+            zero = (low | (high << 4)).contiguous()
         rows = -(-n // PACK_ROWS) * PACK_ROWS
         padded = torch.nn.functional.pad(q, (0, 0, 0, rows - n)).view(rows // PACK_ROWS, PACK_ROWS, k // group, group)
         low, high = padded.transpose(1, 2).chunk(2, dim=-1)
-        return cls((low | (high << 4)).contiguous(), scale.t().contiguous(), zero)
+        return cls((low | (high << 4)).contiguous(), _words(scale, 2), zero)
 
     @classmethod
     def quantize(cls, weight: Tensor, group: int, *, symmetric: bool) -> Int4Weight:
@@ -91,55 +92,77 @@ class Int4Weight:
         n, k = self.shape
         q = torch.cat([self.data & 0xF, self.data >> 4], dim=-1).transpose(1, 2).reshape(-1, k)[:n]
         grouped = q.view(n, -1, self.group).float()
-        zero = torch.full_like(self.scale, SYMMETRIC_ZERO, dtype=torch.float32)
-        if self.zero is not None:
-            zero = torch.stack([self.zero & 0xF, self.zero >> 4], dim=-1).flatten(1)[:, :n].float()
-        return ((grouped - zero.t()[..., None]) * self.scale.t().float()[..., None]).view(n, k)
+        groups = self.data.shape[1]
+        scale = self.scale.transpose(0, 1).reshape(n, -1)[:, :groups, None].float()
+        if self.zero is None:
+            return ((grouped - SYMMETRIC_ZERO) * scale).view(n, k)
+        zeros = torch.cat([self.zero & 0xF, self.zero >> 4], dim=-1).transpose(0, 1).reshape(n, -1)
+        return ((grouped - zeros[:, :groups, None].float()) * scale).view(n, k)
+
+
+def _words(by_group: Tensor, count: int) -> Tensor:
+    """[n, groups] as [ceil(groups / count), n, count]."""
+    groups = by_group.shape[1]
+    padded = torch.nn.functional.pad(by_group, (0, -groups % count))
+    return padded.unflatten(1, (-1, count)).transpose(0, 1).contiguous()
 
 
 @triton.jit
 def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_stride, split_stride,
-                       GROUP: tl.constexpr, PACK_N: tl.constexpr, HAS_ZERO: tl.constexpr, SPLITS: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Program (tile of n, tile of m, split of the groups)."""
+                       GROUP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr, EVEN: tl.constexpr,
+                       SPLITS: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_M: tl.constexpr):  # fmt: skip
+    """Program (tile of n, tile of m, split of the pairs of groups)."""
     HALF: tl.constexpr = GROUP // 2
+    SCALE: tl.constexpr = tl.bfloat16 if SCALE_BF16 else tl.float16
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, HALF)
-    begin, end = split_range(groups, tl.program_id(2), SPLITS)
+    begin, end = split_range(tl.cdiv(groups, 2), tl.program_id(2), SPLITS)
     # Rows behind the last are read again from the last: no mask on the weights, and their results are not stored.
     row = tl.minimum(n, columns - 1)
     bytes_at = data + ((row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N)[:, None] * HALF + j[None, :]
-    bytes_at += begin.to(tl.int64) * (PACK_N * HALF)
     x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for group in range(begin, end):
-        byte = tl.load(bytes_at)
-        bytes_at += PACK_N * HALF
-        s = tl.load(scale + group * columns + row).to(tl.float32)
-        z = tl.full([BLOCK_N], 8.0, tl.float32)
-        if HAS_ZERO:
-            pair = tl.load(zero + group * ((columns + 1) // 2) + row // 2)
-            z = ((pair >> (row % 2 * 4).to(tl.uint8)) & 0xF).to(tl.float32)
-        x_low = tl.load(x_at + group * GROUP, mask=m[:, None] < rows, other=0.0)
-        x_high = tl.load(x_at + group * GROUP + HALF, mask=m[:, None] < rows, other=0.0)
-        part = dot(low_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_low), nothing)
-        part = dot(high_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_high), part)
-        acc += part * s[:, None]
+    z = tl.full([BLOCK_N], 8.0, tl.float32)
+    # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
+    for pair in tl.range(begin, end, num_stages=STAGES):
+        word = tl.load(scale + pair * columns + row)
+        if zero is not None:
+            eight = tl.load(zero + pair // 4 * columns + row)
+        for i in tl.static_range(2):
+            group = pair * 2 + i
+            inside = m[:, None] < rows
+            if EVEN:
+                byte = tl.load(bytes_at + group * (PACK_N * HALF))
+            else:
+                inside = inside & (group < groups)
+                byte = tl.load(bytes_at + group * (PACK_N * HALF), mask=group < groups, other=0)
+            if zero is not None:
+                # Byte b of the word holds groups b and b + 4 of the eight.
+                place = group % 8
+                z = ((eight >> (place % 4 * 8 + place // 4 * 4)) & 0xF).to(tl.float32)
+            x_low = tl.load(x_at + group * GROUP, mask=inside, other=0.0)
+            x_high = tl.load(x_at + group * GROUP + HALF, mask=inside, other=0.0)
+            part = dot(low_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_low), nothing)
+            part = dot(high_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_high), part)
+            acc += part * half_of(word, i, SCALE)[:, None]
     store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
     """x [m, k] times the weight [n, k] transposed, summed in fp32: [m, n] in x's dtype."""
     n, k = weight.shape
+    groups = weight.data.shape[1]
+    pairs = -(-groups // 2)
     check.strided("x", x, [None, k], check.HALVES)
-    check.tensor("weight.data", weight.data, [-(-n // PACK_ROWS), k // weight.group, PACK_ROWS, None], [torch.uint8], x)
-    check.tensor("weight.scale", weight.scale, [None, n], check.HALVES, x)
+    check.tensor("weight.data", weight.data, [-(-n // PACK_ROWS), groups, PACK_ROWS, None], [torch.uint8], x)
+    check.tensor("weight.scale", weight.scale, [pairs, n, 2], check.HALVES, x)
     if weight.zero is not None:
-        check.tensor("weight.zero", weight.zero, [k // weight.group, (n + 1) // 2], [torch.uint8], x)
+        check.tensor("weight.zero", weight.zero, [-(-groups // 8), n, 4], [torch.uint8], x)
     m = x.shape[0]
-    config = config or configure("linear_int4", machine_for(x), m=m, n=n)
+    config = config or configure("linear_int4", machine_for(x), m=m)
 
     def start(grid: tuple[int, int, int], out: Tensor) -> None:
         launch(
@@ -147,24 +170,26 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
             grid,
             x,
             weight.data,
-            weight.scale,
-            weight.zero,
+            weight.scale.view(torch.int32),
+            None if weight.zero is None else weight.zero.view(torch.int32),
             out,
             m,
             n,
-            k // weight.group,
+            groups,
             x.stride(0),
             m * n,
             config=config,
             GROUP=weight.group,
             PACK_N=PACK_ROWS,
-            HAS_ZERO=weight.zero is not None,
+            SCALE_BF16=weight.scale.dtype == torch.bfloat16,
+            EVEN=groups % 2 == 0,
             SPLITS=grid[2],
+            STAGES=config.num_stages,
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
-    steps, shortest = k // weight.group, 512 // weight.group
-    return with_split_k(x, n, x.dtype, tiles=tiles, steps=steps, shortest=shortest, splits=splits, start=start)
+    shortest = max(1, 256 // weight.group)
+    return with_split_k(x, n, x.dtype, tiles=tiles, steps=pairs, shortest=shortest, splits=splits, start=start)
 
 
 def linear_int4_reference(x: Tensor, weight: Int4Weight) -> Tensor:

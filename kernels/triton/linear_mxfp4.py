@@ -30,7 +30,8 @@ class Mxfp4Weight:
     """A weight [n, k] in MXFP4.
 
     `data` is [ceil(n / 64), k / 32, 64, 16] uint8: byte j of a group holds its column j (low bits) and j + 16 (high
-    bits). `scale` [ceil(n / 64), k / 32, 64] uint8 is e8m0: 2**(scale - 127).
+    bits). `scale` [ceil(n / 64), ceil(k / 128), 64, 4] uint8 is e8m0, 2**(scale - 127); four groups' lie together since
+    an asynchronous copy takes at least 4 bytes.
     """
 
     data: Tensor
@@ -57,7 +58,8 @@ class Mxfp4Weight:
         rows = (0, 0, 0, tiles * PACK_ROWS - n)
         codes = torch.nn.functional.pad(code, rows).view(tiles, PACK_ROWS, k // GROUP, GROUP).transpose(1, 2)
         low, high = codes.chunk(2, dim=-1)
-        scales = torch.nn.functional.pad(scale, rows).view(tiles, PACK_ROWS, k // GROUP).transpose(1, 2)
+        padded = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4, *rows[2:]))
+        scales = padded.view(tiles, PACK_ROWS, -1, 4).transpose(1, 2)
         return cls((low | (high << 4)).contiguous(), scales.contiguous(), n)
 
     @classmethod
@@ -77,7 +79,8 @@ class Mxfp4Weight:
         """The weight [n, k] in fp32."""
         code = torch.cat([self.data & 0xF, self.data >> 4], dim=-1).long()
         numbers = torch.tensor([*E2M1, *(-x for x in E2M1)], device=code.device)[code]
-        scaled = numbers * torch.exp2(self.scale.float() - 127)[..., None]
+        scale = torch.exp2(self.scale.float() - 127).transpose(2, 3).flatten(1, 2)[:, : code.shape[1]]
+        scaled = numbers * scale[..., None]
         return scaled.transpose(1, 2).reshape(-1, self.shape[1])[: self.rows]
 
 
@@ -92,16 +95,19 @@ def linear_mxfp4_kernel(x, data, scale, out, rows, columns, groups, x_stride, sp
     j = tl.arange(0, HALF)
     begin, end = split_range(tl.cdiv(groups, STEP), tl.program_id(2), SPLITS)
     row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
-    packed = (row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N
+    tile = (row // PACK_N).to(tl.int64)
+    packed = tile * groups * PACK_N + row % PACK_N
+    scale_at = scale + tile * tl.cdiv(groups, 4) * PACK_N + row % PACK_N
     x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(begin, end):
+        four = tl.load(scale_at + step * STEP // 4 * PACK_N)
         for i in tl.static_range(STEP):
             group = step * STEP + i
             here = group < groups
             at = packed + group * PACK_N
             byte = tl.load(data + at[:, None] * HALF + j[None, :], mask=here, other=0)
-            exponent = tl.load(scale + at, mask=here, other=127)[:, None]
+            exponent = ((four >> (group % 4 * 8)) & 0xFF)[:, None]
             inside = (m[:, None] < rows) & here
             x_low = tl.load(x_at + group * SIZE, mask=inside, other=0.0)
             x_high = tl.load(x_at + group * SIZE + HALF, mask=inside, other=0.0)
@@ -116,7 +122,7 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
     groups, tiles_n = k // GROUP, -(-n // PACK_ROWS)
     check.strided("x", x, [None, k], [torch.bfloat16])
     check.tensor("weight.data", weight.data, [tiles_n, groups, PACK_ROWS, GROUP // 2], [torch.uint8], x)
-    check.tensor("weight.scale", weight.scale, [tiles_n, groups, PACK_ROWS], [torch.uint8], x)
+    check.tensor("weight.scale", weight.scale, [tiles_n, -(-groups // 4), PACK_ROWS, 4], [torch.uint8], x)
     m = x.shape[0]
     config = config or configure("linear_mxfp4", machine_for(x), m=m)
 
@@ -126,7 +132,7 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
             grid,
             x,
             weight.data,
-            weight.scale,
+            weight.scale.view(torch.int32),
             out,
             m,
             n,

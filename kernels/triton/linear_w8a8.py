@@ -151,7 +151,8 @@ class Fp8Blocks:
 @triton.jit
 def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, split_stride,
                              FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
-                             SCALE_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+                             SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                             BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the blocks of k)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -162,7 +163,8 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size
     data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
     x_at = x + token[:, None].to(tl.int64) * k_size + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in range(begin, end):
+    # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
+    for block in tl.range(begin, end, num_stages=STAGES):
         start = block * SCALE_BLOCK
         if EVEN_K:
             weight = tl.load(data_at + start)
@@ -214,6 +216,7 @@ def linear_fp8_blocks(
             EVEN_K=k % BLOCK == 0,
             SPLITS=grid[2],
             SCALE_BLOCK=BLOCK,
+            STAGES=config.num_stages,
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]

@@ -22,9 +22,9 @@ from membound.kernels.triton.split import NO_WINDOW
 
 
 @triton.jit
-def prefill_attention_kernel(q, out, k, v, k_scales, v_scales, table, query_start, context_len, scale, window,
-                             sequences, table_stride, k_stride, v_stride, k_scale_stride, v_scale_stride,
-                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, META: tl.constexpr,
+def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_len, scale, window,
+                             sequences, table_stride, k_stride, v_stride,
+                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                              BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                              BLOCK_HALF: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
@@ -56,27 +56,26 @@ def prefill_attention_kernel(q, out, k, v, k_scales, v_scales, table, query_star
         start = tl.maximum(seen_by_all - window, 0)
     STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
     if FORMAT == "fp8":
-        scale *= tl.load(k_scales + kv_head)
+        scale *= tl.load(scales + kv_head)
     table += sequence.to(tl.int64) * table_stride
     k += kv_head * STORED
     v += kv_head * STORED
     if FORMAT != "fp8":
-        k_scales += kv_head * (META * BLOCK_SIZE)
-        v_scales += kv_head * (META * BLOCK_SIZE)
+        scales += kv_head * BLOCK_SIZE
     state = nothing_seen(BLOCK_M, BLOCK_HALF)
     oldest = position - window + 1
     if not WINDOW:
         full = seen_by_all // BLOCK_T * BLOCK_T
-        state = attend(state, q_low, q_high, scale, oldest, position, start, full, table, k, v, k_scales, v_scales,
-                       k_stride, v_stride, k_scale_stride, v_scale_stride, "full", FORMAT, HALF, BLOCK_HALF,
+        state = attend(state, q_low, q_high, scale, oldest, position, start, full, table, k, v, scales,
+                       k_stride, v_stride, "full", FORMAT, HALF, BLOCK_HALF,
                        BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
         start = full
-    state = attend(state, q_low, q_high, scale, oldest, position, start, end, table, k, v, k_scales, v_scales,
-                   k_stride, v_stride, k_scale_stride, v_scale_stride, "range", FORMAT, HALF, BLOCK_HALF,
+    state = attend(state, q_low, q_high, scale, oldest, position, start, end, table, k, v, scales,
+                   k_stride, v_stride, "range", FORMAT, HALF, BLOCK_HALF,
                    BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
     low, high, _ = normalized(state)
     if FORMAT == "fp8":
-        v_scale = tl.load(v_scales + kv_head)
+        v_scale = tl.load(scales + KV_HEADS + kv_head)
         low *= v_scale
         high *= v_scale
     store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)

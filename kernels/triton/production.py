@@ -65,8 +65,8 @@ def _verify(format: KvFormat, drafts: int) -> None:
 def _linear_int4(m: int, *, zero: bool) -> None:
     n, k, group = 4096, 14336, 128
     data = _of(n // PACK_ROWS, k // group, PACK_ROWS, group // 2, dtype=torch.uint8)
-    zeros = _of(k // group, n // 2, dtype=torch.uint8) if zero else None
-    linear_int4(_of(m, k), Int4Weight(data, _of(k // group, n), zeros))
+    zeros = _of(k // group // 8, n, 4, dtype=torch.uint8) if zero else None
+    linear_int4(_of(m, k), Int4Weight(data, _of(k // group // 2, n, 2), zeros))
 
 
 def _linear_byte(format: ByteFormat, m: int) -> None:
@@ -97,8 +97,9 @@ def _linear_sparse(m: int) -> None:
 
 def _linear_mxfp4(m: int) -> None:
     n, k = 4096, 14336
-    shape = (n // PACK_ROWS, k // 32, PACK_ROWS)
-    data, scale = _of(*shape, 16, dtype=torch.uint8), _of(*shape, dtype=torch.uint8)
+    tiles = n // PACK_ROWS
+    data = _of(tiles, k // 32, PACK_ROWS, 16, dtype=torch.uint8)
+    scale = _of(tiles, k // 128, PACK_ROWS, 4, dtype=torch.uint8)
     linear_mxfp4(_of(m, k), Mxfp4Weight(data, scale, n))
 
 

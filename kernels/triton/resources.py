@@ -45,7 +45,8 @@ _POINTERS = {
 class Resources:
     """Of one thread: `registers` and `spilled_bytes`; of one program: `shared_bytes` and `threads`.
 
-    `widest_load_bytes` is what one thread reads from global memory by its widest instruction (None on AMD).
+    `widest_load_bytes` is what one thread reads from global memory by its widest instruction, `waiting_loads` are the
+    loads inside of loops that are not asynchronous copies, whose latency each turn pays (both None on AMD).
     """
 
     kernel: str
@@ -55,6 +56,7 @@ class Resources:
     shared_bytes: int
     threads: int
     widest_load_bytes: int | None
+    waiting_loads: int | None
 
 
 def resources_of(launch: Launch, arch: str) -> Resources:
@@ -66,12 +68,13 @@ def resources_of(launch: Launch, arch: str) -> Resources:
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spills = (_number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count"))
-        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None)
+        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None, None)
     if re.search(r"^\s*trap;", compiled.asm["ptx"], re.MULTILINE):
         # What Triton makes, without a word, of a kernel whose accumulators exceed Blackwell's tensor memory.
         raise RuntimeError(f"{launch.name} with {launch.config} compiles to a trap for {arch}")
     registers, spilled = _usage(compiled.asm["cubin"], compiled.asm["ptx"])
-    return Resources(launch.name, arch, registers, spilled, shared, threads, _widest_load(compiled.asm["ptx"]))
+    widest, waiting = _widest_load(compiled.asm["ptx"]), _waiting_loads(compiled.asm["ttgir"])
+    return Resources(launch.name, arch, registers, spilled, shared, threads, widest, waiting)
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -129,6 +132,20 @@ def _widest_load(ptx: str) -> int:
     for vector, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+) ", ptx):
         widest = max(widest, int(vector or 1) * int(bits) // 8)
     return widest
+
+
+def _waiting_loads(ttgir: str) -> int:
+    """Loads between `scf.for` and the `scf.yield` of the same indentation."""
+    waiting, inside = 0, None
+    for line in ttgir.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        if inside is None and re.search(r"\bscf\.for\b", line):
+            inside = indentation
+        elif inside is not None and indentation <= inside:
+            inside = None
+        elif inside is not None and re.search(r"= tt\.load ", line):
+            waiting += 1
+    return waiting
 
 
 def _number(pattern: str, text: str) -> int:

@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.kv_blocks import SCALE_DTYPE, KvBlocks
+from membound.kernels.triton.kv_blocks import PER_TOKEN, SCALE_DTYPE, KvBlocks
 from membound.kernels.triton.lang import fp8_from
 from membound.kernels.triton.launch import configure, launch, machine_for
 
 
 @triton.jit
-def store_heads(base, scales, low, high, head, mask, block, offset, block_stride, scale_stride,
+def store_heads(base, scales, low, high, head, mask, block, offset, block_stride, PART: tl.constexpr,
                 FORMAT: tl.constexpr, HALF: tl.constexpr, KV_HEADS: tl.constexpr, META: tl.constexpr,
                 BLOCK_SIZE: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
     """Writes one token's vectors (low, high) [H, BLOCK_HALF], fp32, of KV heads `head` [H] where `mask` [H]."""
@@ -26,9 +26,10 @@ def store_heads(base, scales, low, high, head, mask, block, offset, block_stride
     d = tl.arange(0, BLOCK_HALF)[None, :]
     inside = mask[:, None] & (d < HALF)
     at = base + block * block_stride + (offset * KV_HEADS + head)[:, None] * STORED + d
-    meta = scales + block * scale_stride + head * (META * BLOCK_SIZE) + offset
+    # A token's metadata lie together: of k (PART 0) in their first half, of v (PART 1) in their second.
+    meta = scales + ((block * KV_HEADS + head) * BLOCK_SIZE + offset) * META + PART * (META // 2)
     if FORMAT == "fp8":
-        scale = tl.load(scales + head, mask=mask, other=1.0)[:, None]
+        scale = tl.load(scales + PART * KV_HEADS + head, mask=mask, other=1.0)[:, None]
         tl.store(at, fp8_from(low / scale), mask=inside)
         tl.store(at + HALF, fp8_from(high / scale), mask=inside)
     elif FORMAT == "int8":
@@ -46,7 +47,7 @@ def store_heads(base, scales, low, high, head, mask, block, offset, block_stride
         minimum = smallest.to(tl.float32)
         rounded = (tl.maximum(largest - minimum, 0.0) / 15.0).to(tl.float16)
         tl.store(meta, rounded, mask=mask)
-        tl.store(meta + BLOCK_SIZE, smallest, mask=mask)
+        tl.store(meta + 1, smallest, mask=mask)
         scale = rounded.to(tl.float32)
         scale = tl.where(scale > 0.0, scale, 1.0)[:, None]
         byte = nibble((low - minimum[:, None]) / scale) | (nibble((high - minimum[:, None]) / scale) << 4)
@@ -69,8 +70,8 @@ def nibble(number):
 
 
 @triton.jit
-def rope_store_kernel(q, k, v, cos, sin, positions, slots, out, k_blocks, v_blocks, k_scales, v_scales,
-                      q_stride, k_row_stride, v_row_stride, k_stride, v_stride, k_scale_stride, v_scale_stride,
+def rope_store_kernel(q, k, v, cos, sin, positions, slots, out, k_blocks, v_blocks, scales,
+                      q_stride, k_row_stride, v_row_stride, k_stride, v_stride,
                       HEADS: tl.constexpr, ROTATE: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                       META: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                       BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
@@ -111,13 +112,13 @@ def rope_store_kernel(q, k, v, cos, sin, positions, slots, out, k_blocks, v_bloc
         first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
         low, high = first * cosine - second * sine, second * cosine + first * sine
-        store_heads(k_blocks, k_scales, low, high, head, mask, block, offset, k_stride, k_scale_stride,
+        store_heads(k_blocks, scales, low, high, head, mask, block, offset, k_stride, 0,
                     FORMAT, HALF, KV_HEADS, META, BLOCK_SIZE, BLOCK_HALF)  # fmt: skip
     else:
         at = v + token * v_row_stride + head[:, None] * (2 * HALF) + d
         low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-        store_heads(v_blocks, v_scales, low, high, head, mask, block, offset, v_stride, v_scale_stride,
+        store_heads(v_blocks, scales, low, high, head, mask, block, offset, v_stride, 1,
                     FORMAT, HALF, KV_HEADS, META, BLOCK_SIZE, BLOCK_HALF)  # fmt: skip
 
 
@@ -179,7 +180,9 @@ def _launch(
         *(rotation or (None, None, None)),
         slots,
         out,
-        *kv.pointers,
+        kv.k,
+        kv.v,
+        kv.k if kv.scales is None else kv.scales,
         0 if q is None else q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -188,6 +191,7 @@ def _launch(
         HEADS=heads,
         ROTATE=rotation is not None,
         **kv.constants(machine),
+        META=PER_TOKEN[kv.format],
     )
 
 
@@ -200,26 +204,26 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Te
 
 def kv_store_reference(k: Tensor, v: Tensor, slots: Tensor, kv: KvBlocks) -> None:
     """Stores fp32 k and v [tokens, kv_heads, head_dim] at `slots`, quantized as `kv` says."""
-    for values, blocks, scales in ((k, kv.k, kv.k_scale), (v, kv.v, kv.v_scale)):
+    for part, (values, blocks) in enumerate(((k, kv.k), (v, kv.v))):
         for token, slot in enumerate(slots.tolist()):
             if slot < 0:
                 continue
             block, offset = divmod(slot, kv.block_size)
             x = values[token].float()  # [kv_heads, head_dim]
-            if scales is None:
+            if kv.scales is None:
                 blocks[block, offset] = x.to(blocks.dtype)
             elif kv.format == "fp8":
-                scaled = (x / scales[:, None]).clamp(-448, 448)
+                scaled = (x / kv.scales[part, :, None]).clamp(-448, 448)
                 blocks[block, offset] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
             elif kv.format == "int8":
                 scale = (x.abs().amax(-1) / 127).to(SCALE_DTYPE)
-                scales[block, :, 0, offset] = scale
+                kv.scales[block, :, offset, part] = scale
                 divisor = torch.where(scale > 0, scale.float(), 1.0)[:, None]
                 blocks[block, offset] = (x / divisor + 0.5).floor().clamp(-127, 127).to(torch.int8)
             else:
                 minimum = x.amin(-1).to(SCALE_DTYPE)
                 scale = ((x.amax(-1) - minimum.float()).clamp(min=0) / 15).to(SCALE_DTYPE)
-                scales[block, :, 0, offset], scales[block, :, 1, offset] = scale, minimum
+                kv.scales[block, :, offset, 2 * part : 2 * part + 2] = torch.stack([scale, minimum], dim=-1)
                 divisor = torch.where(scale > 0, scale.float(), 1.0)[:, None]
                 q = ((x - minimum.float()[:, None]) / divisor + 0.5).floor().clamp(0, 15).to(torch.uint8)
                 low, high = q.chunk(2, dim=-1)

@@ -23,9 +23,9 @@ LARGEST_TREE = 64
 
 
 @triton.jit
-def verify_attention_kernel(q, tree, out, log_sum, k, v, k_scales, v_scales, table, query_start, context_len, scale,
-                            tokens, table_stride, k_stride, v_stride, k_scale_stride, v_scale_stride,
-                            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, META: tl.constexpr,
+def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_start, context_len, scale,
+                            tokens, table_stride, k_stride, v_stride,
+                            HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                             BLOCK_HALF: tl.constexpr, ROW_BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
                             SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
@@ -49,15 +49,14 @@ def verify_attention_kernel(q, tree, out, log_sum, k, v, k_scales, v_scales, tab
     committed = tl.full([BLOCK_R], 0, tl.int32) + (context - queries)
     STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
     if FORMAT == "fp8":
-        scale *= tl.load(k_scales + kv_head)
+        scale *= tl.load(scales + kv_head)
     state = attend(nothing_seen(BLOCK_R, BLOCK_HALF), q_low, q_high, scale, committed, bits, begin, end,
                    table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
-                   k_scales + kv_head * (META * BLOCK_SIZE), v_scales + kv_head * (META * BLOCK_SIZE),
-                   k_stride, v_stride, k_scale_stride, v_scale_stride,
+                   scales + kv_head * BLOCK_SIZE, k_stride, v_stride,
                    "tree", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
     low, high, sums = normalized(state)
     if FORMAT == "fp8":
-        v_scale = tl.load(v_scales + kv_head)
+        v_scale = tl.load(scales + KV_HEADS + kv_head)
         low *= v_scale
         high *= v_scale
     if SPLITS > 1:

@@ -32,7 +32,8 @@ class Emitted:
 
 @triton.jit
 def logits_parts_kernel(logits, row_start, temperature, peaks, sums, best, stride, vocab,
-                        PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                        PARTS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+                        BLOCK: tl.constexpr):  # fmt: skip
     """Program (sequence, its row, part of the vocabulary): the largest l = logit / temperature, which token that is,
     and the sum of exp(l - largest)."""
     sequence, part = tl.program_id(0), tl.program_id(2)
@@ -46,7 +47,7 @@ def logits_parts_kernel(logits, row_start, temperature, peaks, sums, best, strid
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tl.minimum(PART, vocab - part * PART), BLOCK):
+    for start in tl.range(0, tl.minimum(PART, vocab - part * PART), BLOCK, num_stages=STAGES):
         v = part * PART + start + lane
         logit = tl.load(logits + row * stride + v, mask=v < vocab, other=float("-inf")).to(tl.float32) * inverse
         larger = logit > peak
@@ -119,7 +120,7 @@ def gumbel(uniform):
 @triton.jit
 def draw_parts_kernel(logits, row_start, temperature, drafts, draft_probabilities, seed, counts, log_sums, scores,
                       winners, stride, vocab, rows_in_all, PARTS: tl.constexpr, PART: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
+                      STAGES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (sequence, part of the vocabulary): the best of log weight + Gumbel noise, and which token it is."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     degree = tl.load(temperature + sequence)
@@ -134,7 +135,7 @@ def draw_parts_kernel(logits, row_start, temperature, drafts, draft_probabilitie
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, tl.minimum(PART, vocab - part * PART), BLOCK):
+    for start in tl.range(0, tl.minimum(PART, vocab - part * PART), BLOCK, num_stages=STAGES):
         v = part * PART + start + lane
         logit = tl.load(logits + row * stride + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
         weight = tl.exp(logit / degree - log_sum)
@@ -207,7 +208,7 @@ def verify_sampling(
     config = config or configure("verify_sampling", machine_for(logits))
     part = config.tiles["BLOCK"] * 4
     parts = triton.cdiv(vocab, part)
-    constants = dict(PARTS=parts, PART=part)
+    constants = dict(PARTS=parts, PART=part, STAGES=config.num_stages)
     reduced = dict(MOST_ROWS=most_rows, PARTS=parts, BLOCK_PARTS=triton.next_power_of_2(parts))
     peaks, sums = (torch.empty(rows, parts, device=device) for _ in range(2))
     best = torch.empty(rows, parts, dtype=torch.int32, device=device)

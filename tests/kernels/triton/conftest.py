@@ -80,19 +80,17 @@ def _make_cache(
             stored.copy_(torch.randint(low, high, stored.shape, generator=random))
         else:
             stored.copy_(values.masked_fill(unused[:, :, None, None], torch.nan))
-    for scale in (kv.k_scale, kv.v_scale):
-        if scale is None:
-            continue
-        if format == "fp8":
-            scale.copy_(0.5 + torch.rand(scale.shape, generator=random))
-            continue
-        meta = torch.rand(scale.shape, generator=random) * (0.02 if format == "int8" else 0.2)
+    scales = kv.scales
+    if format == "fp8":
+        scales = 0.5 + torch.rand(kv.scales.shape, generator=random)
+    elif scales is not None:
+        scales = torch.rand(scales.shape, generator=random) * (0.02 if format == "int8" else 0.2)
         if format == "int4":
-            meta[:, :, 1] -= 1.5
-        scale.copy_(meta.masked_fill(unused[:, None, None, :], torch.nan))
-    moved = [None if t is None else t.to(device) for t in (kv.k, kv.v, kv.k_scale, kv.v_scale)]
+            scales[..., 1::2] -= 1.5
+        scales = scales.masked_fill(unused[:, None, :, None], torch.nan).half()
+    k, v, scales = (None if t is None else t.to(device) for t in (kv.k, kv.v, scales))
     lengths = torch.tensor(contexts, dtype=torch.int32, device=device)
-    return Cache(KvBlocks(format, *moved), table.to(device), lengths)
+    return Cache(KvBlocks(format, k, v, scales), table.to(device), lengths)
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,6 @@ def test_bad_arguments_are_named(make_cache, device):
                 decode_attention(**{**good, name: value})
     with pytest.raises(ValueError, match=r"^kv\.k: head_dim is 64"):
         decode_attention(**{**good, "q": torch.cat([q, q], -1)})
-    with pytest.raises(ValueError, match=r"^kv\.v_scale: is missing"):
+    with pytest.raises(ValueError, match=r"^kv\.scales: are missing"):
         scaled = make_cache("int8", [5, 6], 16, 2, 64).kv
-        decode_attention(**{**good, "kv": type(scaled)("int8", scaled.k, scaled.v, scaled.k_scale)})
+        decode_attention(**{**good, "kv": type(scaled)("int8", scaled.k, scaled.v)})

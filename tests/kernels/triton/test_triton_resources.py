@@ -20,7 +20,7 @@ from membound.kernels.triton.production import CASES, launches
 # and, for gfx942, the 64 KiB of LDS in AMD's CDNA 3 instruction set manual. From memory.
 SHARED_BYTES = {"sm80": 163 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024, "gfx942": 64 * 1024}
 REGISTERS = {"sm80": 65536, "sm90": 65536, "sm100": 65536, "gfx942": 131072}  # the same sources
-STREAMING = ("attention", "linear", "mla", "matmul")  # the kernels whose time is reading weights or the cache
+STREAMING = ("attention", "linear", "mla")  # the kernels whose time is reading weights or the cache
 
 
 def usual_cases() -> list[str]:
@@ -48,6 +48,7 @@ def test_every_kernel_compiles_fits_and_spills_nothing(arch):
         assert row["shared_bytes"] <= SHARED_BYTES[arch], row
         if arch != "gfx942" and any(word in row["kernel"] for word in STREAMING):
             assert row["widest_load_bytes"] == 16, row
+            assert row["waiting_loads"] == 0, row
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -21,7 +21,7 @@ from membound.roofline.shape import StepShape  # noqa: E402
 from membound.roofline.step import step_operators  # noqa: E402
 from membound.roofline.techniques import EngineSetup  # noqa: E402
 
-N, K = 192, 512
+N, K = 192, 1024
 
 
 @pytest.mark.parametrize(
