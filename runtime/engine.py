@@ -132,6 +132,8 @@ class Runtime:
         `clock` and `wrap` replace the wall clock and the executor's outcome, for instance by scripted step times.
         `hardware` says what the bounds are attributed with. Raises MemboundError where the scenario cannot run.
         """
+        if scenario.cluster is not None:
+            raise MemboundError("field 'cluster' is predicted, not measured yet: the runtime has one engine; remove it")
         if problem := unmeasured_engine(scenario.engine):
             raise MemboundError(problem)
         hardware = hardware or get_hardware(scenario.hardware)

@@ -95,6 +95,11 @@ def run(
     Equal steps run as one event, unless `step_by_step`. Raises MemboundError where the scenario names something
     unknown or the model does not fit.
     """
+    if scenario.cluster is not None:
+        from membound.simulator.cluster.run import run_cluster
+
+        assert executor is None and recorder is None, "the replicas of a cluster have their own"
+        return run_cluster(scenario, hardware, observer, step_by_step)
     deployment, requests = deploy(scenario, hardware)
     if scenario.engine.disaggregation is not None:
         from membound.simulator.disaggregated import run_disaggregated
