@@ -12,9 +12,9 @@ EventKind = Literal["start", "up", "drain", "release", "failure"]
 class ReplicaSummary(BaseModel):
     """One replica: the requests that ended there, and its share of time and money.
 
-    `utilization` is the share of `up_s`, in which it took requests or answered its last ones, in which it had any. It is
-    paid for from its start until it is released, also while it starts or has failed; `cost_usd` is None where the
-    device has no price.
+    `up_s` is the time in which it took requests or answered its last ones, `utilization` the share of it in which it
+    had any. It is paid for from its start until it is released, also while it starts or has failed; `cost_usd` is None
+    where the device has no price.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

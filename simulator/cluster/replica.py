@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import simpy
 
 from membound.simulator.run import Deployment
 from membound.simulator.scheduling.build import bounds_of, build_scheduler
-from membound.simulator.scheduling.loop import Executor, Waits, serve
+from membound.simulator.scheduling.loop import Waits, serve
 from membound.simulator.scheduling.recorder import NAN, Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.scheduler import Scheduler
@@ -95,7 +95,9 @@ class Replica:
         self.unanswered_tokens += request.tokens
         self._busy.start(now_s)
         heapq.heappush(self._pieces, (now_s, piece.id, piece))
-        self._wake(now_s)
+        if self._sent_s is None:
+            self._sent_s = now_s
+        self._wake()
 
     def refuses(self, request: Request) -> bool:
         """Whether it could never serve `request`."""
@@ -169,7 +171,7 @@ class Replica:
         self._clock_s = self._waits.send(start_s + (outcome.time_of(over - 1) + outcome.time_of(over)) / 2)
         self._until_s = self._waits.send(None)
         self._clock_s = None
-        self._wake(None)
+        self._wake()
 
     # -- what its engine asks: its client, its clock and its executor are the replica
 
@@ -177,6 +179,7 @@ class Replica:
         self._begun = None
         if self._clock_s is None:
             self.owner.dispatch(now_s)
+        self._sent_s = None  # what is here is handed out now, and what comes later is known
         arrived = []
         while self._pieces and self._pieces[0][0] <= now_s:
             arrived.append(heapq.heappop(self._pieces)[2])
@@ -210,28 +213,30 @@ class Replica:
         self._clock_s: float | None = None
         self._waits: Waits = serve(self.scheduler, self, self, self, self.recorder)
         self._until_s = math.inf
+        self._sent_s: float | None = None
         self.env.process(self._process(self._waits))  # type: ignore[arg-type]
 
-    def _wake(self, sent_s: float | None) -> None:
+    def _wake(self) -> None:
         if not self._news.triggered:
-            self._news.succeed(sent_s)
+            self._news.succeed()
 
     def _process(self, waits: Waits) -> Iterator[simpy.Event]:
         """Sleeps through each step, or run of equal ones, until something is sent or the replica fails."""
         if waits is self._waits:
             self._until_s = next(waits)
         while waits is self._waits:
-            news = self._news = self.env.event()
+            self._news = self.env.event()
             if self._until_s == math.inf:
-                yield news
+                yield self._news
             else:
-                yield self.env.timeout(max(0.0, self._until_s - self.env.now)) | news
+                yield self.env.timeout(max(0.0, self._until_s - self.env.now)) | self._news
             if waits is not self._waits:
                 return  # it failed meanwhile, and another process serves
+            sent_s, self._sent_s = self._sent_s, None
             if self.env.now >= self._until_s:
                 self._until_s = waits.send(None)
-            elif news.triggered and news.value is not None:
-                self._until_s = waits.send(news.value)
+            elif sent_s is not None:
+                self._until_s = waits.send(sent_s)
 
 
 class Stopwatch:

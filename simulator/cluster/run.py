@@ -13,8 +13,8 @@ from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.result import RunResult
 from membound.roofline.scenario import Scenario
 from membound.simulator.cluster.autoscaler import Autoscaler
-from membound.simulator.cluster.replica import Replica, ReplicaRecorder
 from membound.simulator.cluster.record import ClusterRecord, cluster_result
+from membound.simulator.cluster.replica import Replica, ReplicaRecorder
 from membound.simulator.cluster.router import router_for
 from membound.simulator.run import Deployment, deploy
 from membound.simulator.scheduling.client import Client, client_for
