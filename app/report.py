@@ -179,7 +179,57 @@ def run(document: dict[str, Any]) -> RenderableType:
             table.add_row(name, ", ".join(f"{bound} {share:.0%}" for bound, share in value.items() if share >= 0.005))
         else:
             table.add_row(name, _number(value))
-    return Group(table, *provenance["notes"])
+    return Group(table, *_cluster(document.get("cluster")), *provenance["notes"])
+
+
+# Replicas and events of a cluster in a terminal; the document has all replicas and more events.
+_MOST_REPLICAS = 20
+
+
+def _cluster(cluster: dict[str, Any] | None) -> Iterator[RenderableType]:
+    """What each replica did, and what happened to the cluster."""
+    if cluster is None:
+        return
+    replicas, events = cluster["replicas"], cluster["events"]
+    hidden = len(replicas) - _MOST_REPLICAS
+    table = Table(
+        title=f"replicas behind a {cluster['router'].replace('_', ' ')} router",
+        caption=f"and {hidden} more; --json has all" if hidden > 0 else None,
+        box=None,
+        pad_edge=False,
+    )
+    for column in ("", "device", "requests", "busy", "KV used", "hits", "failures", "hours", "USD"):
+        table.add_column(column, justify="left" if column == "device" else "right")
+    for replica in replicas[:_MOST_REPLICAS]:
+        several = f" x {replica['devices']}" if replica["devices"] > 1 else ""
+        table.add_row(
+            str(replica["replica"]),
+            replica["hardware"] + several,
+            f"{replica['requests']:,}",
+            f"{replica['utilization']:.0%}",
+            f"{replica['kv_utilization']:.0%}",
+            "" if replica["prefix_hit_rate"] is None else f"{replica['prefix_hit_rate']:.0%}",
+            str(replica["failures"]),
+            f"{replica['device_hours']:.3g}",
+            "no price" if replica["cost_usd"] is None else f"{replica['cost_usd']:.4g}",
+        )
+    yield table
+    dates = sorted({replica["price_date"] for replica in replicas if replica["price_date"]})
+    yield (
+        f"{cluster['mean_replicas']:.3g} replicas on average, {cluster['most_replicas']} at most: "
+        f"{cluster['device_hours']:.3g} device-hours, "
+        + ("no price" if cluster["cost_usd"] is None else f"{cluster['cost_usd']:.4g} USD")
+        + (f" at prices of {' and '.join(dates)}" if dates else "")
+    )
+    if cluster["failures"]:
+        yield (
+            f"failures: {cluster['failures']}, requests sent again: {cluster['retries']}, tokens lost: "
+            f"{cluster['lost_tokens']:,} of KV, {cluster['lost_output_tokens']:,} emitted ones"
+        )
+    told = [f"{event['time_s']:.4g} s: {event['replica']} {event['kind']}" for event in events if event["time_s"] > 0]
+    if told:
+        more = cluster["event_count"] - (len(events) - len(told)) - _MOST_REPLICAS
+        yield ", ".join(told[:_MOST_REPLICAS]) + (f", and {more} more events" if more > 0 else "")
 
 
 def comparison(document: dict[str, Any]) -> RenderableType:

@@ -55,6 +55,13 @@ class Replica:
     that are over, where somebody wants to look at the memory or where it fails.
     """
 
+    scheduler: Scheduler
+    _begun: Begun | None  # the step that is under way
+    _clock_s: float | None  # what its engine takes for now while it catches up
+    _waits: Waits
+    _until_s: float  # when the step that is under way ends
+    _sent_s: float | None  # since when something is here that the engine does not know of
+
     def __init__(
         self,
         env: simpy.Environment,
@@ -208,12 +215,12 @@ class Replica:
     def _boot(self) -> None:
         """An engine with nothing in its memory."""
         d = self.deployment
-        self.scheduler: Scheduler = build_scheduler(d.scenario, d.model, d.times, d.memory, d.content_known)
-        self._begun: Begun | None = None
-        self._clock_s: float | None = None
-        self._waits: Waits = serve(self.scheduler, self, self, self, self.recorder)
+        self.scheduler = build_scheduler(d.scenario, d.model, d.times, d.memory, d.content_known)
+        self._begun = None
+        self._clock_s = None
+        self._waits = serve(self.scheduler, self, self, self, self.recorder)
         self._until_s = math.inf
-        self._sent_s: float | None = None
+        self._sent_s = None
         self.env.process(self._process(self._waits))  # type: ignore[arg-type]
 
     def _wake(self) -> None:
