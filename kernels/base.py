@@ -50,6 +50,7 @@ class RaggedBatch:
     query_start: Tensor  # [sequences + 1] int32
     context_len: Tensor  # [sequences] int32, tokens of the sequence including this step's
     block_table: Tensor  # [sequences, max_blocks] int32, unused entries are 0
+    most_queries: int | None = None  # the most tokens that a sequence brings, where the host knows it
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,104 @@
+"""What does a decoder layer cost on a GPU when every operation is one pass over its bytes?
+
+The Triton kernels under the runtime's interface, chosen by the shape of a step. Nothing in here waits for the GPU, so a
+step of it can be captured as a CUDA graph. Matrix products with bf16 and fp32 weights are the vendor's (cuBLAS): they
+read each weight once too, and nothing is left to fuse.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from membound.kernels import quantize
+from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.triton.decode_attention import decode_attention
+from membound.kernels.triton.kv_blocks import KvBlocks
+from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
+from membound.kernels.triton.machine import INTERPRETED, machine_of
+from membound.kernels.triton.prefill_attention import prefill_attention
+from membound.kernels.triton.rms_norm import rms_norm
+from membound.kernels.triton.rope_store import rope_store
+from membound.kernels.triton.silu_mul import silu_mul
+from membound.kernels.triton.verify_attention import LARGEST_TREE, verify_attention
+
+
+class TritonKernels:
+    """bf16 activations, K and V in bf16, weights in bf16, int8 (a scale a row) or fp32.
+
+    Rows of a batch whose `context_len` is 0 and whose slots are negative are padding: they store nothing and attend
+    to nothing. On device "cpu" it runs where Triton was imported with TRITON_INTERPRET=1.
+    """
+
+    name = "triton"
+    activation_dtype = torch.bfloat16
+    kv_dtype = torch.bfloat16
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = torch.device(device)
+        self._chains: tuple[RaggedBatch, Tensor] | None = None
+
+    def stalls(self) -> int:
+        return 0
+
+    def describe(self) -> str:
+        if INTERPRETED:
+            return f"Triton {triton.__version__}, interpreted on the CPU"
+        machine = machine_of(self.device)
+        return (
+            f"Triton {triton.__version__} for {machine.arch} on {torch.cuda.get_device_name(self.device)}, "
+            f"{machine.multiprocessors} multiprocessors; bf16 linears by the vendor's library"
+        )
+
+    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
+        return quantize.pack(weight, format)
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        if weight.format == "int8":
+            assert weight.scale is not None
+            return linear_byte(x, ByteWeight("int8", weight.data, weight.scale))
+        return functional.linear(x.to(weight.data.dtype), weight.data).to(self.activation_dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps, residual=residual)
+
+    def rope_and_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
+    ) -> Tensor:
+        return rope_store(qkv, cos, sin, batch.positions, batch.slots, KvBlocks("bf16", k_blocks, v_blocks))
+
+    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
+        """By the most tokens that a sequence brings: one is decode; a few share a split context, as drafts do."""
+        kv = KvBlocks("bf16", k_blocks, v_blocks)
+        most = batch.most_queries or batch.num_tokens - batch.num_sequences + 1  # the others bring at least one each
+        if most == 1:
+            out = decode_attention(q, kv, batch.block_table, batch.context_len, scale)
+        else:
+            where = kv, batch.block_table, batch.query_start, batch.context_len, scale
+            if most <= LARGEST_TREE:
+                out = verify_attention(q, self._chain(batch), *where, most_queries=most)
+            else:
+                out = prefill_attention(q, *where)
+        return out.flatten(1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_mul(gate_up)
+
+    def _chain(self, batch: RaggedBatch) -> Tensor:
+        """The tree [tokens] of drafts that follow one another: token j of a sequence sees its tokens 0 to j.
+
+        It is made once for all layers of a step.
+        """
+        if self._chains is None or self._chains[0] is not batch:
+            starts = batch.query_start
+            rows = torch.arange(batch.num_tokens, dtype=torch.int32, device=starts.device)
+            sequence = torch.searchsorted(starts, rows, right=True) - 1
+            place = (rows - starts[sequence]).long()
+            # All bits up to the place's own; the 64th is the sign, and -1 has them all.
+            self._chains = batch, -1 ^ (torch.full_like(place, -2) << place)
+        return self._chains[1]
