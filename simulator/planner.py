@@ -118,6 +118,8 @@ def plan(
     Where nothing meets it, `best` is None and `reason` says by how much the nearest misses. Raises MemboundError where
     the scenario asks for nothing, or names something unknown.
     """
+    if scenario.cluster is not None:
+        raise MemboundError("field 'cluster' names replicas, and a plan chooses them; remove it, or simulate it")
     demand, specs = demand_of(scenario), devices_of(scenario, devices)
     if len(set(precisions)) < len(precisions) or not precisions:
         raise MemboundError("--precision needs names that differ; give some of given, 8bit, 4bit")
