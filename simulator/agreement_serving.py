@@ -317,8 +317,8 @@ def distserve() -> list[Case]:
             "distserve-code", "prompts and outputs apart", published=Range.of(5.7), within=1.8, **whole,
             conditions=f"OPT-66B on HumanEval, TTFT 0.125 s and TPOT 0.2 s, vLLM with TP 4, pools of TP 4; {same}",
             value=lambda slower: distserve_gain("code", ((4, 3, 1), (4, 5, 1)), slower),
-            why="the same direction; 3 and 5 engines for prompts were tried, and the paper chose another parallelism for "
-            "them",
+            why="the same direction; 3 and 5 engines for prompts were tried, and the paper chose another parallelism "
+            "for them",
         ),
         Case(
             "distserve-summary", "prompts and outputs apart", published=Range.of(4.3), within=4.0, **whole,
