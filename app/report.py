@@ -117,6 +117,7 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     parts += [("KV cache", memory["kv_bytes"] - states)] if memory["kv_bytes"] > states or not states else []
     parts += [("states", states)] if states else []
     parts += [("activations", memory["activation_bytes"]), ("free", memory["free_bytes"])]
+    parts += [("not used", memory["device_bytes"] - memory["usable_bytes"])]
     for name, held in parts:
         table.add_row(name, text.gib(held), f"{held / memory['device_bytes']:.1%}")
     return table
@@ -124,7 +125,8 @@ def _memory_table(memory: dict[str, Any]) -> Table:
 
 def _memory_words(memory: dict[str, Any]) -> Iterator[str]:
     if not memory["fits"]:
-        yield (f"DOES NOT FIT: {text.gib(memory['total_bytes'])} in a device of {text.gib(memory['device_bytes'])}")
+        need, usable, device = (text.gib(memory[part]) for part in ("total_bytes", "usable_bytes", "device_bytes"))
+        yield f"DOES NOT FIT: {need} in the {usable} that engines use of a device of {device}"
     batch, context = memory["largest_batch"], memory["largest_context"]
     most_batch = f"a batch of {batch:,} at this context" if batch else "no sequence at this context"
     most_context = f"a context of {context:,} at this batch" if context else "no context at this batch"
@@ -137,7 +139,7 @@ def _origin(document: dict[str, Any]) -> Iterator[RenderableType]:
     if origin["kind"] == "calibrated":
         yield f"times: the calibration of this machine ({document['hardware']['source']}); {interval}"
         return
-    inherited = ", ".join(map(_devices_of, origin["inherited_from"]))
+    inherited = ", ".join(_devices_of(scope, device) for scope in origin["inherited_from"])
     share = text.percent(origin["measured_share"])
     yield {
         "measured": f"times: kernels measured on {device}",
@@ -151,9 +153,9 @@ def _origin(document: dict[str, Any]) -> Iterator[RenderableType]:
     for kernel in origin["kernels"]:
         library = "" if kernel["library"] == "any" else f", {kernel['library']}"
         table.add_row(
-            f"{kernel['family']} {kernel['kernel']}{library}",
+            f"{kernel['family']} {_kernel_words(kernel)}{library}",
             f"{kernel['share']:.1%}",
-            "this device" if kernel["level"] == "device" else _devices_of(kernel["scope"]),
+            "this device" if kernel["level"] in ("device", "kernel") else _devices_of(kernel["scope"], device),
             f"{kernel['rows']:,}",
             f"{kernel['median_error']:.1%}",
             f"{kernel['spread']:.1%}",
@@ -161,7 +163,14 @@ def _origin(document: dict[str, Any]) -> Iterator[RenderableType]:
     yield table
 
 
-def _devices_of(scope: str) -> str:
+def _kernel_words(kernel: dict[str, Any]) -> str:
+    wanted, fitted = kernel["kernel"], kernel["fitted_kernel"]
+    return wanted if wanted == fitted else f"{wanted} (as {fitted})"
+
+
+def _devices_of(scope: str, device: str) -> str:
+    if scope == device:
+        return "its kernels of other formats"
     return "all devices" if scope == "any" else f"{scope} devices"
 
 

@@ -28,6 +28,9 @@ class CalibratedTimes:
         self.relative_error = max(calibration.residual, calibration.repeatability)
         self._linears: dict[str, _LinearTimes] = {}
 
+    def spread_of(self, operator: Operator) -> float:
+        return self.relative_error
+
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,14 @@ class StepCost:
     """A step's (or many steps') time in seconds with its operators and its interval."""
 
     operators: tuple[OperatorCost, ...]
-    relative_error: float
+    times: Times
+
+    @cached_property
+    def relative_error(self) -> float:
+        """How far off the time may be: as far as steps were found to be, or as far as the kernels of most of it."""
+        weights = [float(np.sum(cost.total_s)) for cost in self.operators]
+        off = sum(w * self.times.spread_of(cost.operator) for w, cost in zip(weights, self.operators, strict=True))
+        return max(self.times.relative_error, off / max(sum(weights), 1e-30))
 
     @property
     def time_s(self) -> Count:
@@ -111,7 +119,7 @@ def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepSha
         host = costs[-1]
         time = OperatorTime(host.time.time_s + waiting_s, 0.0, 0.0, host.time.overhead_s + waiting_s)
         costs[-1] = OperatorCost(host.operator, time)
-    return StepCost(tuple(costs), times.relative_error)
+    return StepCost(tuple(costs), times)
 
 
 def _working_set(operators: Sequence[Operator]) -> float:

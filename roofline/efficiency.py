@@ -171,8 +171,10 @@ def launch_s(p: Mapping[str, float], hardware: HardwareSpec) -> float:
 _INHERITED_FROM_GENERATION, _INHERITED_FROM_FURTHER = 1.6, 2.2
 
 
-def spread_on(fit: KernelFit, hardware: HardwareSpec) -> float:
-    """The fit's spread on a device, wider where the device inherits it."""
+def spread_on(fit: KernelFit, hardware: HardwareSpec, kernel: str | None = None) -> float:
+    """The fit's spread on a device, wider where the device inherits it, or `kernel` from another of its kernels."""
+    if kernel not in (None, fit.kernel):
+        return fit.spread * _INHERITED_FROM_FURTHER
     if fit.scope in (hardware.name, hardware.variant_of):
         return fit.spread
     return fit.spread * (_INHERITED_FROM_GENERATION if fit.scope == hardware.generation else _INHERITED_FROM_FURTHER)
@@ -221,8 +223,12 @@ def stream_s(p: Mapping[str, float], hardware: HardwareSpec, moved_bytes: Count,
 
 
 def padded_rows(m: Count) -> Count:
-    """Rows that the matrix unit really computes for m rows: whole tiles, of 16 rows while one tile holds them all."""
-    return np.where(np.asarray(m) <= TILE, np.ceil(m / 16.0) * 16.0, np.ceil(m / TILE) * TILE)
+    """Rows that the matrix unit really computes for m rows: whole tiles, of 16 rows while one tile holds them all.
+
+    A single row is a product of a matrix with a vector, for which engines have kernels that compute no other.
+    """
+    tiled = np.where(np.asarray(m) <= TILE, np.ceil(m / 16.0) * 16.0, np.ceil(m / TILE) * TILE)
+    return np.where(np.asarray(m) <= 1.0, m, tiled)
 
 
 def gemm_s(

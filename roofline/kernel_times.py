@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,12 +42,22 @@ _ELEMENTWISE = {
 # to 500 us a call (block-scaled fp8 linears in vLLM) the table gives to the kernel and a captured graph does not have;
 # experts are several kernels.
 _MOST_LAUNCH_S = {"gemm": 1.2e-5, "moe": 4.0e-5}
+# Experts with a scale for a whole matrix run in the kernels of those with one for a block of it: the one table of the
+# former (vLLM 0.24 with ModelOpt's kernel, Hopper) is five times slower, and nobody serves with it.
+_EXPERTS_KERNEL = {"fp8": "fp8_block"}
 # Kernels that unpack weights in registers before they multiply.
 _WEIGHT_ONLY = ("w4a16", "w8a16", "w4a8")
 # How much a bus that all devices share slows for each doubling of their number beyond two. The one machine in the
 # operator table (L40S, no peer-to-peer) shows 1.9; end-to-end runs of others (TensorRT-LLM's and MLPerf's L40S) need
 # less than a tenth of that time, so that a device's own table is followed and the catalog is not.
 _USUAL_CONTENTION = 0.3
+
+
+class KernelName(NamedTuple):
+    """What a table calls a kernel: the family, and the format or the operation that it is for."""
+
+    family: Family
+    kernel: str
 
 
 class KernelTimes:
@@ -62,7 +73,7 @@ class KernelTimes:
         self._found: dict[tuple[Family, str], KernelFit] = {}
         self._rates: dict[tuple[Precision, Precision], tuple[str, str]] = {}
         # An engine's spread was found on devices that are measured; one that is not may be further off.
-        self.relative_error = max(self.profile.spread, spread_on(self.fit("gemm", "bf16"), hardware))
+        self.relative_error = max(self.profile.spread, self._spread(KernelName("gemm", "bf16")))
 
     def fit(self, family: Family, kernel: str) -> KernelFit:
         """The fit that a family's kernel takes on this device."""
@@ -79,22 +90,31 @@ class KernelTimes:
             return parameters
         return {**parameters, "launch_s": most_s}
 
-    def fits_of(self, operator: Operator) -> tuple[KernelFit, ...]:
-        """The fits that an operator's time comes from; none for the work of the host."""
+    def _spread(self, name: KernelName) -> float:
+        return spread_on(self.fit(*name), self.hardware, name.kernel)
+
+    def kernels_of(self, operator: Operator) -> tuple[KernelName, ...]:
+        """The kernels that an operator runs in; none for the work of the host."""
         if operator.kind in ("linear", "moe"):
             assert operator.precision is not None and operator.activations is not None
             kernel, _ = self._kernel_of(operator.precision, operator.activations)
-            return (self.fit("gemm" if operator.kind == "linear" else "moe", kernel),)
+            if operator.kind == "moe":
+                return (KernelName("moe", _EXPERTS_KERNEL.get(kernel, kernel)),)
+            return (KernelName("gemm", kernel),)
         if operator.kind == "attention":
             assert operator.heads is not None
-            decode = self.fit("decode_attention", _cache_kernel(operator.heads.kv))
-            prefill = self.fit("prefill_attention", "bf16")
+            decode = KernelName("decode_attention", _cache_kernel(operator.heads.kv))
+            prefill = KernelName("prefill_attention", "bf16")
             parts = ((operator.decode, decode), (operator.prefill, prefill))
-            return tuple(fit for part, fit in parts if np.any(np.asarray(part.sequences) > 0))
+            return tuple(name for part, name in parts if np.any(np.asarray(part.sequences) > 0))
         if operator.kind == "collective":
             assert operator.collective is not None
-            return (self.fit("collective", operator.collective.operation),)
-        return () if operator.kind == "host" else (self.fit("elementwise", _ELEMENTWISE[operator.kind]),)
+            return (KernelName("collective", operator.collective.operation),)
+        return () if operator.kind == "host" else (KernelName("elementwise", _ELEMENTWISE[operator.kind]),)
+
+    def spread_of(self, operator: Operator) -> float:
+        """How far off an operator's kernels may be: 80 % of measurements lie within; the host's is the engine's."""
+        return max((self._spread(name) for name in self.kernels_of(operator)), default=self.profile.spread)
 
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         time = self._kernel(operator)
@@ -232,8 +252,8 @@ class KernelTimes:
     def _moe(self, operator: Operator) -> OperatorTime:
         load = operator.experts
         assert load is not None and operator.precision is not None and operator.activations is not None
-        kernel, dtype = self._kernel_of(operator.precision, operator.activations)
-        p = self._parameters("moe", kernel)
+        _, dtype = self._kernel_of(operator.precision, operator.activations)
+        p = self._parameters(*self.kernels_of(operator)[0])
         time_s, memory_s, compute_s = efficiency.moe_s(
             p,
             self.hardware,

@@ -6,13 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.shape import Count
 from membound.roofline.techniques import EngineSetup
 
+# What engines take of a device's memory; the rest is for what else runs there (vLLM's `gpu_memory_utilization`).
+MEMORY_SHARE = 0.9
+
 # Rows of logits that are held at a time at most: engines compute them for the last token of each sequence.
 LOGITS_ROWS = 64
+
+
+def usable_bytes(hardware: HardwareSpec) -> float:
+    """Bytes of a device that weights, caches and activations may take."""
+    return hardware.memory_bytes * MEMORY_SHARE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from membound.roofline.cost import OperatorCost, StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.memory import MemoryBreakdown, MemoryTerms, weights_by_part
+from membound.roofline.memory import MemoryBreakdown, MemoryTerms, usable_bytes, weights_by_part
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.layers import LayerGroup
@@ -238,23 +238,26 @@ class OperatingPoint:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total_bytes <= self.hardware.memory_bytes
+        return self.memory.total_bytes <= self.usable_bytes
+
+    @property
+    def usable_bytes(self) -> float:
+        """What engines take of the device's memory."""
+        return usable_bytes(self.hardware)
 
     @property
     def free_bytes(self) -> float:
-        return max(0.0, self.hardware.memory_bytes - self.memory.total_bytes)
+        return max(0.0, self.usable_bytes - self.memory.total_bytes)
 
     def largest_batch(self) -> int:
         """Sequences that fit at this context: 0 where not even one does."""
-        return _largest(
-            lambda batch: self._memory(batch, self.context).total_bytes, self.hardware.memory_bytes, MOST_SEQUENCES
-        )
+        return _largest(lambda batch: self._memory(batch, self.context).total_bytes, self.usable_bytes, MOST_SEQUENCES)
 
     def largest_context(self) -> int:
         """Tokens that fit in each sequence at this batch, of those that the model allows: 0 where not even one does."""
         return _largest(
             lambda context: self._memory(self.batch, context).total_bytes,
-            self.hardware.memory_bytes,
+            self.usable_bytes,
             self.model.max_context,
         )
 
@@ -331,6 +334,7 @@ class OperatingPoint:
             "activation_bytes": memory.activation_bytes,
             "total_bytes": memory.total_bytes,
             "device_bytes": self.hardware.memory_bytes,
+            "usable_bytes": self.usable_bytes,
             "free_bytes": self.free_bytes,
             "fits": self.fits,
             "largest_batch": self.largest_batch(),

@@ -45,5 +45,8 @@ class Times(Protocol):
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         """Seconds of one call where the step as a whole reads `working_set_bytes`."""
 
+    def spread_of(self, operator: Operator) -> float:
+        """How far off an operator's time may be, as a share of it."""
+
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
         """Seconds that the device waits for the host beyond the operators' own, None where nothing is known of it."""

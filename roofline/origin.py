@@ -8,10 +8,10 @@ from typing import Any, Literal
 from membound.roofline.cost import OperatorCost
 from membound.roofline.efficiency import KernelFit
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.kernel_times import KernelTimes
+from membound.roofline.kernel_times import KernelName, KernelTimes
 from membound.roofline.operator_time import Times
 
-Level = Literal["device", "generation", "memory", "any"]
+Level = Literal["device", "kernel", "variant", "generation", "memory", "any"]
 OriginKind = Literal["calibrated", "measured", "partly", "inherited"]
 
 # Shares of a step's time from which on its kernels count as measured on the device, or as not measured there.
@@ -20,8 +20,13 @@ _NEARLY_ALL, _NEARLY_NONE = 0.95, 0.05
 
 @dataclass(frozen=True)
 class KernelOrigin:
-    """The fit that a kernel's time comes from, how near to the device it was measured, and its share of the step."""
+    """The fit that a kernel's time comes from, how near to the device it was measured, and its share of the step.
 
+    At level `kernel` the device was measured, but with another kernel than the `wanted` one; at level `variant` another
+    of the same chip was.
+    """
+
+    wanted: KernelName
     fit: KernelFit
     level: Level
     share: float
@@ -30,7 +35,8 @@ class KernelOrigin:
         fit = self.fit
         return {
             "family": fit.family,
-            "kernel": fit.kernel,
+            "kernel": self.wanted.kernel,
+            "fitted_kernel": fit.kernel,
             "library": fit.library,
             "scope": fit.scope,
             "level": self.level,
@@ -69,20 +75,23 @@ def origin_of(times: Times, operators: tuple[OperatorCost, ...], step_s: float) 
     """The origin of the times of a step's operators, the kernels of most time first."""
     if not isinstance(times, KernelTimes):
         return Origin("calibrated")
-    seconds: dict[int, tuple[KernelFit, float]] = {}
+    seconds: dict[KernelName, float] = {}
     for cost in operators:
-        fits = times.fits_of(cost.operator)
-        for fit in fits:
-            _, before = seconds.get(id(fit), (fit, 0.0))
-            seconds[id(fit)] = (fit, before + float(cost.total_s) / len(fits))
-    found = sorted(seconds.values(), key=lambda item: -item[1])
-    kernels = tuple(KernelOrigin(fit, level_of(fit, times.hardware), spent / step_s) for fit, spent in found)
+        names = times.kernels_of(cost.operator)
+        for name in names:
+            seconds[name] = seconds.get(name, 0.0) + float(cost.total_s) / len(names)
+    kernels = tuple(
+        KernelOrigin(name, fit := times.fit(*name), level_of(fit, times.hardware, name.kernel), spent / step_s)
+        for name, spent in sorted(seconds.items(), key=lambda item: -item[1])
+    )
     share = Origin("partly", kernels).measured_share
     kind: OriginKind = "measured" if share >= _NEARLY_ALL else "inherited" if share <= _NEARLY_NONE else "partly"
     return Origin(kind, kernels)
 
 
-def level_of(fit: KernelFit, hardware: HardwareSpec) -> Level:
-    """How near to a device a fit was measured."""
-    scopes: dict[str, Level] = {hardware.memory_kind: "memory", hardware.generation: "generation"}
-    return "device" if fit.scope == hardware.name else scopes.get(fit.scope, "any")
+def level_of(fit: KernelFit, hardware: HardwareSpec, kernel: str) -> Level:
+    """How near to a device and one of its kernels a fit was measured."""
+    if fit.scope == hardware.name:
+        return "device" if fit.kernel == kernel else "kernel"
+    scopes: dict[str | None, Level] = {hardware.memory_kind: "memory", hardware.generation: "generation"}
+    return ({hardware.variant_of: "variant"} | scopes).get(fit.scope, "any")  # type: ignore[return-value]

@@ -12,15 +12,14 @@ from functools import cached_property
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.engines import get_profile
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.memory import kv_bytes, usable_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import RoofTimes, times_for
 
-# What engines leave free of the device's memory, and what they need beside weights and cache.
-USABLE_MEMORY = 0.90
+# What engines need beside weights and caches: activations, captured graphs, the libraries' own.
 RESERVED_BYTES = 2e9
 # Tokens that an engine takes into one step at most where nobody says: vLLM's and TensorRT-LLM's default for serving.
 CHUNK_TOKENS = 8192
@@ -89,8 +88,7 @@ class Deployment:
 
     def largest_batch(self, context: float) -> float:
         """Sequences of `context` tokens whose caches fit beside the weights; 0 where the weights do not fit."""
-        usable = self.hardware.memory_bytes * USABLE_MEMORY - RESERVED_BYTES
-        free = usable - weights_bytes(self.model, self.setup)
+        free = usable_bytes(self.hardware) - RESERVED_BYTES - weights_bytes(self.model, self.setup)
         each = float(kv_bytes(self.model, self.setup, context, 1.0))
         return max(0.0, free // each) if each > 0 else float("inf")
 

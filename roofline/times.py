@@ -26,6 +26,9 @@ class RoofTimes:
         self.hardware = hardware
         self.activation_bytes = 4.0 if hardware.kind == "cpu" else 2.0
 
+    def spread_of(self, operator: Operator) -> float:
+        return 0.0
+
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
         return None
 

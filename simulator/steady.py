@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.memory import kv_bytes, usable_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.result import BOUNDS
 from membound.roofline.scenario import Scenario
-from membound.roofline.serving import RESERVED_BYTES, USABLE_MEMORY, Deployment, StaticBatch, SteadyLoad
+from membound.roofline.serving import RESERVED_BYTES, Deployment, StaticBatch, SteadyLoad
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation import Speculation, speculation_of, with_guesses
 from membound.roofline.step import check_parallel
@@ -131,17 +131,20 @@ class SpeculatingDeployment(Deployment):
         """Sequences whose caches fit, the drafter's weights and caches beside the model's."""
         if self.speculation is None:
             return super().largest_batch(context)
-        usable = self.hardware.memory_bytes * USABLE_MEMORY - RESERVED_BYTES
+        usable = usable_bytes(self.hardware) - RESERVED_BYTES
         each = float(kv_bytes(self.model, self.setup, context) + self.speculation.drafter_kv_bytes(context))
         return max(0.0, (usable - self.weights_bytes) // each) if each > 0 else math.inf
 
     def with_batch_that_fits(self, batch: float, context: float) -> float:
         return min(super().with_batch_that_fits(batch, context), self.seats)
 
+    def decode_shape(self, batch: float, context: float) -> StepShape:
+        """A decode step without guesses, of one of a pipeline's micro-batches."""
+        return StepShape.decode(batch / self._micro_batches(batch), context)
+
     def verify_cost(self, batch: float, context: float) -> StepCost:
         """The model's own part of a decode step: of the tokens, and of the guesses where there are any."""
-        micro = self._micro_batches(batch)
-        shape = StepShape.decode(batch / micro, context)
+        shape = self.decode_shape(batch, context)
         if self.speculation is None:
             return self.step(shape)
         guesses = self.speculation.verified_tokens
@@ -153,8 +156,7 @@ class SpeculatingDeployment(Deployment):
         verify_s, shares = float(cost.time_s), cost.shares()
         drafting_s = 0.0
         if self.speculation is not None:
-            shape = StepShape.decode(batch / self._micro_batches(batch), context)
-            drafting_s = float(self.speculation.draft_s(self.times, shape))
+            drafting_s = float(self.speculation.draft_s(self.times, self.decode_shape(batch, context)))
         whole = verify_s + drafting_s
         return {bound: float(shares[bound]) * verify_s / whole for bound in BOUNDS} | {DRAFTING: drafting_s / whole}
 

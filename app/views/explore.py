@@ -81,16 +81,25 @@ def _origin(point: OperatingPoint, t: Translate) -> str:
         return t("explore.calibrated", device=device)
     if origin.kind == "measured":
         return t("explore.measured", device=device)
-    scopes = [t("scope.any") if scope == "any" else t("scope.devices", scope=scope) for scope in origin.inherited_from]
+    words = {"any": t("scope.any"), point.hardware.name: t("scope.formats")}
+    scopes = [words.get(scope) or t("scope.devices", scope=scope) for scope in origin.inherited_from]
     share = text.percent(origin.measured_share)
     return t(f"explore.{origin.kind}", device=device, share=share, scopes=", ".join(scopes))
 
 
 def _fit(point: OperatingPoint, t: Translate) -> None:
     if not point.fits:
-        need, have = text.gib(point.memory.total_bytes), text.gib(point.hardware.memory_bytes)
+        need, have = text.gib(point.memory.total_bytes), text.gib(point.usable_bytes)
+        whole = text.gib(float(point.hardware.memory_bytes))
         st.error(
-            t("explore.no_fit", model=point.model.name, device=device_name(point.hardware, t), need=need, have=have),
+            t(
+                "explore.no_fit",
+                model=point.model.name,
+                device=device_name(point.hardware, t),
+                need=need,
+                have=have,
+                whole=whole,
+            ),
             icon=":material/error:",
         )
 
@@ -118,12 +127,17 @@ def _shares(point: OperatingPoint, t: Translate) -> None:
 
 def _memory(point: OperatingPoint, t: Translate) -> None:
     st.header(t("explore.memory"))
-    capacity = float(point.hardware.memory_bytes)
+    capacity, whole = point.usable_bytes, float(point.hardware.memory_bytes)
     chart(
         memory.memory_figure(point.memory, capacity, device_name(point.hardware, t), t),
         key="memory",
         alt=memory.alt_text(point.memory, capacity, t),
-        caption=t("memory.caption", total=text.gib(point.memory.total_bytes), capacity=text.gib(capacity)),
+        caption=t(
+            "memory.caption",
+            total=text.gib(point.memory.total_bytes),
+            capacity=text.gib(capacity),
+            whole=text.gib(whole),
+        ),
     )
     if point.fits:
         st.caption(t("explore.still_fits", batch=f"{point.largest_batch():,}", context=f"{point.largest_context():,}"))

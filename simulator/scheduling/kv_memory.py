@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.memory import MEMORY_SHARE, kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.prefix_cache import PrefixCache
-
-# vLLM's default of gpu_memory_utilization: the rest is for activations and for what else runs there.
-MEMORY_SHARE = 0.9
 
 # Longer than any window, so that from here on a cache grows by its layers without one.
 _BEYOND_WINDOWS = 2**26
