@@ -18,7 +18,7 @@ from membound.roofline.operator_time import HasTotal, OperatorTime
 from membound.roofline.operators import Operator
 from membound.roofline.precision import Precision
 from membound.roofline.precision_plan import compute_dtype
-from membound.roofline.shape import Count, StepShape
+from membound.roofline.shape import Count, StepShape, is_there
 
 Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
@@ -121,7 +121,7 @@ class KernelTimes:
         if self.profile.gap_s == 0.0 or operator.kind == "host":
             return time
         # A kernel that starts before the one ahead of it ends hides its launch, never its work.
-        gap: Count = np.maximum(self.profile.gap_s, -_HIDDEN_LAUNCH * time.overhead_s) * _is_there(time.time_s)
+        gap: Count = np.maximum(self.profile.gap_s, -_HIDDEN_LAUNCH * time.overhead_s) * is_there(time.time_s)
         return OperatorTime(time.time_s + gap, time.memory_s, time.compute_s, time.overhead_s + gap, time.link_s)
 
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
@@ -129,7 +129,7 @@ class KernelTimes:
         profile = self.profile
         calls = sum(cost.operator.calls for cost in costs) + profile.extra_kernels * model.layers
         unfused_s = profile.extra_kernels * model.layers * self._elementwise_launch_s
-        prefills = _is_there(shape.prefill_sequences)
+        prefills = is_there(shape.prefill_sequences)
         waiting = unfused_s + profile.prefill_s * prefills
         if profile.graphs and np.all(np.asarray(shape.prefill_sequences) == 0):
             captured = shape.sequences <= profile.most_graph_sequences
@@ -173,7 +173,8 @@ class KernelTimes:
         kernel, dtype = self._kernel_of(operator.precision, operator.activations)
         p = self._parameters("gemm", kernel)
         rate = efficiency.matrix_rate(p, self.hardware, dtype)
-        if kernel in _WEIGHT_ONLY and self.fit("gemm", kernel).scope != self.hardware.name:
+        fit = self.fit("gemm", kernel)
+        if kernel in _WEIGHT_ONLY and (fit.kernel, fit.scope) != (kernel, self.hardware.name):
             rate *= efficiency.MIXED_INPUT_SHARE.get(self.hardware.architecture, 1.0)
         rate *= self.profile.rate_share
         if operator.precision.width < 16:
@@ -190,7 +191,7 @@ class KernelTimes:
             time_s, overhead_s = time_s + self.profile.weight_only_s, overhead_s + self.profile.weight_only_s
         if np.ndim(operator.m):
             # Of many steps in one call, those without such rows do not run the kernel.
-            there = _is_there(operator.m)
+            there = is_there(operator.m)
             time_s, memory_s, overhead_s = time_s * there, memory_s * there, overhead_s * there
         return OperatorTime(time_s, memory_s, compute_s, overhead_s)
 
@@ -236,7 +237,7 @@ class KernelTimes:
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         total = OperatorTime(0.0, 0.0, 0.0, 0.0)
         for sequences, (time_s, memory_s, compute_s), overhead_s in parts:
-            there = _is_there(sequences)
+            there = is_there(sequences)
             total = OperatorTime(
                 total.time_s + time_s * there,
                 total.memory_s + memory_s * there,
@@ -299,8 +300,3 @@ def _kernel_name(weights: Precision, dtype: str) -> str:
     if weights.width >= 16:
         return "fp32" if dtype in ("fp32", "tf32") else "bf16"
     return "w4a16" if weights.width <= 5 else "w8a16"
-
-
-def _is_there(amount: Count) -> Count:
-    """1 where there is anything, else 0."""
-    return np.asarray(amount > 0, dtype=np.float64) if np.ndim(amount) else float(amount > 0)

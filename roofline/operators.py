@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 from membound.roofline.precision import PRECISIONS, Precision
-from membound.roofline.shape import AttentionPart, Count
+from membound.roofline.shape import AttentionPart, Count, is_there
 
 Kind = Literal[
     "linear",
@@ -105,13 +107,14 @@ def linear(
     activation_bytes: float,
     activations: Precision = PRECISIONS["bf16"],
 ) -> Operator:
-    """y [m, n] = x [m, k] W^T: 2 m n k FLOPs; reads W once whatever m is."""
+    """y [m, n] = x [m, k] W^T: 2 m n k FLOPs; reads W once whatever m is, and not at all in steps without rows."""
+    read: Count = is_there(m) if np.ndim(m) else 1.0
     return Operator(
         name,
         "linear",
         calls,
         flops=2.0 * m * n * k,
-        weight_bytes=matrix_bytes(weights, n, k),
+        weight_bytes=matrix_bytes(weights, n, k) * read,
         activation_bytes=m * (n + k * min(activations.bits / 16.0, 1.0)) * activation_bytes,
         m=m,
         n=n,

@@ -15,6 +15,11 @@ Count = float | NDArray[np.float64]
 MOST_DECODE_TOKENS = 33
 
 
+def is_there(amount: Count) -> Count:
+    """1 where there is anything, else 0."""
+    return np.asarray(amount > 0, dtype=np.float64) if np.ndim(amount) else float(amount > 0)
+
+
 class AttentionPart(NamedTuple):
     """Sums over sequences that each bring `q` new tokens behind `p` cached ones."""
 

@@ -63,21 +63,10 @@ class _Step:
             made += self._layers(group, f"{index + 1}." if several else "")
         head = model.lm_head
         rows = self.shape.logits_rows
-        plan = self.plan
-        made.append(
-            linear(
-                "lm_head",
-                1,
-                rows,
-                -(-head.n // tp),
-                head.k,
-                plan.weights_of("lm_head"),
-                w,
-                plan.activations_of("lm_head"),
-            )
-        )
-        if tp > 1:
-            made.append(message("gather_logits", 1, "allgather", rows * model.vocab * w, tp))
+        if np.any(np.asarray(rows) > 0):
+            made.append(self._linear("lm_head", 1, rows, -(-head.n // tp), head.k, "lm_head"))
+            if tp > 1:
+                made.append(message("gather_logits", 1, "allgather", rows * model.vocab * w, tp))
         if self.parallel.pp > 1:
             stages = self.parallel.pp - 1
             made.append(message("next_stage", stages, "sendrecv", t * model.hidden * w / tp, 2))

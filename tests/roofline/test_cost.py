@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from membound.roofline.models import catalog as models
 from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators, step_weight_bytes
-from membound.roofline.techniques import EngineSetup, Int8Weights, engine_setup
+from membound.roofline.techniques import EngineSetup, Int8Weights, WeightQuantization, engine_setup
 from membound.roofline.times import times_for
 
 PLAIN = EngineSetup()
@@ -108,3 +110,21 @@ def test_an_uncalibrated_h100_is_within_its_interval_of_published_decode_times(b
     kernels = times_for(get_hardware("H100-SXM5"), "kernels")
     cost = step_cost(LLAMA, PLAIN, kernels, StepShape.decode(batch, 640))
     assert cost.low_s * 1e3 < published_ms < cost.high_s * 1e3
+
+
+def test_steps_without_logits_run_no_lm_head_alone_or_among_others():
+    """The chunks of a prompt before its last one."""
+    chunk, last = replace(StepShape.prefill(1.0, 512.0), logits_rows=0.0), StepShape.prefill(1.0, 512.0, 512.0)
+    times_s = [float(step_cost(LLAMA, PLAIN, H100, shape).time_s) for shape in (chunk, last)]
+    together = {name: np.array([value, last.columns()[name]]) for name, value in chunk.columns().items()}
+    np.testing.assert_allclose(step_cost(LLAMA, PLAIN, H100, StepShape(**together)).time_s, times_s, rtol=1e-9)
+    assert "lm_head" not in {operator.name for operator in step_operators(LLAMA, PLAIN, chunk)}
+
+
+def test_a_step_is_no_surer_than_the_kernels_of_its_time():
+    int4, shape = engine_setup((WeightQuantization(format="int4"),)), StepShape.decode(64, 8000)
+    costs = {name: step_cost(LLAMA, setup, H100, shape) for name, setup in (("bf16", PLAIN), ("int4", int4))}
+    for cost in costs.values():
+        spreads = [H100.spread_of(operator.operator) for operator in cost.operators]
+        assert H100.relative_error <= cost.relative_error <= max(H100.relative_error, *spreads)
+    assert costs["int4"].relative_error >= costs["bf16"].relative_error

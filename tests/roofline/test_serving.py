@@ -38,7 +38,7 @@ def test_more_clients_wait_longer_and_get_more_done(prompt, output, concurrency)
     one, more = (SteadyLoad(H100, c, prompt, output) for c in (concurrency, concurrency + 8))
     assert more.tpot_s >= one.tpot_s
     # Rows are computed in whole tiles, so that a few more clients may cost a tile and give little for it.
-    assert more.output_tokens_per_s >= 0.95 * one.output_tokens_per_s
+    assert more.output_tokens_per_s >= 0.9 * one.output_tokens_per_s
 
 
 @given(batch=st.integers(1, 64), prompt=LENGTHS, output=st.integers(1, 300))
