@@ -19,7 +19,7 @@ def operating_point(document: dict[str, Any]) -> RenderableType:
     return Group(
         _step_tree(document),
         *_step_words(document),
-        _memory_table(document["memory"]),
+        _memory_table(document["memory"], document["formats"]),
         *_memory_words(document["memory"]),
         *_origin(document),
     )
@@ -84,6 +84,7 @@ def _step_words(document: dict[str, Any]) -> Iterator[str]:
         f"{text.rate(step['tokens_per_s'])}, bound by {step['bottleneck']} "
         f"({text.percent(step['bottleneck_share'][step['bottleneck']])} of the time)"
     )
+    yield document["formats"]["words"]
     distance = ridge["distance"]
     apart = f"{text.digits(1 / distance)} times below" if distance < 1 else f"{text.digits(distance)} times above"
     nearer = "memory" if distance < 1 else "compute"
@@ -106,11 +107,13 @@ def _layers(kind: dict[str, Any]) -> str:
     return f"{kind['count']} {kind['attention']}{window}, {kind['ffn']}"
 
 
-def _memory_table(memory: dict[str, Any]) -> Table:
+def _memory_table(memory: dict[str, Any], formats: dict[str, Any]) -> Table:
     table = Table(title="memory of the device", box=None, pad_edge=False)
     table.add_column("")
     for column in ("holds", "share"):
         table.add_column(column, justify="right")
+    table.add_column("format")
+    format_of = {f"  {part}": format for part, format in formats["parts"].items()} | {"KV cache": formats["kv"]}
     states = memory["state_bytes"]
     parts = [("weights", memory["weights_bytes"])]
     parts += [(f"  {part}", held) for part, held in memory["weights_by_part"].items()]
@@ -119,7 +122,7 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     parts += [("activations", memory["activation_bytes"]), ("free", memory["free_bytes"])]
     parts += [("not used", memory["device_bytes"] - memory["usable_bytes"])]
     for name, held in parts:
-        table.add_row(name, text.gib(held), f"{held / memory['device_bytes']:.1%}")
+        table.add_row(name, text.gib(held), f"{held / memory['device_bytes']:.1%}", format_of.get(name, ""))
     return table
 
 

@@ -160,7 +160,7 @@ def technique_row(
     acceptance = [run.summary.acceptance_rate for _, run in measured if run.summary.acceptance_rate is not None]
     return Comparison(
         technique=technique.name,
-        baseline=technique.baseline,
+        baseline=technique.compared_with(predicted[0].scenario.setup),
         metric=technique.gain_metric,
         unit="ratio",
         point=point,

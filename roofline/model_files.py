@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelError, ModelSpec, get_model
 from membound.roofline.models.spec import build
+from membound.roofline.precision_plan import PrecisionPlan
 
 
 def resolve_model(name_or_path: str) -> ModelSpec:
@@ -30,10 +33,38 @@ def resolve_model(name_or_path: str) -> ModelSpec:
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
     if path.suffix == ".json":
-        return ModelSpec.from_hf_config(_mapping(path, name_or_path), path.resolve().parent.name or path.stem)
+        return ModelSpec.from_hf_config(_config(path, name_or_path), path.resolve().parent.name or path.stem)
     if path.suffix in (".yaml", ".yml"):
         return build(**{"source": f"{path.name}, a file of the user"} | _mapping(path, name_or_path))
     return get_model(name_or_path)
+
+
+def published_formats(model: str) -> PrecisionPlan:
+    """The formats in which the weights of a model (as a scenario names it) are published.
+
+    16 bits for a GGUF, whose own blocks the runtime unpacks as it loads them, and for a model that cannot be read:
+    whoever needs the model says what is wrong with it.
+    """
+    try:
+        path = Path(model)
+        file = path / "config.json" if path.is_dir() else path
+        changed_ns = file.stat().st_mtime_ns if file.suffix in (".json", ".yaml", ".yml") else 0
+        return _published_formats(model, changed_ns)
+    except (MemboundError, OSError, ValueError):
+        return PrecisionPlan()
+
+
+@lru_cache(maxsize=256)
+def _published_formats(model: str, changed_ns: int) -> PrecisionPlan:
+    return PrecisionPlan() if model.endswith(".gguf") else resolve_model(model).published
+
+
+def _config(path: Path, given: str) -> dict[str, Any]:
+    """A config.json; ModelOpt writes the quantization of its checkpoints into a file beside it."""
+    config, beside = _mapping(path, given), path.parent / "hf_quant_config.json"
+    if "quantization_config" in config or path.name != "config.json" or not beside.is_file():
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt", **_mapping(beside, str(beside))}}
 
 
 def _mapping(path: Path, given: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost, StepCost, step_cost
 from membound.roofline.errors import MemboundError
+from membound.roofline.formats import Formats
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import MemoryBreakdown, MemoryTerms, usable_bytes, weights_by_part
 from membound.roofline.model_files import resolve_model
@@ -217,6 +218,12 @@ class OperatingPoint:
         compute = compute_dtype(plan.weights, plan.activations, self.hardware)
         return Ridge(compute.dtype, compute.flops_per_s, self.hardware.bandwidth_bytes_per_s, intensity)
 
+    @cached_property
+    def formats(self) -> Formats:
+        """The formats of weights, activations and cache, and who says so."""
+        parts = tuple(weights_by_part(self.model, self.setup))
+        return Formats.of(self.model, self.setup.precision, parts, self.times.activation_bytes)
+
     # --- memory ---
 
     @cached_property
@@ -317,6 +324,7 @@ class OperatingPoint:
                 for item, seconds in zip(cost.operators, self._seconds, strict=True)
             ],
             "ridge": _ridge_json(self.ridge),
+            "formats": self.formats.to_json(),
             "memory": self._memory_json(),
             "parallel": {**self.setup.parallel.model_dump(), "devices": self.setup.parallel.devices},
             "origin": self._origin_json(),

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validat
 from membound.roofline.cluster import Cluster
 from membound.roofline.engine_settings import Engine as Engine
 from membound.roofline.errors import MemboundError
+from membound.roofline.model_files import published_formats
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
@@ -74,8 +75,8 @@ class Scenario(Part):
 
     @property
     def setup(self) -> EngineSetup:
-        """What the techniques make of the plain engine, on the scenario's devices."""
-        setup = engine_setup(self.techniques, self.without)
+        """What the techniques make of the plain engine and the model as it is published, on the scenario's devices."""
+        setup = engine_setup(self.techniques, self.without, published_formats(self.model))
         return replace(setup, parallel=self.parallel, profile=self.engine.profile, expert_skew=self.expert_skew)
 
     @property

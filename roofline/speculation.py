@@ -26,6 +26,7 @@ from membound.roofline.models import GatedFfn, ModelSpec, MoeFfn, catalog
 from membound.roofline.operator_time import Times
 from membound.roofline.operators import linear
 from membound.roofline.parallel import Parallelism
+from membound.roofline.precision_plan import PrecisionPlan
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.step import check_parallel, step_weight_bytes
@@ -186,7 +187,8 @@ class Speculation:
         if drafts.kind == "ngram":
             return _Drafter()
         if isinstance(drafts, ModelDrafts):
-            return _DraftModel(draft_model(model, drafts.draft), self.plain)
+            spec = draft_model(model, drafts.draft)
+            return _DraftModel(spec, replace(self.plain, precision=_drafting_formats(model, spec, self.plain)))
         if drafts.kind == "medusa":
             return _Heads(model, _own_head(self.plain), drafts.gamma)
         if drafts.kind == "mtp":
@@ -194,6 +196,14 @@ class Speculation:
                 raise MemboundError(f"'{model.name}' has no module for multi-token prediction; take eagle or medusa")
             return _Module(_one_layer(model, dense=False), self.plain)
         return _Module(_one_layer(model, dense=True), _own_head(self.plain))
+
+
+def _drafting_formats(model: ModelSpec, spec: ModelSpec, setup: EngineSetup) -> PrecisionPlan:
+    """A drafter is published in formats of its own; a technique that sets the model's weights sets the drafter's too."""
+    plan, published = setup.precision, model.published
+    if (plan.weights, plan.exceptions) != (published.weights, published.exceptions):
+        return plan
+    return replace(spec.published, kv=plan.kv)
 
 
 def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Speculation | None:

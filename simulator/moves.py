@@ -148,7 +148,7 @@ def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, token
 def _technique_move(
     technique: Technique, state: State, before: Scenario, after: Scenario, instead_of: tuple[str, ...] = ()
 ) -> Move:
-    baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.baseline
+    baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.compared_with(before.setup)
     quality = quality_of(technique)
     return Move(
         technique.name, technique.title, state, before, after, baseline, quality, instead_of, technique=technique

@@ -44,6 +44,7 @@ class Step:
     """A technique added to those before it; a refused one adds nothing, and `reason` says why."""
 
     technique: str
+    baseline: str
     gain: float | None
     together: float | None
     low: float | None
@@ -155,13 +156,14 @@ class StackingGame:
             base, subset = self.served(before), before | {index}
             found = self.served(subset)
             assert not isinstance(base, str), "only what is possible is added to"
-            name = self.techniques[index].name
+            technique = self.techniques[index]
+            named = (technique.name, technique.compared_with(self.plain.setup))
             if isinstance(found, str):
-                yield Step(name, None, None, None, None, base.bottleneck, None, None, found)
+                yield Step(*named, None, None, None, None, base.bottleneck, None, None, found)
                 continue
             gain, together = found.better(base, self.metric), self.gain(subset)
             interval = (gain / (1 + error), gain * (1 + error))
-            yield Step(name, gain, together, *interval, base.bottleneck, found.bottleneck, found.batch)
+            yield Step(*named, gain, together, *interval, base.bottleneck, found.bottleneck, found.batch)
             before = before if alone else subset
 
     def greedy_order(self, members: Sequence[int]) -> list[int]:
@@ -405,12 +407,13 @@ def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:
 def to_json(stacks: Sequence[Stack], techniques: Sequence[Technique]) -> dict[str, Any]:
     """Every point's stack; gains are ratios to the named baseline."""
     about = {technique.name: technique for technique in techniques}
+    baselines = {step.technique: step.baseline for stack in stacks for step in stack.alone}
     return {
         "techniques": [
             {
                 "name": technique.name,
                 "title": technique.title,
-                "baseline": technique.baseline,
+                "baseline": baselines.get(technique.name, technique.baseline),
                 "family": technique.family,
                 "lossless": technique.lossless,
                 "parameters": technique.model_dump(mode="json", exclude={"name"}),
@@ -461,7 +464,7 @@ def _stack_json(stack: Stack, about: dict[str, Technique]) -> dict[str, Any]:
 def _step_json(step: Step, technique: Technique) -> dict[str, Any]:
     return {
         "technique": step.technique,
-        "baseline": technique.baseline,
+        "baseline": step.baseline,
         "gain": step.gain,
         "low": step.low,
         "high": step.high,

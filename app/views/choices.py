@@ -43,7 +43,7 @@ def operating_point() -> OperatingPoint:
             phase = _one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
             context = _one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, _short)
             batch = _one_of("batch", BATCHES, BATCH, t, str)
-            setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques])
+            setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques], published=model.published)
             tp = _one_of("tp", _divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA
     setup = replace(setup, parallel=Parallelism(tp=tp))

@@ -62,6 +62,7 @@ def _answer(point: OperatingPoint, t: Translate) -> None:
         tokens = f"{point.breakeven_tokens():.2f}"
         sentences.append(t("explore.breakeven", tokens=tokens, most=point.most_tokens))
     st.write(" ".join(sentences))
+    st.caption(t("explore.formats", words=point.formats.words))
     numbers = st.columns(4)
     numbers[0].metric(t("metric.step"), text.seconds(float(cost.time_s)), help=t("help.step"))
     numbers[1].metric(t("metric.rate"), text.rate(point.tokens_per_s), help=t("help.rate"))
@@ -106,8 +107,9 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
 
 def _roofline(point: OperatingPoint, t: Translate) -> None:
     steps = [roofline.PlacedStep(t("explore.this_step"), "", point.cost)]
-    if point.setup != EngineSetup(parallel=point.setup.parallel):
-        plain = replace(point, setup=EngineSetup(parallel=point.setup.parallel))
+    plain_setup = EngineSetup(precision=point.model.published, parallel=point.setup.parallel)
+    if point.setup != plain_setup:
+        plain = replace(point, setup=plain_setup)
         steps.insert(0, roofline.PlacedStep(t("explore.plain_step"), "", plain.cost))
     st.header(t("explore.roofline"))
     chart(

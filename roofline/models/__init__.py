@@ -3,6 +3,7 @@
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention, NoMixer, SparseIndexer
 from membound.roofline.models.base import LinearShape, ModelError, TokenMixer
 from membound.roofline.models.catalog import Catalog, catalog, get_model
+from membound.roofline.models.checkpoint import Checkpoint
 from membound.roofline.models.ffn import ChannelMix, DenseFfn, FeedForward, GatedFfn, MoeFfn, NoFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer, LayerGroup, LayerOverride
 from membound.roofline.models.names import normalise_name
@@ -13,6 +14,7 @@ __all__ = [
     "Attention",
     "Catalog",
     "ChannelMix",
+    "Checkpoint",
     "DenseFfn",
     "FeedForward",
     "Ffn",

@@ -9,10 +9,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from membound.roofline.models.base import Frozen, LinearShape, ModelError
+from membound.roofline.models.checkpoint import Checkpoint
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer, LayerGroup, LayerOverride, difference, grouped
 from membound.roofline.models.layers import stacked as stacked_layers
+from membound.roofline.precision_plan import PrecisionPlan
 
+_SIXTEEN_BITS = PrecisionPlan()
 # parameters of one norm for each hidden element
 _NORM_VECTORS = {"rms": 1, "layer": 2, "layer_without_bias": 1, "unscaled": 0}
 
@@ -44,7 +47,7 @@ class ModelSpec(Frozen):
 
     Activation, rotation and architecture cost nothing; they are kept for who computes the forward pass. `source`
     says where the figures come from; `published_params_b` is somebody else's count of the parameters in billions,
-    kept to check ours against.
+    kept to check ours against. `checkpoint` says what the default published weights are stored in, if not in 16 bits.
     """
 
     name: str
@@ -69,6 +72,7 @@ class ModelSpec(Frozen):
     rope_scaling: Llama3RopeScaling | OtherRopeScaling | None = Field(default=None, discriminator="kind")
     norm_eps: PositiveFloat = 1e-5
     architecture: str | None = None
+    checkpoint: Checkpoint | None = None
     source: str = Field(min_length=1)
     published_params_b: PositiveFloat | None = None
     published_params_source: str | None = None
@@ -86,6 +90,11 @@ class ModelSpec(Frozen):
         for override in self.overrides:
             override.indices(self.layers)
         return self
+
+    @property
+    def published(self) -> PrecisionPlan:
+        """The formats of the default published weights."""
+        return self.checkpoint.plan if self.checkpoint else _SIXTEEN_BITS
 
     @property
     def attention(self) -> Attention:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 from pydantic import Field
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.precision_plan import compute_dtype
+from membound.roofline.precision_plan import PrecisionPlan, compute_dtype
 from membound.roofline.techniques.base import Family, GainMetric, Layer, Technique
 from membound.roofline.techniques.drafts import (
     DrafterKind,
@@ -27,7 +27,7 @@ from membound.roofline.techniques.drafts import (
 from membound.roofline.techniques.kernels import FlashAttention, MlaAbsorption
 from membound.roofline.techniques.kv import KvQuantization
 from membound.roofline.techniques.schedule import ContinuousBatching
-from membound.roofline.techniques.setup import EngineSetup, PolicyName
+from membound.roofline.techniques.setup import PLAIN, EngineSetup, PolicyName
 from membound.roofline.techniques.steps import (
     DraftModelSpeculation,
     Eagle,
@@ -113,13 +113,21 @@ TECHNIQUES: dict[str, type[Technique]] = {
 }
 
 
-def engine_setup(techniques: Iterable[Technique], without: Iterable[str] = ()) -> EngineSetup:
+def engine_setup(
+    techniques: Iterable[Technique], without: Iterable[str] = (), published: PrecisionPlan = PLAIN
+) -> EngineSetup:
     """The set-up that techniques make of the plain engine, whatever their order.
 
-    The plain engine has bf16, static batching, no speculation, and the usual techniques less those named in `without`.
-    Raises MemboundError where two techniques exclude each other.
+    The plain engine has the `published` formats of the model's weights unless a technique sets others, static batching,
+    no speculation, and the usual techniques less those named in `without`. Raises MemboundError where two techniques
+    exclude each other.
     """
-    setup = EngineSetup()
+    techniques = tuple(techniques)
+    setting = [technique for technique in techniques if technique.sets_weights]
+    if len(setting) > 1:
+        formats = " and ".join(technique.apply(EngineSetup()).weights.name for technique in setting)
+        raise MemboundError(f"weights cannot be {formats} at once; give one technique that quantizes them")
+    setup = EngineSetup(precision=PLAIN if setting else published)
     for name in without:
         if name not in TECHNIQUES or not TECHNIQUES[name].usual:
             usual = ", ".join(name for name, technique in TECHNIQUES.items() if technique.usual)

@@ -19,7 +19,7 @@ class Technique(BaseModel):
     """Common to all techniques: what it is, what it is compared with, and its change to the set-up.
 
     The plain engine has a `usual` technique by itself, as every engine of today does; it is compared with the engine
-    that `remove` leaves.
+    that `remove` leaves. One that `sets_weights` takes the place of the formats in which the model is published.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -31,12 +31,18 @@ class Technique(BaseModel):
     lossless: ClassVar[bool]
     gain_metric: ClassVar[GainMetric]
     usual: ClassVar[bool] = False
+    sets_weights: ClassVar[bool] = False
 
     name: str
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         """The set-up with this technique switched on; raises MemboundError where the two exclude each other."""
         raise NotImplementedError
+
+    @classmethod
+    def compared_with(cls, before: EngineSetup) -> str:
+        """What the technique is compared with where `before` is the engine without it, in words."""
+        return cls.baseline
 
     @classmethod
     def remove(cls, setup: EngineSetup) -> EngineSetup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision, get_precision, sparse24
@@ -18,14 +18,28 @@ from membound.roofline.techniques.setup import EngineSetup
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
 
 
-class Int8Weights(Technique):
-    """Weight-only int8, round to nearest, one fp32 scale a row, in the lm_head too: half the bytes of bf16."""
+class WeightFormat(Technique):
+    """A technique that sets the formats of the weights, instead of those in which the model is published."""
 
     layer = "weights"
-    family = "move fewer bytes"
-    title = "8-bit weights"
     baseline = "bf16 weights"
     lossless = False
+    sets_weights = True
+
+    @classmethod
+    def compared_with(cls, before: EngineSetup) -> str:
+        published = before.precision
+        if published.weights.width >= 16:
+            return cls.baseline
+        multiplied = f", {published.activations.name} activations" if "activations" in cls.baseline else ""
+        return f"{published.weights.name} weights{multiplied}"
+
+
+class Int8Weights(WeightFormat):
+    """Weight-only int8, round to nearest, one fp32 scale a row, in the lm_head too: half the bytes of bf16."""
+
+    family = "move fewer bytes"
+    title = "8-bit weights"
     gain_metric = "tpot_s"
 
     name: Literal["int8_weights"] = "int8_weights"
@@ -34,18 +48,16 @@ class Int8Weights(Technique):
         return _quantized(setup, PRECISIONS["int8"], PRECISIONS["bf16"], lm_head=True)
 
 
-class WeightQuantization(Technique):
+class WeightQuantization(WeightFormat):
     """Weights in any format that membound knows, and activations with them where they are given.
 
     Without `activations` the weights are unpacked to 16 bits before they are multiplied: fewer bytes, no higher rate.
-    The parts that checkpoints in a format usually keep in 16 bits (tables, routers) stay there.
+    The parts that checkpoints in a format usually keep in 16 bits (tables, routers) stay there. The format `bf16`
+    undoes the quantization of a model that is published quantized.
     """
 
-    layer = "weights"
     family = "move fewer bytes"
     title = "weight quantization"
-    baseline = "bf16 weights"
-    lossless = False
     gain_metric = "tpot_s"
 
     name: Literal["weight_quantization"] = "weight_quantization"
@@ -54,9 +66,12 @@ class WeightQuantization(Technique):
 
     @field_validator("format")
     @classmethod
-    def _is_narrow(cls, name: str) -> str:
-        if _weight_format(name).width >= 16:
-            raise ValueError("no quantization has 16 bits or more; give one such as int4, fp8, q4_k_m or nvfp4")
+    def _is_narrow_or_bf16(cls, name: str) -> str:
+        format = _weight_format(name)
+        if format.width >= 16 and format.name != "bf16":
+            raise ValueError(
+                "no quantization has 16 bits or more but bf16, which undoes one; give one such as int4, fp8 or q4_k_m"
+            )
         return name
 
     @field_validator("activations")
@@ -67,22 +82,27 @@ class WeightQuantization(Technique):
             raise ValueError("activations are rounded in each step; give one such as fp8, fp8_g128, int8 or nvfp4")
         return name
 
+    @model_validator(mode="after")
+    def _bf16_is_multiplied_as_it_is(self) -> WeightQuantization:
+        activations = parse_precision(self.activations or "", "activations")
+        if activations is not None and activations.width < 16 <= _weight_format(self.format).width:
+            raise ValueError(f"bf16 weights are multiplied with 16 bits, not with {activations.name}; leave that out")
+        return self
+
     def apply(self, setup: EngineSetup) -> EngineSetup:
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
         return _quantized(setup, _weight_format(self.format), activations)
 
 
-class W8A8(Technique):
+class W8A8(WeightFormat):
     """Weights and activations in 8 bits: half the bytes, and the device's 8-bit rate, which is twice the 16-bit one.
 
     Where a device has no such rate the weights are unpacked to 16 bits: `remarks` says so.
     """
 
-    layer = "weights"
     family = "compute less per step"
     title = "8-bit weights and activations"
     baseline = "bf16 weights and activations"
-    lossless = False
     gain_metric = "output_tokens_per_s"
 
     name: Literal["w8a8"] = "w8a8"
@@ -124,11 +144,7 @@ def _weight_format(name: str) -> Precision:
 def _quantized(setup: EngineSetup, weights: Precision, activations: Precision, *, lm_head: bool = False) -> EngineSetup:
     """The set-up with these weights; the cache stays what it is."""
     plan = setup.precision
-    assert not plan.weights.sparse, "engine_setup quantizes before it makes sparse"
-    if plan.weights.width < 16:
-        raise MemboundError(
-            f"weights cannot be {weights.name} and {plan.weights.name} at once; give one technique that quantizes them"
-        )
+    assert plan.weights.width >= 16 and not plan.weights.sparse, "engine_setup sets weights once, and first"
     kept = {"embedding": plan.plain} if lm_head else usual_exceptions(weights, plan.plain)
     quantized = replace(plan, weights=weights, activations=activations, exceptions=_merged(plan, kept))
     return replace(setup, precision=quantized)

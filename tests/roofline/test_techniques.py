@@ -78,7 +78,7 @@ def test_two_speculators_are_refused(first, second):
 @pytest.mark.parametrize(
     ("techniques", "sentence"),
     [
-        ((Int8Weights(), WeightQuantization(format="q4_k_m")), r"weights cannot be q4_k_m and int8 at once"),
+        ((Int8Weights(), WeightQuantization(format="q4_k_m")), r"weights cannot be int8 and q4_k_m at once"),
         ((W8A8(), WeightQuantization()), r"at once; give one technique that quantizes them"),
         ((Sparsity24(), WeightQuantization(format="q4_k_m")), r"q4_k_m weights cannot have 2:4 sparsity"),
         ((Sparsity24(), WeightQuantization(format="nf4")), r"nf4 weights cannot have 2:4 sparsity"),
@@ -95,7 +95,12 @@ def test_what_excludes_each_other_is_refused_in_one_sentence(techniques, sentenc
     ("technique", "fields", "sentence"),
     [
         (WeightQuantization, {"format": "int9"}, "int9"),
-        (WeightQuantization, {"format": "bf16"}, "no quantization has 16 bits"),
+        (WeightQuantization, {"format": "fp16"}, "no quantization has 16 bits or more but bf16"),
+        (
+            WeightQuantization,
+            {"format": "bf16", "activations": "fp8"},
+            "bf16 weights are multiplied with 16 bits, not with fp8",
+        ),
         (WeightQuantization, {"activations": "q4_k_m"}, "activations are rounded in each step"),
         (KvQuantization, {"format": "fp8_block"}, "a cache grows by vectors"),
         (KvQuantization, {"format": "fp16"}, "no quantization has 16 bits"),

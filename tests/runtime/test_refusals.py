@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
-from membound.roofline.techniques import TECHNIQUES, EngineSetup
+from membound.roofline.techniques import TECHNIQUES, EngineSetup, WeightQuantization, engine_setup
 from membound.runtime.engine import unmeasured
 
 RUNS = ("int8_weights", "continuous_batching", "ngram_speculation", "flash_attention", "mla_absorption")
@@ -21,6 +22,12 @@ def test_a_technique_runs_or_says_that_it_is_only_predicted(name):
     else:
         assert problem is not None and "is predicted, not measured yet: the runtime has " in problem
         assert "\n" not in problem
+
+
+def test_a_model_that_is_published_quantized_runs_in_16_bits_only():
+    published = get_model("gpt-oss-20b").published
+    assert "weights in mxfp4 is predicted" in unmeasured(engine_setup((), published=published))
+    assert unmeasured(engine_setup((WeightQuantization(format="bf16"),), published=published)) is None
 
 
 def test_several_devices_and_unfused_attention_are_only_predicted():

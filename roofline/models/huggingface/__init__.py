@@ -8,6 +8,7 @@ from typing import Any
 from membound.roofline.models.base import ModelError
 from membound.roofline.models.huggingface import classic, dense, hybrid, mixture
 from membound.roofline.models.huggingface.facts import Config
+from membound.roofline.models.huggingface.quantization import read_quantization
 from membound.roofline.models.spec import ModelSpec, build
 
 FAMILIES = dense.FAMILIES | classic.FAMILIES | mixture.FAMILIES | hybrid.FAMILIES
@@ -28,14 +29,18 @@ _MODEL_TYPES = {
 def read_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """The model of a config.json; a multimodal one is read from its `text_config`.
 
-    Raises ModelError with one sentence for another architecture, a missing fact, or one that makes no sense.
+    Raises ModelError with one sentence for another architecture, a missing fact, or one that makes no sense, and for
+    a quantization that is not known.
     """
     architecture = _architecture(config, name)
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        kept = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        kept = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
         config = {**kept, **text}
-    return read_family(Config(config, name, architecture), f"Hugging Face config.json of {name}")
+    source = f"Hugging Face config.json of {name}"
+    spec = read_family(Config(config, name, architecture), source)
+    checkpoint = read_quantization(config, spec, f"quantization_config of the {source}")
+    return spec if checkpoint is None else spec.model_copy(update={"checkpoint": checkpoint})
 
 
 def read_family(c: Config, source: str) -> ModelSpec:
