@@ -105,7 +105,7 @@ class Timeline:
             raise MemboundError(f"--from is {begin_s:g}, but the run ends after {end_s:.6g} s; give less")
         notes = _notes(result, log)
         phases = _phases(result.requests, log)
-        starts = np.sort(np.concatenate([result.steps["start_s"], [one.start_s for one in phases]]))
+        starts = np.sort(np.concatenate([result.steps["start_s"], phases.start_s]))
         inside = starts[(starts >= begin_s) & (starts < stop_s)]
         if len(inside) > most:
             stop_s = float(inside[most])
@@ -126,7 +126,7 @@ class Timeline:
         return cls(
             result.scenario.name,
             {name: column[keep] for name, column in steps.items()},
-            [one for one in phases if begin_s <= one.start_s < stop_s],
+            phases.slices(_within(phases.start_s, begin_s, stop_s)),
             moments_s[seen],
             {name: column[seen] for name, column in counters.items()},
             begin_s,
@@ -288,28 +288,48 @@ def _within(moments_s: Column, from_s: float, to_s: float) -> NDArray[np.bool_]:
     return np.asarray((moments_s >= from_s) & (moments_s < to_s))
 
 
-def _phases(requests: dict[str, Column], log: PhaseLog | None) -> list[Slice]:
-    """Every completed request's phases, in order of their begin."""
-    names = ("id", "arrival_s", "admitted_s", "first_token_s", "finished_s")
-    slices: list[Slice] = []
-    preempted = {} if log is None else log.changes
-    for id, arrival_s, admitted_s, first_s, finished_s in zip(
-        *(requests[name][requests["completed"]].tolist() for name in names), strict=True
-    ):
-        changes: list[tuple[float, Phase]] = [(arrival_s, "queued"), (admitted_s, "prefill"), (first_s, "decode")]
-        changes = sorted([*changes, *preempted.get(id, ())], key=lambda change: change[0])
-        slices += _slices(id, changes, finished_s)
-    slices.sort(key=lambda one: one.start_s)
-    return slices
+class _Phases(NamedTuple):
+    """All phases of a run as columns, in order of their begin; `phase` is an index into PHASES."""
+
+    request: NDArray[np.int64]
+    phase: NDArray[np.int64]
+    start_s: NDArray[np.float64]
+    duration_s: NDArray[np.float64]
+
+    def slices(self, keep: NDArray[np.bool_]) -> list[Slice]:
+        columns = [column[keep].tolist() for column in self]
+        return [Slice(id, PHASES[phase], start_s, s) for id, phase, start_s, s in zip(*columns, strict=True)]
 
 
-def _slices(id: int, changes: Sequence[tuple[float, Phase]], finished_s: float) -> Iterator[Slice]:
-    """Each stretch between two changes that took time; what changes into the same goes on."""
+def _phases(requests: dict[str, Column], log: PhaseLog | None) -> _Phases:
+    """Every completed request's phases."""
+    changes = {} if log is None else log.changes
+    done = requests["completed"]
+    ids, *times = (requests[name][done] for name in ("id", "arrival_s", "admitted_s", "first_token_s", "finished_s"))
+    plain = ~np.isin(ids, list(changes))
+    rows = [
+        np.stack([ids[plain], np.full(int(plain.sum()), index), begin_s[plain], end_s[plain] - begin_s[plain]], axis=1)
+        for index, (begin_s, end_s) in enumerate(pairwise(times))
+    ]
+    several = [row for at in np.flatnonzero(~plain) for row in _slices(int(ids[at]), [t[at] for t in times], changes)]
+    rows.append(np.array(several, dtype=float).reshape(-1, 4))
+    request, phase, start_s, duration_s = np.concatenate(rows).T
+    order = np.argsort(start_s, kind="stable")
+    order = order[duration_s[order] > 0]
+    return _Phases(request[order].astype(np.int64), phase[order].astype(np.int64), start_s[order], duration_s[order])
+
+
+def _slices(
+    id: int, times_s: Sequence[float], log: dict[int, list[tuple[float, Phase]]]
+) -> Iterator[tuple[int, int, float, float]]:
+    """Each stretch between two changes of a request that was preempted; what changes into the same goes on."""
+    arrival_s, admitted_s, first_s, finished_s = times_s
+    changes: list[tuple[float, Phase]] = [(arrival_s, "queued"), (admitted_s, "prefill"), (first_s, "decode")]
+    changes = sorted([*changes, *log[id]], key=lambda change: change[0])
     told = [change for before, change in pairwise([(0.0, None), *changes]) if before[1] != change[1]]
     for (start_s, phase), (end_s, _) in pairwise([*told, (finished_s, None)]):
         assert phase is not None, "only the end has no phase"
-        if end_s > start_s:
-            yield Slice(id, phase, start_s, end_s - start_s)
+        yield id, PHASES.index(phase), start_s, end_s - start_s
 
 
 def _lanes(starts_s: Column, durations_s: Column) -> NDArray[np.int64]:
@@ -327,16 +347,14 @@ def _lanes(starts_s: Column, durations_s: Column) -> NDArray[np.int64]:
     return lanes
 
 
-def _counters(steps: dict[str, Column], phases: list[Slice]) -> tuple[Column, dict[str, Column]]:
+def _counters(steps: dict[str, Column], phases: _Phases) -> tuple[Column, dict[str, Column]]:
     """Running and waiting requests and KV blocks in use, at every moment at which one of them changes."""
-    changes: list[tuple[Column, Column, int]] = []
     starts, ends = steps["start_s"], steps["start_s"] + steps["time_s"]
-    changes += [(starts, steps["blocks_used"], 2), (ends, -steps["blocks_used"], 2)]
+    changes: list[tuple[Column, Column, int]] = [(starts, steps["blocks_used"], 2), (ends, -steps["blocks_used"], 2)]
     for counter, counted in enumerate((("prefill", "decode"), ("queued", "preempted"))):
-        of = [one for one in phases if one.phase in counted]
-        begins = np.array([one.start_s for one in of])
-        stops = begins + np.array([one.duration_s for one in of])
-        changes += [(begins, np.ones(len(of)), counter), (stops, -np.ones(len(of)), counter)]
+        of = np.isin(phases.phase, [PHASES.index(phase) for phase in counted])
+        begins, one = phases.start_s[of], np.ones(int(of.sum()))
+        changes += [(begins, one, counter), (begins + phases.duration_s[of], -one, counter)]
     at = np.round(np.concatenate([change[0] for change in changes]), _MOMENT_DIGITS)
     moments, places = np.unique(at, return_inverse=True)
     deltas = np.zeros((3, len(moments)))
