@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
 from typing import Literal, NamedTuple, Protocol
 
 import simpy
@@ -59,8 +58,7 @@ class Replica:
     _begun: Begun | None  # the step that is under way
     _clock_s: float | None  # what its engine takes for now while it catches up
     _waits: Waits
-    _until_s: float  # when the step that is under way ends
-    _sent_s: float | None  # since when something is here that the engine does not know of
+    _until_s: float  # when the step that is under way ends; infinity where there is none
 
     def __init__(
         self,
@@ -90,7 +88,6 @@ class Replica:
         self._busy, self._up = Stopwatch(), Stopwatch()
         self._executor = deployment.executor(step_by_step)
         self._pieces: list[tuple[float, int, Request | Sequence]] = []
-        self._news = env.event()
         self._boot()
 
     # -- what the cluster asks and does
@@ -102,9 +99,10 @@ class Replica:
         self.unanswered_tokens += request.tokens
         self._busy.start(now_s)
         heapq.heappush(self._pieces, (now_s, piece.id, piece))
-        if self._sent_s is None:
-            self._sent_s = now_s
-        self._wake()
+        if self._until_s == math.inf:
+            self._sleep_until(now_s)
+        elif self._begun is not None and self._begun.outcome.steps > 1:
+            self._sleep_until(self._waits.send(now_s))  # with the step that is under way the equal ones end
 
     def refuses(self, request: Request) -> bool:
         """Whether it could never serve `request`."""
@@ -176,9 +174,9 @@ class Replica:
             return
         # A moment within the last step that is over: the engine looks up when that one ends.
         self._clock_s = self._waits.send(start_s + (outcome.time_of(over - 1) + outcome.time_of(over)) / 2)
-        self._until_s = self._waits.send(None)
+        until_s = self._waits.send(None)
         self._clock_s = None
-        self._wake()
+        self._sleep_until(until_s)
 
     # -- what its engine asks: its client, its clock and its executor are the replica
 
@@ -186,7 +184,6 @@ class Replica:
         self._begun = None
         if self._clock_s is None:
             self.owner.dispatch(now_s)
-        self._sent_s = None  # what is here is handed out now, and what comes later is known
         arrived = []
         while self._pieces and self._pieces[0][0] <= now_s:
             arrived.append(heapq.heappop(self._pieces)[2])
@@ -210,7 +207,7 @@ class Replica:
         self._begun = Begun(self.now_s(), outcome)
         return outcome
 
-    # -- its process
+    # -- how it sleeps
 
     def _boot(self) -> None:
         """An engine with nothing in its memory."""
@@ -220,30 +217,20 @@ class Replica:
         self._clock_s = None
         self._waits = serve(self.scheduler, self, self, self, self.recorder)
         self._until_s = math.inf
-        self._sent_s = None
-        self.env.process(self._process(self._waits))  # type: ignore[arg-type]
+        self._sleep_until(float(self.env.now))
 
-    def _wake(self) -> None:
-        if not self._news.triggered:
-            self._news.succeed()
+    def _sleep_until(self, until_s: float) -> None:
+        """Its engine sleeps until a time, or until something is sent."""
+        if until_s != self._until_s:
+            self._until_s = until_s
+            if until_s < math.inf:
+                timeout = self.env.timeout(max(0.0, until_s - self.env.now), until_s)
+                timeout.callbacks.append(self._awake)
 
-    def _process(self, waits: Waits) -> Iterator[simpy.Event]:
-        """Sleeps through each step, or run of equal ones, until something is sent or the replica fails."""
-        if waits is self._waits:
-            self._until_s = next(waits)
-        while waits is self._waits:
-            self._news = self.env.event()
-            if self._until_s == math.inf:
-                yield self._news
-            else:
-                yield self.env.timeout(max(0.0, self._until_s - self.env.now)) | self._news
-            if waits is not self._waits:
-                return  # it failed meanwhile, and another process serves
-            sent_s, self._sent_s = self._sent_s, None
-            if self.env.now >= self._until_s:
-                self._until_s = waits.send(None)
-            elif sent_s is not None:
-                self._until_s = waits.send(sent_s)
+    def _awake(self, timeout: simpy.Event) -> None:
+        """Goes on, unless it has meanwhile been told to sleep until another time."""
+        if timeout.value == self._until_s:
+            self._sleep_until(self._waits.send(None))
 
 
 class Stopwatch:

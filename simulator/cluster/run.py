@@ -68,6 +68,7 @@ class ClusterRun:
         self.under_way = 0
         self.finished = self.env.event()
         self._news = self.env.event()
+        self._next_s: float | None = None
         self._seed = scenario.workload.seed
 
     def run(self) -> ClusterRecord:
@@ -125,7 +126,8 @@ class ClusterRun:
     def _ended(self, sequence: Sequence, now_s: float) -> None:
         self.under_way -= 1
         self.client.ended(sequence, now_s)
-        self._tell()
+        if not self.under_way or self.client.next_arrival_s() != self._next_s:
+            self._tell()
 
     def _fail(self, sequence: Sequence, recorder: ReplicaRecorder, now_s: float) -> None:
         sequence.status, sequence.reason = "failed", "its replica failed"
@@ -142,7 +144,7 @@ class ClusterRun:
         env = self.env
         while True:
             self.dispatch(env.now)
-            arrival_s = self.client.next_arrival_s()
+            self._next_s = arrival_s = self.client.next_arrival_s()
             if arrival_s is None and not self.under_way:
                 self.finished.succeed()
                 return
