@@ -6,7 +6,7 @@ PyTorch meaning of every operation; a faster set (C++ on the CPU, Triton on a GP
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
 import torch
@@ -51,6 +51,13 @@ class RaggedBatch:
     context_len: Tensor  # [sequences] int32, tokens of the sequence including this step's
     block_table: Tensor  # [sequences, max_blocks] int32, unused entries are 0
     most_queries: int | None = None  # the most tokens that a sequence brings, where the host knows it
+
+    def to(self, device: torch.device) -> RaggedBatch:
+        """The same batch on a device."""
+        if self.positions.device == device:
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from membound.kernels.base import Kernels, WeightFormat
-from membound.kernels.dispatch import kernels_for, why_not_cpp
+from membound.kernels.dispatch import kernels_for, why_not_cpp, why_not_triton
 from membound.roofline.engine_settings import Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.gguf_file import GgufFile
@@ -27,8 +27,10 @@ from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import times_for
 from membound.runtime.assets import fetch_smollm2
 from membound.runtime.clock import WallClock
+from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder
 from membound.runtime.executor import TorchExecutor
+from membound.runtime.nvml import Nvml
 from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import sampler_for
 from membound.runtime.tokenizer import Tokenizer
@@ -153,27 +155,31 @@ class Runtime:
         kv = decoder.kv_cache(blocks, scenario.engine.block_size)
         sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
         _warm_up(decoder, scenario)
+        longest_blocks = -(-longest // scenario.engine.block_size)
+        graphs, capture_note = decode_graphs(decoder, kv, longest_blocks, scenario.engine.max_num_seqs)
 
-        stalls = self.kernels.stalls()
+        stalls, meter = self.kernels.stalls(), _EnergyMeter(self.device)
         clock = clock or WallClock()
-        executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock)
+        executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock, graphs)
         recorder = recorder or Recorder(observer)
         client = client_for(scenario.workload.arrivals, requests)
         for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
             clock.wait_until(until_s)
         scheduler.check_integrity()
-        provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls)
+        notes = [*([capture_note] if capture_note else []), *meter.notes(sum(r.output_tokens for r in requests))]
+        provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls, notes)
         return run_result(scenario, decoder.spec, times, blocks, recorder, provenance)
 
-    def _provenance(self, scenario: Scenario, hardware: HardwareSpec, stalls: int) -> Provenance:
+    def _provenance(self, scenario: Scenario, hardware: HardwareSpec, stalls: int, run_notes: list[str]) -> Provenance:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
         notes = [
             f"kernels {self.kernels.name} ({self.kernels.describe()}), {torch.get_num_threads()} threads",
             f"load average {load:.1f} at the end, threads held up by other programs {stalls} times",
             self.model(scenario).weights.origin,
             "the bounds of steps are attributed by the roofline of their shapes",
+            *run_notes,
         ]
-        if reason := why_not_cpp():
+        if self.kernels.name == "torch" and (reason := why_not_cpp() if self.device == "cpu" else why_not_triton()):
             notes.append(f"plain PyTorch kernels: {reason}")
         return Provenance(
             producer="runtime",
@@ -216,6 +222,25 @@ def unmeasured_engine(engine: Engine) -> str | None:
     )
     wrong = next((part for part in parts if part[0]), None)
     return None if wrong is None else f"{wrong[1]} is predicted, not measured yet: the runtime has {wrong[2]}"
+
+
+class _EnergyMeter:
+    """What a GPU takes and how it is clocked while a run is measured; on a CPU it knows nothing."""
+
+    def __init__(self, device: str) -> None:
+        self._nvml = Nvml.of(device)
+        self._before = self._nvml.read() if self._nvml else None
+
+    def notes(self, output_tokens: int) -> list[str]:
+        """The GPU's state at the end, and the energy of each output token since the meter was made."""
+        if self._nvml is None or self._before is None:
+            return []
+        after = self._nvml.read()
+        notes = [f"GPU at the end: {after.describe()}"]
+        if after.energy_j is not None and self._before.energy_j is not None:
+            joules = after.energy_j - self._before.energy_j
+            notes.append(f"{joules:.0f} J by the GPU's counter, {joules / output_tokens:.3g} J for each output token")
+        return notes
 
 
 def _warm_up(decoder: Decoder, scenario: Scenario) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.sampling import Sampler
 from membound.simulator.scheduling.loop import Clock
@@ -14,19 +15,35 @@ from membound.simulator.scheduling.request import Outcome, Sequence, Step
 
 
 class TorchExecutor:
-    """Runs steps on a decoder over a pool of KV blocks, and takes their time from the clock."""
+    """Runs steps on a decoder over a pool of KV blocks, and takes their time from the clock.
 
-    def __init__(self, decoder: Decoder, kv: KvCache, block_size: int, sampler: Sampler, clock: Clock) -> None:
+    Steps that `graphs` has captured are replayed.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KvCache,
+        block_size: int,
+        sampler: Sampler,
+        clock: Clock,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self.decoder = decoder
         self.kv = kv
         self.block_size = block_size
         self.sampler = sampler
         self.clock = clock
+        self.graphs = graphs
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         start_s = self.clock.now_s()
         token_ids, batch, logits_rows = self._inputs(step, sequences)
-        logits = self.decoder.forward(token_ids, batch, self.kv, logits_rows)  # [rows, vocab]
+        if self.graphs is not None and self.graphs.takes(batch):
+            logits = self.graphs.run(token_ids, batch, logits_rows)  # [rows, vocab]
+        else:
+            device = self.decoder.device
+            logits = self.decoder.forward(token_ids.to(device), batch.to(device), self.kv, logits_rows.to(device))
         emitting = [work for work in step.work if work.emits]
         drafts = [work.drafts for work in emitting]
         emitted = self.sampler.verify(logits, [work.logits_rows for work in emitting], drafts)
@@ -34,7 +51,7 @@ class TorchExecutor:
         return Outcome(self.clock.now_s() - start_s, by_id)
 
     def _inputs(self, step: Step, sequences: dict[int, Sequence]) -> tuple[Tensor, RaggedBatch, Tensor]:
-        """Token ids [tokens], the ragged batch, and the rows [rows] whose logits are needed."""
+        """Token ids [tokens], the ragged batch, and the rows [rows] whose logits are needed, on the host."""
         size = self.block_size
         held = [sequences[work.sequence].blocks for work in step.work]
         table = np.zeros((len(held), max(map(len, held))), dtype=np.int32)
@@ -52,12 +69,12 @@ class TorchExecutor:
             slots.append(table[i, position // size].astype(np.int64) * size + position % size)
             query_start.append(len(tokens))
             rows.append(np.arange(len(tokens) - work.logits_rows, len(tokens)))
-        device = self.decoder.device
         batch = RaggedBatch(
-            positions=torch.from_numpy(np.concatenate(positions)).to(device),
-            slots=torch.from_numpy(np.concatenate(slots)).to(device),
-            query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
-            context_len=torch.tensor([work.context for work in step.work], dtype=torch.int32, device=device),
-            block_table=torch.from_numpy(table).to(device),
+            positions=torch.from_numpy(np.concatenate(positions)),
+            slots=torch.from_numpy(np.concatenate(slots)),
+            query_start=torch.tensor(query_start, dtype=torch.int32),
+            context_len=torch.tensor([work.context for work in step.work], dtype=torch.int32),
+            block_table=torch.from_numpy(table),
+            most_queries=max(map(len, positions)),
         )
-        return torch.tensor(tokens, device=device), batch, torch.from_numpy(np.concatenate(rows)).to(device)
+        return torch.tensor(tokens), batch, torch.from_numpy(np.concatenate(rows))
