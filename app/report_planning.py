@@ -34,6 +34,36 @@ def _interval(row: dict[str, Any]) -> str:
     return f"{row['low']:.2f}–{row['high']:.2f}" if row["low"] is not None else ""
 
 
+def _named(technique: str, parameters: dict[str, Any], drafting: dict[str, Any] | None) -> str:
+    """A technique with the parameters that it has been costed with: `eagle 3x3`, `kv_quantization fp8`."""
+    if drafting is None:
+        named = [str(value) for value in parameters.values() if value is not None]
+        return " ".join([technique, *named])
+    if drafting["off"]:
+        return f"{technique} (off)"
+    size = f"depth {drafting['depth']}" if "tree_size" in drafting else f"gamma {drafting['depth']}"
+    tree = f", tree {drafting['tree_size']}" if "tree_size" in drafting else ""
+    return f"{technique} ({size}{tree})"
+
+
+def _drafting(found: dict[str, Any]) -> str:
+    """What a speculator was costed with, and where its acceptance is from, in one sentence."""
+    name = found["technique"]
+    if found["off"]:
+        return f"{name}: off, since no draft is worth its cost here"
+    size = f"gamma {found['depth']}"
+    if "tree_size" in found:
+        size = f"depth {found['depth']}, tree_size {found['tree_size']}"
+    chosen = " (the best here; name it to fix it)" if found["chosen"] else " (as given)"
+    draft = f", draft model {found['draft']}" if "draft" in found else ""
+    decay = f", decay {found['decay']:.2f}" if found["decay"] not in (None, 1.0) else ""
+    hits = f", hit_rate {found['hit_rate']:.2f}" if found["hit_rate"] < 1.0 else ""
+    return (
+        f"{name}: {size}{chosen}{draft}; alpha {found['alpha']:.2f}{decay}{hits} ({found['alpha_from']}) give "
+        f"{found['tokens_per_step']:.2f} tokens a step"
+    )
+
+
 def _gain(value: float | None) -> str:
     return "" if value is None else text.gain(value)
 
@@ -63,13 +93,15 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
     )
     alone = _table("each alone", "technique", "against", "gain", "interval", "lossless", "bottleneck", right=("gain",))
     for row in stack["alone"]:
-        name, lossless = row["technique"], "yes" if row["lossless"] else "no"
+        name = _named(row["technique"], row["parameters"], row["drafting"])
+        lossless = "yes" if row["lossless"] else "no"
         if row["reason"] is None:
             moved = _moves(row["bottleneck_before"], row["bottleneck_after"])
             alone.add_row(name, row["baseline"], text.gain(row["gain"]), _interval(row), lossless, moved)
         else:
             alone.add_row(name, f"refused: {row['reason']}", "", "", lossless, "")
     yield alone
+    yield from (_drafting(row["drafting"]) for row in stack["alone"] if row["drafting"])
     yield _order(stack, "given_order", "one on top of the other, in the given order")
     if stack["best_order"] is not None:
         yield _order(stack, "best_order", "in the best order: whatever is stopped at, the most is gained")
@@ -96,9 +128,8 @@ def _order(stack: dict[str, Any], key: str, title: str) -> Table:
     for row in stack[key]:
         if row["reason"] is None:
             moved = _moves(row["bottleneck_before"], row["bottleneck_after"])
-            table.add_row(
-                f"+ {row['technique']}", _gain(row["gain"]), _gain(row["together"]), f"{row['batch']:.0f}", moved
-            )
+            name = _named(row["technique"], row["parameters"], row["drafting"])
+            table.add_row(f"+ {name}", _gain(row["gain"]), _gain(row["together"]), f"{row['batch']:.0f}", moved)
         else:
             table.add_row(f"+ {row['technique']}", "refused", "", "", row["reason"])
     return table
@@ -145,7 +176,7 @@ def advice(document: dict[str, Any]) -> RenderableType:
         state = " (has it)" if move["state"] == "on" else instead
         after = move["bottleneck_after"]
         table.add_row(
-            move["title"] + state,
+            _named(move["title"], move["parameters"], move["drafting"]) + state,
             _gain(move["gain"]) or ("fits" if move["possible"] else "refused"),
             _interval(move),
             _gain(move["other_gain"]),
@@ -153,6 +184,7 @@ def advice(document: dict[str, Any]) -> RenderableType:
             move["price"] or ("lossless" if move["lossless"] else "quality"),
         )
     parts.append(table)
+    parts += [_drafting(move["drafting"]) for move in document["moves"] if move["drafting"]]
     parts += [_why(move) for move in document["moves"]]
     parts += [_rule(rule) for rule in document["rules"]]
     for conflict in document["do_not_combine"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -24,19 +25,30 @@ from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import GatedFfn, ModelSpec, MoeFfn, catalog
 from membound.roofline.operator_time import Times
-from membound.roofline.operators import linear
+from membound.roofline.operators import elementwise, linear
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision_plan import PrecisionPlan
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.step import check_parallel, step_weight_bytes
 from membound.roofline.tasks import acceptance_of, found_of
-from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts
+from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts, Size
 from membound.roofline.token_tree import TokenTree, best_tree, chain
 
 # Vocabularies differ by padding within a family; by more than this they are not the same.
 _SAME_VOCABULARY = 0.02
 MOST_GUESSES = 32
+# Nodes of the trees with which the tables of accepted tokens were made, to which a profile applies: EAGLE's paper and
+# Medusa's (from memory). Smaller trees accept less of the same content.
+_TABLED_NODES = {"eagle": 25, "medusa": 63}
+# Kernels between two passes of a drafter that no graph holds, as the next pass depends on what they find: top-k or
+# argmax, gathering embeddings and hidden states, positions, slots, lengths (assumed; `validation/speedups.py` counts
+# them as one layer and a half of an eager engine).
+GLUE_KERNELS = 12
+# Nodes that a pass of a drafter continues, at which passes are tabulated.
+_PASSES = np.array([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0])
+# Logits of a guess are written in fp32, and read for its probabilities and for the choice (assumed).
+_ACCEPT_BYTES = 12.0
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -119,9 +131,16 @@ class Speculation:
     @property
     def acceptance_by_depth(self) -> tuple[float, ...]:
         """The chance that a step with guesses accepts at least 1, 2 .. gamma of them."""
-        if self.profile is None:
-            return self.tree.acceptance_by_depth
-        return tuple(map(float, self.profile.acceptance_by_position(self.drafts.gamma, self.drafts.hit_rate)))
+        tree, drafts = self.tree, self.drafts
+        if self.profile is None or not tree.nodes:
+            return tree.acceptance_by_depth
+        chances = np.asarray(self.profile.acceptance_by_position(drafts.gamma, drafts.hit_rate))
+        if drafts.nodes is not None:
+            tabled = best_tree(drafts.alphas, max(drafts.gamma, _TABLED_NODES[drafts.kind])).acceptance_by_depth
+            depth = min(tree.depth, len(tabled))
+            share = np.asarray(tree.acceptance_by_depth[:depth]) / np.maximum(np.asarray(tabled[:depth]), 1e-12)
+            chances = np.minimum.accumulate(np.minimum(chances[:depth] * share, 1.0))
+        return tuple(map(float, chances))
 
     @property
     def expected_tokens(self) -> float:
@@ -141,9 +160,40 @@ class Speculation:
         """Seconds of the model's own step over the guesses."""
         return step_cost(self.model, self.plain, times, with_guesses(shape, self.verified_tokens)).time_s
 
+    def verify_each_s(self, times: Times, shape: StepShape, guesses: Count) -> Count:
+        """The same for other numbers of guesses, one an element of the shape."""
+        found = with_guesses(shape, self.drafts.hit_rate * np.asarray(guesses))
+        seconds = step_cost(self.model, self.plain, times, found).time_s
+        return np.broadcast_to(seconds, np.shape(guesses))
+
     def draft_s(self, times: Times, shape: StepShape) -> Count:
-        """Seconds in which the drafter proposes; it reads the step's prompts too, in order to have them cached."""
-        return self._drafter.seconds(times, shape, self.tree) if self.tree.nodes else 0.0
+        """Seconds in which the drafter proposes, and its guesses are sampled and accepted or not.
+
+        It reads the step's prompts too, in order to have them cached. What the engine's own tokens take to be sampled
+        is in its profile; on a CPU the host's operator counts all rows.
+        """
+        if not self.tree.nodes:
+            return 0.0
+        return self._drafter.seconds(times, shape, self.tree) + self._accept_s(times, shape)
+
+    def draft_table(self, times: Times, shape: StepShape) -> Callable[[Speculation], float]:
+        """`draft_s` of this step for speculation of other sizes, from one table of the drafter's passes."""
+        passes_s = self._drafter.table(times, shape)
+
+        def draft_s(other: Speculation) -> float:
+            if passes_s is None:
+                return float(other.draft_s(times, shape))
+            return passes_s(other.tree) + float(other._accept_s(times, shape))
+
+        return draft_s
+
+    def _accept_s(self, times: Times, shape: StepShape) -> Count:
+        if times.hardware.kind == "cpu":
+            return 0.0
+        logits = self.verified_tokens * shape.decode_part.sequences * self.model.vocab
+        moved = elementwise("accept", "scores", 1, logits, _ACCEPT_BYTES * logits)
+        decodes = np.asarray(logits) > 0
+        return np.where(decodes, times.of(moved, 0.0).time_s + _glue_s(times, self.setup), 0.0)[()]
 
     def step_s(self, times: Times, shape: StepShape) -> Count:
         """Seconds of a step: drafting, then verification."""
@@ -164,6 +214,11 @@ class Speculation:
     def with_gamma(self, gamma: int) -> Speculation:
         """The same drafter with another length of drafts; a tree keeps its nodes, 0 switches speculation off."""
         return replace(self, setup=replace(self.setup, drafts=replace(self.drafts, gamma=gamma)))
+
+    def with_size(self, size: Size) -> Speculation:
+        """The same drafter with another length, or another tree."""
+        drafts = replace(self.drafts, gamma=size.depth, nodes=size.nodes)
+        return replace(self, setup=replace(self.setup, drafts=drafts))
 
     def best_gamma(self, times: Times, shape: StepShape, most: int = 16) -> Best:
         """The length of drafts with the largest gain at this step (or each of many), 0 where plain decoding wins."""
@@ -199,11 +254,16 @@ class Speculation:
 
 
 def _drafting_formats(model: ModelSpec, spec: ModelSpec, setup: EngineSetup) -> PrecisionPlan:
-    """A drafter is published in formats of its own; a technique that sets the model's weights sets the drafter's too."""
+    """A drafter is published in formats of its own; a technique that sets the model's weights sets its too."""
     plan, published = setup.precision, model.published
     if (plan.weights, plan.exceptions) != (published.weights, published.exceptions):
         return plan
     return replace(spec.published, kv=plan.kv)
+
+
+def _glue_s(times: Times, setup: EngineSetup) -> float:
+    """Seconds in which the host launches what stands between two passes; a CPU calls it at once."""
+    return 0.0 if times.hardware.kind == "cpu" else GLUE_KERNELS * get_profile(setup.profile).launch_s
 
 
 def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Speculation | None:
@@ -219,9 +279,9 @@ def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Specul
     return Speculation(model or resolve_model(scenario.model), setup, profile)
 
 
-def with_guesses(shape: StepShape, guesses: float) -> StepShape:
+def with_guesses(shape: StepShape, guesses: Count) -> StepShape:
     """A step in which each decoding sequence brings `guesses` more tokens behind those that it has cached."""
-    if guesses == 0:
+    if np.all(np.asarray(guesses) == 0):
         return shape
     part = shape.decode_part
     sequences = part.sequences
@@ -298,6 +358,10 @@ class _Drafter:
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
         return 0.0
 
+    def table(self, times: Times, shape: StepShape) -> Callable[[TokenTree], float] | None:
+        """`seconds` of one step of decode for any tree; None where each is quick to cost alone."""
+        return None
+
     def weights_bytes(self) -> float:
         return 0.0
 
@@ -316,16 +380,28 @@ class _DraftModel(_Drafter):
         decode = StepShape(*shape.decode_part, shape.decode_part.sequences)
         decodes = np.asarray(decode.sequences) > 0
         first, *others = tree.expanded_by_depth
-        total: Any = self._pass_s(times, with_guesses(shape, first - 1))
+        glue_s = _glue_s(times, self.setup)
+        total: Any = self._pass_s(times, with_guesses(shape, first - 1), prepared=False) + glue_s
         if np.any(decodes):
             for nodes, passes in Counter(others).items():
-                total = total + passes * decodes * self._pass_s(times, with_guesses(decode, nodes - 1))
+                total = total + passes * decodes * (self._pass_s(times, with_guesses(decode, nodes - 1)) + glue_s)
         return total
 
-    def _pass_s(self, times: Times, shape: StepShape) -> Count:
-        """A step of the drafter. Captured in a graph it waits for no host: that falls due once, with verification."""
+    def table(self, times: Times, shape: StepShape) -> Callable[[TokenTree], float] | None:
+        many = StepShape(*(np.full(len(_PASSES), column, dtype=np.float64) for column in shape.columns().values()))
+        glue_s = _glue_s(times, self.setup)
+        first_s = float(self._pass_s(times, shape, prepared=False)) + glue_s
+        others_s = np.broadcast_to(self._pass_s(times, with_guesses(many, _PASSES - 1.0)), _PASSES.shape) + glue_s
+        return lambda tree: first_s + float(np.interp(tree.expanded_by_depth[1:], _PASSES, others_s).sum())
+
+    def _pass_s(self, times: Times, shape: StepShape, *, prepared: bool = True) -> Count:
+        """A step of the drafter.
+
+        The first one waits for the host as the model's own step does, which learns what was accepted and prepares the
+        drafter's batch; those that follow are captured in a graph and wait no more.
+        """
         cost = step_cost(self.spec, self.setup, times, shape)
-        if times.hardware.kind == "cpu" or not get_profile(self.setup.profile).graphs:
+        if not prepared or times.hardware.kind == "cpu" or not get_profile(self.setup.profile).graphs:
             return cost.time_s
         host = sum(times.of(item.operator, 0.0).time_s for item in cost.operators if item.operator.kind == "host")
         return cost.time_s - host
@@ -340,7 +416,7 @@ class _DraftModel(_Drafter):
 class _Module(_DraftModel):
     """One layer on the model's hidden states, joined with the last token's embedding; it shares both tables."""
 
-    def _pass_s(self, times: Times, shape: StepShape) -> Count:
+    def _pass_s(self, times: Times, shape: StepShape, *, prepared: bool = True) -> Count:
         tp = self.setup.parallel.tp
         hidden, format = self.spec.hidden, self.setup.precision.weights_of("ffn")
         joined = linear(
@@ -348,7 +424,7 @@ class _Module(_DraftModel):
             self.setup.precision.activations_of("ffn"),
         )  # fmt: skip
         weights = step_weight_bytes(self.spec, self.setup)
-        return super()._pass_s(times, shape) + times.of(joined, weights).time_s
+        return super()._pass_s(times, shape, prepared=prepared) + times.of(joined, weights).time_s
 
     def weights_bytes(self) -> float:
         """Those of the layer: what a second one would add. And the matrix that joins."""

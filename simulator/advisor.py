@@ -297,12 +297,14 @@ def to_json(advice: Advice) -> dict[str, Any]:
 def _move_json(one: Advised) -> dict[str, Any]:
     move = one.move
     parameters = {} if move.technique is None else move.technique.model_dump(mode="json", exclude={"name"})
+    speculates = move.technique is not None and move.technique.layer == "steps"
     return {
         "move": move.name,
         "title": move.title,
         "state": move.state,
         "instead_of": list(move.instead_of),
         "parameters": parameters,
+        "drafting": one.after.drafting if speculates and one.after is not None else None,
         "baseline": move.baseline,
         "gain": one.gain,
         "low": one.low,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence as Several
 from typing import Protocol
 
 from membound.roofline.acceptance import AcceptanceProfile
 from membound.roofline.scenario import Scenario
 from membound.roofline.tasks import acceptance_of
+from membound.roofline.token_tree import best_tree, chain
 from membound.simulator.scheduling.request import Sequence, Work
 from membound.simulator.scheduling.workload.acceptance import AcceptanceSampler
 
@@ -47,6 +50,21 @@ class ModelledContent:
         return (0,) * (accepted + 1)
 
 
+class GuessedContent:
+    """Nobody knows the text: the best path of a step's guesses is right to a depth that is drawn, each with its chance.
+
+    The draws follow from (seed, request, position) alone, so that a request meets the same content in any schedule.
+    """
+
+    def __init__(self, chances: Several[float], seed: int) -> None:
+        self.chances = chances
+        self.seed = seed
+
+    def emitted(self, work: Work, sequence: Sequence) -> tuple[int, ...]:
+        draw = random.Random(f"{self.seed}/{sequence.id}/{sequence.emitted}/accepted").random()
+        return (0,) * (1 + sum(draw < chance for chance in self.chances[: len(work.drafts)]))
+
+
 def content_for(scenario: Scenario, recorded: bool) -> Content:
     """Recorded text, or content like that of the workload's profile or task, else of the technique's alpha."""
     if recorded:
@@ -54,5 +72,10 @@ def content_for(scenario: Scenario, recorded: bool) -> Content:
     drafts = scenario.setup.drafts
     if drafts is None:
         return ModelledContent(AcceptanceProfile.constant(0.0), scenario.workload.seed)
-    profile = acceptance_of(scenario.workload, drafts.content) or AcceptanceProfile.constant(drafts.alpha)
-    return ModelledContent(profile, scenario.workload.seed)
+    profile = acceptance_of(scenario.workload, drafts.content)
+    if profile is not None:
+        return ModelledContent(profile, scenario.workload.seed)
+    if drafts.nodes is None and drafts.decay == 1.0:
+        return ModelledContent(AcceptanceProfile.constant(drafts.alpha), scenario.workload.seed)
+    tree = chain(drafts.alphas) if drafts.nodes is None else best_tree(drafts.alphas, drafts.tokens)
+    return GuessedContent(tree.acceptance_by_depth, scenario.workload.seed)

@@ -7,26 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from membound.roofline.comparison import bottleneck, metric_value
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
+from membound.roofline.result import RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric
+from membound.simulator.drafting import with_best_drafts
 from membound.simulator.steady import Load, Steady, deployment_of
 from membound.simulator.sweep import Workers
 
 
 class Served(NamedTuple):
-    """Both metrics, sequences that decode together, and what binds: of a decode step, or of the time of a run."""
+    """Both metrics, sequences that decode together, and what binds: of a decode step, or of the time of a run.
+
+    `drafting` has the parameters that it speculates with.
+    """
 
     tpot_s: float
     output_tokens_per_s: float
     batch: float
     bottleneck: str
     shares: dict[str, float]
+    drafting: dict[str, Any] | None = None
 
     def better(self, than: Served, metric: GainMetric) -> float:
         """How many times better than another: a time falls, a rate rises."""
@@ -44,24 +50,35 @@ class ClosedForm:
     def __call__(self, scenario: Scenario) -> Served:
         if scenario.engine.prefix_caching:
             raise MemboundError("only a simulation knows what a prefix cache saves; use --simulate")
+        scenario, drafting = with_best_drafts(scenario, self.load)
         deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
         steady = Steady(deployment, self.load)
         steady.check()
         shares = steady.shares
-        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, steady.bottleneck, shares)
+        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, steady.bottleneck, shares, drafting)
 
 
 def simulated(scenario: Scenario) -> Served:
     """A discrete-event run of the scenario's workload; raises MemboundError for an engine that is not possible."""
     from membound.simulator.run import run
 
+    scenario, drafting = with_best_drafts(scenario)
     result = run(scenario)
     summary, steps = result.summary, result.steps
     if not summary.completed:
-        raise MemboundError("every request is rejected: none fits into the KV cache")
-    batch = float((steps["sequences"] * steps["time_s"]).sum() / steps["time_s"].sum())
+        raise MemboundError(nothing_served(result))
+    decoding = steps["sequences"] - steps["prefill_sequences"]
+    decoding_s = steps["time_s"] * (decoding > 0)
+    batch = float((decoding * decoding_s).sum() / max(decoding_s.sum(), 1e-12))
     tpot_s, rate = metric_value(summary, "tpot_s"), summary.output_tokens_per_s
-    return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share)
+    return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share, drafting)
+
+
+def nothing_served(result: RunResult) -> str:
+    """Why a run has served no request, as the first one was told."""
+    turned_away = "requests were turned away; "
+    notes = [note.removeprefix(turned_away) for note in result.provenance.notes if note.startswith(turned_away)]
+    return f"no request is served: {notes[0] if notes else 'none arrives'}"
 
 
 Evaluate = Callable[[Scenario], Served]

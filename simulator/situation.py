@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from membound.roofline.draft_choice import best_size
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.scenario import Scenario
-from membound.roofline.shape import StepShape
 from membound.roofline.techniques import (
     Eagle,
     NgramSpeculation,
+    Speculative,
     WeightQuantization,
 )
 from membound.roofline.workload import SessionPrompts
@@ -101,7 +102,12 @@ def _drafting(
             continue
         if tried.speculation is None:
             continue
-        shape = StepShape.decode(batch, context)
+        shape = tried.decode_shape(batch, context)
+        if isinstance(technique, Speculative) and technique.is_open:
+            best = best_size(tried.speculation, tried.times, shape, technique.sizes()).size
+            if best is not None:
+                tried = replace(tried, speculation=tried.speculation.with_size(best))
+        assert tried.speculation is not None
         cost = float(tried.speculation.cost_ratio(tried.times, shape))
         alpha = tried.speculation.acceptance_by_depth[0]
         yield Drafting(technique.name, tried.speculation.verified_tokens, alpha, cost)

@@ -53,6 +53,7 @@ class Step:
     bottleneck_after: str | None
     batch: float | None
     reason: str | None = None
+    drafting: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ class StackingGame:
                 continue
             gain, together = found.better(base, self.metric), self.gain(subset)
             interval = (gain / (1 + error), gain * (1 + error))
-            yield Step(*named, gain, together, *interval, base.bottleneck, found.bottleneck, found.batch)
+            moved = (base.bottleneck, found.bottleneck, found.batch)
+            drafting = found.drafting if self.techniques[index].layer == "steps" else None
+            yield Step(*named, gain, together, *interval, *moved, drafting=drafting)
             before = before if alone else subset
 
     def greedy_order(self, members: Sequence[int]) -> list[int]:
@@ -474,4 +477,6 @@ def _step_json(step: Step, technique: Technique) -> dict[str, Any]:
         "bottleneck_before": step.bottleneck_before,
         "bottleneck_after": step.bottleneck_after,
         "reason": step.reason,
+        "parameters": technique.model_dump(mode="json", exclude={"name"}),
+        "drafting": step.drafting,
     }

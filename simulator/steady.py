@@ -228,7 +228,10 @@ class Steady:
         if not self.is_static:
             return self._continuous.tpot_s
         lengths = self.load.lengths
-        return StaticBatch(self.deployment, self.batch, lengths.prompt_tokens, lengths.output_tokens).tpot_s
+        batch = StaticBatch(self.deployment, self.batch, lengths.prompt_tokens, lengths.output_tokens)
+        steps = math.ceil(self.batch * lengths.prompt_tokens / self.deployment.chunk_tokens)
+        waiting_s = batch.prefill_s * (1.0 - 1.0 / steps) / 2.0  # for the batch's other prompts, after the own one
+        return batch.tpot_s + waiting_s / max(lengths.output_tokens - 1.0, 1.0)
 
     @property
     def ttft_s(self) -> float:

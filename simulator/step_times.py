@@ -11,6 +11,7 @@ a whole, as are steps with drafts.
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,7 @@ from membound.roofline.cost import step_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
+from membound.roofline.speculation import Speculation, with_guesses
 from membound.roofline.techniques import EngineSetup
 
 Column = NDArray[np.float64]
@@ -79,9 +81,38 @@ class StepTimes:
         decoding = sums[1] - sums[6]
         if not sums[6] and sums[0] == decoding:
             return self.decode(int(decoding), int(sums[2]))[0]
-        if self.times.needs_working_set or sums[0] - sums[5] != decoding:
+        several = sums[0] - sums[5] != decoding  # drafts, or the short last chunk of a prompt
+        if several and self.setup.drafts is not None:
+            return self._speculating(sums)
+        if several or self.times.needs_working_set:
             return float(self.exact(StepShape(*sums)))
         return self._parts.seconds(sums)
+
+    def _speculating(self, sums: tuple[float, ...]) -> float:
+        """Seconds of a step with drafts: those of the drafter, and of verifying all guesses where they form a tree.
+
+        The scheduler counts the longest path alone, since no more can be accepted.
+        """
+        drafts = self.setup.drafts
+        assert drafts is not None, "the engine speculates"
+        shape = StepShape(*sums)
+        sequences = shape.decode_part.sequences
+        guesses = shape.decode_part.tokens - sequences
+        known_kv = shape.kv_tokens - guesses
+        plain = replace(
+            shape,
+            tokens=shape.tokens - guesses,
+            kv_tokens=known_kv,
+            attended=shape.prefill_attended + known_kv - shape.prefill_kv_tokens,
+            logits_rows=shape.logits_rows - guesses,
+        )
+        if drafts.nodes is not None:
+            shape = with_guesses(plain, guesses / sequences * drafts.nodes / drafts.gamma)
+        return float(self.exact(shape) + self._speculation.draft_s(self.times, plain))
+
+    @cached_property
+    def _speculation(self) -> Speculation:
+        return Speculation(self.model, self.setup)
 
     def exact(self, shape: StepShape) -> Any:
         """Seconds by the roofline itself."""

@@ -17,6 +17,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.scenario import Scenario, parse_yaml
+from membound.simulator.drafting import with_best_drafts
 from membound.simulator.steady import Steady, deployment_of, load_of
 
 Backend = Literal["loky", "threading", "sequential", "ray", "dask"]
@@ -200,6 +201,7 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
 
 def predicted(scenario: Scenario) -> dict[str, Any]:
     """What closed forms say: means of a steady load, none of the tails."""
+    scenario, drafting = with_best_drafts(scenario)
     deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
     load = load_of(scenario, deployment)
     steady = Steady(deployment, load)
@@ -212,6 +214,7 @@ def predicted(scenario: Scenario) -> dict[str, Any]:
         "ttft_s": steady.ttft_s,
         "tpot_s": steady.tpot_s,
         "tokens_per_step": deployment.tokens_per_step,
+        "drafting": drafting,
         "bottleneck_share": steady.shares,
     }
 

@@ -34,6 +34,8 @@ from membound.roofline.techniques.steps import (
     Medusa,
     Mtp,
     NgramSpeculation,
+    Size,
+    Speculative,
 )
 from membound.roofline.techniques.weights import W8A8, Int8Weights, Sparsity24, WeightQuantization
 
@@ -66,7 +68,9 @@ __all__ = [
     "NgramDrafts",
     "NgramSpeculation",
     "PolicyName",
+    "Size",
     "Sparsity24",
+    "Speculative",
     "Technique",
     "WeightQuantization",
     "engine_setup",

@@ -1,13 +1,15 @@
 """Which techniques take several tokens in a step?
 
 The acceptance that a technique states describes content that nobody recorded: with a task's profile or recorded content
-it is unused. Defaults carry their source beside them.
+it is unused. Defaults carry their source beside them. A length or a tree that nobody names is open: stacks, advice and
+closed forms choose the best one for the operating point (`roofline/draft_choice.py`), all else takes `usual_size`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -16,9 +18,27 @@ from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.drafts import Drafts, EagleDrafts, MedusaDrafts, ModelDrafts, MtpDrafts, NgramDrafts
 from membound.roofline.techniques.setup import EngineSetup
 
+# What is tried where a length or a tree is open.
+MOST_CHAIN, MOST_DEPTH = 16, 8
+TREE_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 25, 32, 48, 64)
+
+
+class Size(NamedTuple):
+    """Positions ahead, and the guesses of a tree over them; None for a chain."""
+
+    depth: int
+    nodes: int | None
+
 
 class Speculative(Technique):
-    """Common to all that guess tokens and verify them, so that the output is that of plain decoding."""
+    """Common to all that guess tokens and verify them, so that the output is that of plain decoding.
+
+    `size_fields` are the fields that a size is written to: the depth, and the nodes of a tree where it has one.
+    """
+
+    size_fields: ClassVar[tuple[str, ...]] = ("gamma",)
+    usual_size: ClassVar[Size]
+    most_depth: ClassVar[int] = MOST_CHAIN
 
     layer = "steps"
     family = "take fewer steps"
@@ -29,6 +49,36 @@ class Speculative(Technique):
     def drafts(self) -> Drafts:
         """What the technique proposes."""
         raise NotImplementedError
+
+    @property
+    def given(self) -> Size:
+        """The size as far as it is named; a depth of 0 is open, and so are no nodes of a tree."""
+        values = [getattr(self, field) for field in self.size_fields]
+        return Size(values[0] or 0, values[1] if len(values) > 1 else None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of its size is left to the operating point."""
+        return any(getattr(self, field) is None for field in self.size_fields)
+
+    @property
+    def size(self) -> Size:
+        """As given; what is open is as usual."""
+        depth, nodes = self.given.depth or self.usual_size.depth, self.given.nodes or self.usual_size.nodes
+        return Size(depth, None if nodes is None else max(depth, nodes))
+
+    def sizes(self) -> Iterator[Size]:
+        """Every size that what is given allows."""
+        depth, nodes = self.given
+        is_tree = len(self.size_fields) > 1
+        for one in [depth] if depth else range(1, self.most_depth + 1):
+            for count in [nodes] if nodes or not is_tree else TREE_SIZES:
+                if count is None or count >= one:
+                    yield Size(one, count)
+
+    def sized(self, size: Size) -> Self:
+        """The same with this size."""
+        return self.model_copy(update=dict(zip(self.size_fields, size, strict=False)))
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         if setup.drafts is not None:
@@ -46,9 +96,10 @@ class NgramSpeculation(Speculative):
     """
 
     title = "n-gram speculation"
+    usual_size = Size(4, None)
 
     name: Literal["ngram_speculation"] = "ngram_speculation"
-    gamma: int = Field(4, ge=1, le=32, description="draft length: tokens proposed in a step at most")
+    gamma: int | None = Field(None, ge=1, le=32, description="draft length, tokens a step at most; best if not given")
     max_ngram: int = Field(3, ge=1, le=16, description="longest suffix that is looked up")
     min_ngram: int = Field(2, ge=1, le=16, description="shortest suffix that is looked up")
     hit_rate: float = Field(0.5, ge=0, le=1)
@@ -56,7 +107,7 @@ class NgramSpeculation(Speculative):
 
     def drafts(self) -> Drafts:
         return NgramDrafts(
-            gamma=self.gamma,
+            gamma=self.size.depth,
             alpha=self.alpha,
             hit_rate=self.hit_rate,
             max_ngram=self.max_ngram,
@@ -71,14 +122,15 @@ class DraftModelSpeculation(Speculative):
     """
 
     title = "draft-model speculation"
+    usual_size = Size(4, None)
 
     name: Literal["draft_model_speculation"] = "draft_model_speculation"
     draft: str | None = Field(None, description="a model as in the scenario's; without it the smallest of the family")
-    gamma: int = Field(4, ge=1, le=32, description="draft length: tokens proposed in a step")
+    gamma: int | None = Field(None, ge=1, le=32, description="draft length, tokens a step; the best if not given")
     alpha: float = Field(0.75, ge=0, le=1, description="chance that a drafted token is accepted")
 
     def drafts(self) -> Drafts:
-        return ModelDrafts(gamma=self.gamma, alpha=self.alpha, draft=self.draft)
+        return ModelDrafts(gamma=self.size.depth, alpha=self.alpha, draft=self.draft)
 
 
 class Medusa(Speculative):
@@ -89,15 +141,18 @@ class Medusa(Speculative):
     """
 
     title = "Medusa heads"
+    size_fields = ("heads", "tree_size")
+    usual_size = Size(4, 63)
+    most_depth = 4
 
     name: Literal["medusa"] = "medusa"
-    heads: int = Field(4, ge=1, le=16, description="positions ahead, each with a head of its own")
-    tree_size: int = Field(63, ge=1, le=1024, description="guesses that a step verifies")
+    heads: int | None = Field(None, ge=1, le=16, description="positions ahead, each with a head; best if not given")
+    tree_size: int | None = Field(None, ge=1, le=1024, description="guesses that a step verifies; best if not given")
     alpha: float = Field(0.4, ge=0, le=1, description="chance that the best guess of the first head is right")
     decay: float = Field(0.5, gt=0, le=1, description="the same of each further head, as a share of the one before")
 
     def drafts(self) -> Drafts:
-        return MedusaDrafts(gamma=self.heads, alpha=self.alpha, decay=self.decay, nodes=max(self.heads, self.tree_size))
+        return MedusaDrafts(gamma=self.size.depth, alpha=self.alpha, decay=self.decay, nodes=self.size.nodes)
 
 
 class Eagle(Speculative):
@@ -108,15 +163,20 @@ class Eagle(Speculative):
     """
 
     title = "EAGLE"
+    size_fields = ("depth", "tree_size")
+    usual_size = Size(5, 25)
+    most_depth = MOST_DEPTH
 
     name: Literal["eagle"] = "eagle"
-    depth: int = Field(5, ge=1, le=32, description="tokens of the longest path of guesses")
-    tree_size: int = Field(25, ge=1, le=1024, description="guesses that a step verifies; the depth for a chain")
+    depth: int | None = Field(None, ge=1, le=32, description="tokens of the longest path of guesses; best if not given")
+    tree_size: int | None = Field(
+        None, ge=1, le=1024, description="guesses that a step verifies, the depth for a chain; the best if not given"
+    )
     alpha: float = Field(0.79, ge=0, le=1, description="chance that the best guess at the first position is right")
     decay: float = Field(0.97, gt=0, le=1, description="the same at each further one, as a share of the one before")
 
     def drafts(self) -> Drafts:
-        return EagleDrafts(gamma=self.depth, alpha=self.alpha, decay=self.decay, nodes=max(self.depth, self.tree_size))
+        return EagleDrafts(gamma=self.size.depth, alpha=self.alpha, decay=self.decay, nodes=self.size.nodes)
 
 
 class Mtp(Speculative):
@@ -127,11 +187,15 @@ class Mtp(Speculative):
     """
 
     title = "multi-token prediction"
+    usual_size = Size(1, None)
+    most_depth = MOST_DEPTH
 
     name: Literal["mtp"] = "mtp"
-    gamma: int = Field(1, ge=1, le=16, description="tokens drafted in a step; the module runs once for each")
+    gamma: int | None = Field(
+        None, ge=1, le=16, description="tokens a step, a run of the module each; best if not given"
+    )
     alpha: float = Field(0.85, ge=0, le=1, description="chance that the first drafted token is accepted")
     decay: float = Field(0.8, gt=0, le=1, description="the same of each further token, as a share of the one before")
 
     def drafts(self) -> Drafts:
-        return MtpDrafts(gamma=self.gamma, alpha=self.alpha, decay=self.decay)
+        return MtpDrafts(gamma=self.size.depth, alpha=self.alpha, decay=self.decay)

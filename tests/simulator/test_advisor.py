@@ -95,7 +95,7 @@ def test_r4_what_does_not_fit_in_four_bits_wants_more_devices():
 
 @pytest.mark.parametrize("batch", [64, 256])
 def test_r5_speculation_that_fills_the_matrix_unit_loses(batch):
-    speculating = [{"name": "continuous_batching"}, {"name": "eagle"}]
+    speculating = [{"name": "continuous_batching"}, {"name": "eagle", "depth": 5, "tree_size": 25}]
     advice = advise(scenario(batch, techniques=speculating))
     assert rules(advice)["R5"] is True
     eagle = moves(advice)["eagle"]

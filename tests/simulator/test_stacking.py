@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.roofline.techniques import TECHNIQUES
+from membound.roofline.techniques import TECHNIQUES, Size
 from membound.simulator.costing import Costing, Served
 from membound.simulator.stacking import Stack, StackingGame, analyse, chosen_techniques, stack, to_json
 
@@ -100,11 +100,48 @@ def test_savings_of_different_bytes_make_room_for_each_other():
     assert pair("weight_quantization", "kv_quantization", batch=64, context=8192) > 1.0
 
 
-def test_four_bits_gain_most_at_batch_one_and_speculation_loses_when_arithmetic_binds():
-    few, many = stack(scenario(), batches=[1, 64], contexts=[512], metric="tpot_s")
+def test_four_bits_gain_most_at_batch_one_and_a_fixed_tree_loses_when_arithmetic_binds():
+    tree = [{"name": "weight_quantization"}, {"name": "eagle", "depth": 5, "tree_size": 25}]
+    engine = {"max_num_seqs": 64, "max_batched_tokens": 65536}  # no sequence waits for the batch's other prompts
+    few, many = stack(scenario(techniques=tree, engine=engine), batches=[1, 64], contexts=[512], metric="tpot_s")
     gains = [{step.technique: step.gain for step in found.alone} for found in (few, many)]
     assert gains[0]["weight_quantization"] > gains[1]["weight_quantization"] > 1.0
     assert gains[0]["eagle"] > 1.5 and gains[1]["eagle"] < 1.0
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa", "ngram_speculation", "draft_model_speculation"])
+def test_drafts_that_nobody_sized_never_lose_and_beat_those_of_any_size(name):
+    """What is chosen is named in the row; a size that the scenario names is kept, whatever it costs."""
+    few, many = stack(scenario(techniques=[]), techniques=[name], batches=[1, 256], contexts=[2048], metric="tpot_s")
+    (best,) = few.alone
+    assert best.drafting["chosen"] and best.drafting["tokens_per_step"] > 1.0
+    assert best.drafting["alpha_from"].startswith("assumed")
+    for found in (few, many):
+        assert found.alone[0].gain >= 1.0 - 1e-9
+    if not many.alone[0].drafting["off"]:
+        assert many.alone[0].drafting["depth"] <= best.drafting["depth"]
+    fixed = TECHNIQUES[name](name=name).sized(Size(3, 12)).model_dump()
+    (given,) = stack(scenario(techniques=[fixed]), batches=[1], contexts=[2048], metric="tpot_s")
+    assert not given.alone[0].drafting["chosen"] and given.alone[0].drafting["depth"] == 3
+    assert given.alone[0].gain <= best.gain + 1e-9
+
+
+def test_guesses_that_are_never_right_are_switched_off():
+    hopeless = {"name": "eagle", "alpha": 0.0}
+    (found,) = stack(scenario(techniques=[hopeless]), batches=[8], contexts=[512], metric="tpot_s")
+    assert found.alone[0].drafting["off"] and found.alone[0].gain == pytest.approx(1.0)
+
+
+def test_a_static_batch_whose_prompts_take_several_steps_is_the_same_by_closed_form_and_simulation():
+    """32 prompts of 1024 tokens with 8192 tokens a step: the batch is filled in four steps and decodes together."""
+    prompts = {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 1024}}
+    many = scenario(techniques=[]).with_value("workload.prompts", prompts)
+    many = many.with_value("workload.output_tokens", {"kind": "fixed", "tokens": 64})
+    asked = {"techniques": ["kv_quantization"], "batches": [32], "metric": "tpot_s"}
+    (closed,), (run,) = stack(many, **asked), stack(many, **asked, simulate=True)
+    assert run.plain.tpot_s == pytest.approx(closed.plain.tpot_s, rel=0.03)
+    assert run.plain.output_tokens_per_s == pytest.approx(closed.plain.output_tokens_per_s, rel=0.03)
+    assert run.plain.batch > 30
 
 
 def test_combinations_that_exclude_each_other_are_refused_with_the_reason_and_take_no_part():

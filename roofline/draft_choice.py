@@ -1,0 +1,85 @@
+"""Which length of drafts, or which tree of guesses, gains most at an operating point?
+
+Leviathan et al., ICML 2023, section 3.5, choose the length for a constant acceptance and cost; here each size is costed
+by the roofline at the batch in question, so that drafts grow shorter as the batch fills the matrix unit, until none is
+worth its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from membound.roofline.operator_time import Times
+from membound.roofline.scenario import Scenario
+from membound.roofline.shape import StepShape
+from membound.roofline.speculation import Speculation, draft_model
+from membound.roofline.techniques import ModelDrafts, Size, Speculative, Technique
+from membound.roofline.workload import TextPrompts
+
+
+class Choice(NamedTuple):
+    """The size that gains most and its gain over plain steps; no size where plain steps are at least as fast."""
+
+    size: Size | None
+    speedup: float
+
+
+def best_size(speculation: Speculation, times: Times, shape: StepShape, sizes: Iterable[Size]) -> Choice:
+    """Of `sizes` the one with the largest gain at this step, exact for the size that is returned."""
+    tried = list(sizes)
+    seconds = _each(speculation, times, shape, tried) if times.needs_working_set else None
+    if seconds is None:
+        seconds = _tabulated(speculation, times, shape, tried)
+    gains = [speculation.with_size(size).expected_tokens / s for size, s in zip(tried, seconds, strict=True)]
+    best = tried[int(np.argmax(gains))]
+    speedup = float(speculation.with_size(best).speedup(times, shape))
+    return Choice(best, speedup) if speedup > 1.0 else Choice(None, 1.0)
+
+
+def _each(speculation: Speculation, times: Times, shape: StepShape, sizes: Sequence[Size]) -> list[float]:
+    return [float(speculation.with_size(size).step_s(times, shape)) for size in sizes]
+
+
+def _tabulated(speculation: Speculation, times: Times, shape: StepShape, sizes: Sequence[Size]) -> list[float]:
+    """Seconds of a step for each size, from one table of verification and one of the drafter's passes."""
+    guesses = np.array(sorted({float(size.nodes or size.depth) for size in sizes}))
+    many = StepShape(*(np.full(len(guesses), column, dtype=np.float64) for column in shape.columns().values()))
+    verify_s = speculation.verify_each_s(times, many, guesses)
+    seconds = []
+    draft_s = speculation.draft_table(times, shape)
+    for size in sizes:
+        verified = float(verify_s[np.searchsorted(guesses, size.nodes or size.depth)])
+        seconds.append(verified + draft_s(speculation.with_size(size)))
+    return seconds
+
+
+def drafting_of(technique: Speculative, speculation: Speculation, scenario: Scenario, chosen: bool) -> dict[str, Any]:
+    """The parameters that a step speculates with, and where its acceptance comes from."""
+    drafts = speculation.drafts
+    said: dict[str, Any] = {"technique": technique.name, "off": False, "chosen": chosen, "depth": drafts.gamma}
+    if drafts.nodes is not None:
+        said["tree_size"] = drafts.nodes
+    said |= {"alpha": drafts.alpha, "decay": drafts.decay, "hit_rate": drafts.hit_rate}
+    if isinstance(drafts, ModelDrafts):
+        said["draft"] = draft_model(speculation.model, drafts.draft).name
+    source = acceptance_source(technique, scenario)
+    if speculation.profile is not None:
+        said["alpha"] = float(speculation.acceptance_by_depth[0])
+        said["decay"] = None
+    return said | {"tokens_per_step": speculation.expected_tokens, "alpha_from": source}
+
+
+def acceptance_source(technique: Technique, scenario: Scenario) -> str:
+    """Where the chance that a guess is right comes from."""
+    workload = scenario.workload
+    if workload.acceptance is not None:
+        return "the scenario's workload.acceptance"
+    if workload.task is not None:
+        return f"task profile '{workload.task}'"
+    default = type(technique).model_fields["alpha"].default
+    assumed = "assumed: the technique's default" if getattr(technique, "alpha", None) == default else "the scenario"
+    recorded = isinstance(workload.prompts, TextPrompts) and technique.name == "ngram_speculation"
+    return f"{assumed}; a simulation replays the recorded text" if recorded else assumed

@@ -1,0 +1,51 @@
+"""Which drafts does an engine take where its scenario leaves their length open?
+
+The best size is that at the engine's own batch and context; where plain steps are at least as fast, speculation is off
+and the engine is that without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from membound.roofline.draft_choice import best_size, drafting_of
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario
+from membound.roofline.speculation import speculation_of
+from membound.roofline.techniques import Speculative
+from membound.simulator.steady import Load, SpeculatingDeployment, Steady, deployment_of, load_of
+
+
+class Drafting(NamedTuple):
+    """A scenario whose drafts have a size, and what they are; None where nothing speculates."""
+
+    scenario: Scenario
+    parameters: dict[str, Any] | None
+
+
+def with_best_drafts(scenario: Scenario, load: Load | None = None) -> Drafting:
+    """The scenario with the best size for what is open in its speculation, at its batch under `load` (else its own)."""
+    technique = next((one for one in scenario.techniques if isinstance(one, Speculative)), None)
+    if technique is None:
+        return Drafting(scenario, None)
+    model = resolve_model(scenario.model)
+    if technique.is_open:
+        deployment = deployment_of(scenario, model, get_hardware(scenario.hardware))
+        sized = best_technique(technique, deployment, load or load_of(scenario, deployment))
+        kept = tuple(one for one in scenario.techniques if one is not technique)
+        if sized is None:
+            return Drafting(scenario.with_techniques(kept), {"technique": technique.name, "off": True, "chosen": True})
+        scenario = scenario.with_techniques((*kept, sized))
+    speculation = speculation_of(scenario, model)
+    assert speculation is not None, "the scenario speculates"
+    return Drafting(scenario, drafting_of(technique, speculation, scenario, technique.is_open))
+
+
+def best_technique(technique: Speculative, deployment: SpeculatingDeployment, load: Load) -> Speculative | None:
+    """The technique with the size that gains most in a decode step of this deployment; None where none gains."""
+    assert deployment.speculation is not None, "the deployment speculates"
+    steady = Steady(deployment, load)
+    shape = deployment.decode_shape(steady.batch, load.lengths.context)
+    found = best_size(deployment.speculation, deployment.times, shape, technique.sizes())
+    return None if found.size is None else technique.sized(found.size)
