@@ -73,6 +73,7 @@ class Scheduler:
         self._moved_blocks = 0
         self._cached_tokens = 0
         self._prompt_tokens = 0
+        self._begun = False  # whether the batch has decoded since it was last empty
         self._grown = False  # whether those who decode have the block of the token that they are about to compute
 
     @property
@@ -133,6 +134,7 @@ class Scheduler:
         alone = self.batching.prompts_alone
         self._moved_blocks = self._cached_tokens = 0
         self._grown = False
+        self._begun = self._begun and self.num_running > 0
         preempted: list[int] = []
         joined: list[Sequence] = []
         prompts: list[Work] = []
@@ -141,6 +143,7 @@ class Scheduler:
         decoding = not prompts
         drafts: dict[int, tuple[int, ...]] = {}
         if decoding and self.decoders.members:
+            self._begun = True
             self._make_room(preempted)
             drafts = self._draft()
         if not alone:
@@ -211,7 +214,7 @@ class Scheduler:
                 return planned
             planned.append(self._chunk(sequence, budget))
             budget -= planned[-1].tokens
-        if not (join and self._queue and self.batching.admits(self.num_running)):
+        if not (join and self._queue and self.batching.admits(self._begun)):
             return planned
         while self._queue and budget > 0 and self.num_running < self.max_num_seqs:
             sequence = self._waiting[self._queue[0][1]]

@@ -19,23 +19,24 @@ class Batching(Protocol):
     whole_prompts: ClassVar[bool]
     prompts_alone: ClassVar[bool]
 
-    def admits(self, running: int) -> bool:
-        """Whether waiting sequences may join a batch of `running` sequences."""
+    def admits(self, begun: bool) -> bool:
+        """Whether waiting sequences may join a batch; `begun` says that its sequences have begun to decode."""
 
 
 @dataclass(frozen=True)
 class StaticBatching:
     """A batch is filled once and served until its last sequence has ended; the others' places stay empty.
 
+    Its prompts are computed in as many steps as they take, and all sequences decode together after the last of them.
     Kinder than engines that go on computing ended sequences as padding: an ended one costs nothing here.
     """
 
     name: ClassVar[BatchingName] = "static"
     whole_prompts: ClassVar[bool] = True
-    prompts_alone: ClassVar[bool] = False
+    prompts_alone: ClassVar[bool] = True
 
-    def admits(self, running: int) -> bool:
-        return running == 0
+    def admits(self, begun: bool) -> bool:
+        return not begun
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ContinuousBatching:
     whole_prompts: ClassVar[bool] = True
     prompts_alone: ClassVar[bool] = False
 
-    def admits(self, running: int) -> bool:
+    def admits(self, begun: bool) -> bool:
         return True
 
 
@@ -64,7 +65,7 @@ class PrefillFirst:
     whole_prompts: ClassVar[bool] = True
     prompts_alone: ClassVar[bool] = True
 
-    def admits(self, running: int) -> bool:
+    def admits(self, begun: bool) -> bool:
         return True
 
 
@@ -79,7 +80,7 @@ class ChunkedPrefill:
     whole_prompts: ClassVar[bool] = False
     prompts_alone: ClassVar[bool] = False
 
-    def admits(self, running: int) -> bool:
+    def admits(self, begun: bool) -> bool:
         return True
 
 
