@@ -17,6 +17,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.result import RunResult
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.simulator.cluster.autoscaler import Autoscaler
+from membound.simulator.planner import plan
 from membound.simulator.run import run
 
 COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class", "completed")
@@ -443,7 +444,33 @@ def test_available_time_is_mtbf_over_mtbf_and_mttr():
     assert up_s / (8 * result.summary.duration_s) == pytest.approx(2 / 3, rel=0.07)
 
 
+@pytest.mark.parametrize("on_failure", ["retry", "resume"])
+def test_a_failure_changes_no_token_of_an_answer(on_failure):
+    """The text was recorded; n-gram drafts are looked for in what a sequence really has."""
+    document = load_scenario("live-cpu").model_dump(mode="json") | {"hardware": "H100-SXM5", "sweep": []}
+    document["techniques"] = [{"name": "continuous_batching"}, {"name": "ngram_speculation"}]
+    outages = [{"replica": 0, "at_s": 0.1, "for_s": 0.1}, {"replica": 1, "at_s": 0.3}]
+    failures = {"outages": outages, "on_failure": on_failure}
+    struck = run(parse_scenario(document | {"cluster": replicas(2, failures=failures)}))
+    assert struck.cluster.retries > 0 and struck.summary.completed == 32
+    assert struck.outputs == run(parse_scenario(document)).outputs
+
+
 # -- around it
+
+
+def test_the_runtime_refuses_a_cluster_in_one_sentence():
+    pytest.importorskip("torch")
+    from membound.runtime.engine import Runtime
+
+    document = load_scenario("live-cpu").model_dump(mode="json") | {"cluster": replicas(2)}
+    with pytest.raises(MemboundError, match="field 'cluster' is predicted, not measured yet"):
+        Runtime().run(parse_scenario(document), get_hardware("H100-SXM5"))
+
+
+def test_a_plan_chooses_the_replicas_itself():
+    with pytest.raises(MemboundError, match="field 'cluster' names replicas, and a plan chooses them"):
+        plan(scenario(replicas(2)))
 
 
 def test_the_document_has_a_cluster_and_reads_in_a_terminal(capsys):
