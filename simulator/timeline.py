@@ -118,7 +118,9 @@ class Timeline:
                 f"shown are {len(inside)} of {len(starts)} slices: those that begin from {begin_s:g} s to "
                 f"{min(stop_s, end_s):.6g} s of {end_s:.6g} s"
             )
-        lanes = _lanes(result.steps["start_s"], result.steps["time_s"])
+        lanes = result.steps.get("replica")
+        if lanes is None:
+            lanes = _lanes(result.steps["start_s"], result.steps["time_s"])
         steps = result.steps | {"lane": lanes}
         keep = _within(steps["start_s"], begin_s, stop_s)
         moments_s, counters = _counters(result.steps, phases)
