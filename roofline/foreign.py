@@ -35,6 +35,9 @@ from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row, Table, re
 
 Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
+# What a table's device is called that nobody described.
+_DESCRIBE = "; a device that is not known is described by a YAML file, and given by --device mine.yaml"
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -176,7 +179,9 @@ def calibrate_from(path: Path, device: str | None = None) -> ForeignCalibration:
         if batch.cases:
             by_device.setdefault(batch.hardware.name, []).append(batch)
     if not by_device:
-        raise MemboundError(f"table '{path}' has no row that can be fitted: {next(iter(left_out))}")
+        reason = next(iter(left_out))
+        unknown = _DESCRIBE if reason.startswith("hardware") and "is unknown" in reason else ""
+        raise MemboundError(f"table '{path}' has no row that can be fitted: {reason}{unknown}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     made, paths = [], []
     for members in by_device.values():
@@ -199,7 +204,10 @@ def _with_kept(found: DeviceFits) -> DeviceFits:
 
 def _rows_of(table: Table, device: str, sheet: Path | None) -> tuple[Row, ...]:
     """The rows of one device; those of a data sheet's device name the sheet, so that they are read with it."""
-    hardware = read_hardware(sheet) if sheet else get_hardware(device)
+    try:
+        hardware = read_hardware(sheet) if sheet else get_hardware(device)
+    except MemboundError as error:
+        raise MemboundError(f"{error}{'' if sheet else _DESCRIBE}") from None
     if hardware.name == "local":
         raise MemboundError("device 'local' is measured, not fitted from a table; run `membound calibrate`")
     spellings = {normalised(name) for name in (hardware.name, *hardware.aliases)}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from membound.roofline.calibration import Calibration
 from membound.roofline.errors import MemboundError
@@ -117,6 +117,16 @@ class HardwareSpec(_Part):
     verified: tuple[str, ...] = ()
     notes: str = ""
     calibration: Calibration | None = None
+
+    @field_validator("memory_bytes", mode="before")
+    @classmethod
+    def _whole_in_any_notation(cls, value: Any) -> Any:
+        """48e9 is a number of bytes too, which YAML reads as text."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return value
+        return int(number) if number.is_integer() and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _rates_are_possible(self) -> HardwareSpec:
@@ -339,4 +349,6 @@ def _closest(name: str, own: dict[str, HardwareSpec]) -> str:
     }
     close = difflib.get_close_matches(normalised(name), spellings, n=6, cutoff=0.5)
     devices = list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
-    return f"did you mean {' or '.join(devices)}?" if devices else f"known are local, {', '.join([*own, *catalog()])}"
+    return (
+        f"did you mean {' or '.join(devices)}?" if devices else "`membound catalog devices` lists those that are known"
+    )

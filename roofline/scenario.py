@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from membound.roofline.cluster import Cluster
 from membound.roofline.engine_settings import Engine as Engine
@@ -35,9 +35,10 @@ class Slo(Part):
 class Scenario(Part):
     """Model, hardware, techniques, workload and objective of one question.
 
-    `parallel` is how one replica divides the model over devices; without a `cluster` there is one. `without` names usual techniques that the engine
-    lacks, and `expert_skew` s says that of a mixture's experts the i-th is as popular as i^-s; 0 is uniform. `sweep`
-    lists the points at which `compare` asks it again, each as dotted paths into the scenario with values.
+    `parallel` is how one replica divides the model over devices; without a `cluster` there is one. `without` names
+    usual techniques that the engine lacks, and `expert_skew` s says that of a mixture's experts the i-th is as popular
+    as i^-s; 0 is uniform. `sweep` lists the points at which `compare` asks it again, each as dotted paths into the
+    scenario with values.
     """
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
@@ -56,6 +57,19 @@ class Scenario(Part):
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
     repeats: int = Field(3, ge=1, le=50, description="measurements of each cell, interleaved with its baseline")
     sweep: tuple[dict[str, JsonValue], ...] = ()
+
+    @field_validator("techniques", mode="before")
+    @classmethod
+    def _names_are_short_for_techniques(cls, value: Any) -> Any:
+        """A technique without parameters may be its name alone, and a single one need not be a list."""
+        listed = [value] if isinstance(value, str) else value
+        shape = "give a list such as [w8a8, {name: eagle, depth: 3}]"
+        if not isinstance(listed, list | tuple):
+            raise ValueError(f"it is no list; {shape}")
+        for one in listed:
+            if not isinstance(one, str | BaseModel) and not (isinstance(one, dict) and "name" in one):
+                raise ValueError(f"{reprlib.repr(one)} has no name; {shape}")
+        return [{"name": one} if isinstance(one, str) else one for one in listed]
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
@@ -119,19 +133,76 @@ class Scenario(Part):
             yield point, scenario
 
 
+# What people write where a scenario has another name for it.
+_MEANT = {
+    **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
+    **dict.fromkeys(("gpus", "num_gpus", "tensor_parallel"), "parallel.tp"),
+    **dict.fromkeys(("batch", "batch_size"), "option --batch, or workload.arrivals.concurrency"),
+    **dict.fromkeys(("context", "context_length"), "option --context, or workload.prompts"),
+    **dict.fromkeys(("gpu", "device", "devices"), "hardware"),
+    **dict.fromkeys(("profile", "batching", "max_num_seqs", "max_batched_tokens", "block_size"), "engine.{}"),
+    **dict.fromkeys(("arrivals", "requests", "prompts", "output_tokens", "task", "seed"), "workload.{}"),
+    **dict.fromkeys(("concurrency", "rate_rps"), "workload.arrivals.{}"),
+    **dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), "slo.{}"),
+    **dict.fromkeys(("quantization", "speculation", "technique"), "techniques"),
+}
+
+
 def one_sentence(error: ValidationError) -> str:
-    """The first problem of a pydantic error as one sentence with field, value and what would be right."""
-    problem = error.errors()[0]
-    field = ".".join(str(part) for part in problem["loc"]) or "scenario"
+    """The problems of a pydantic error as one sentence: all fields that are missing or unknown, else the first problem
+    with field, value and what would be right."""
+    problems = error.errors()
+    lacking = [problem for problem in problems if problem["type"] == "missing"]
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    if problems[0] in lacking or problems[0] in unknown:
+        said = [f"field{_s(lacking)} {_listed(map(_path, lacking))} {_are(lacking)} missing"] if lacking else []
+        if unknown:
+            said.append(f"field{_s(unknown)} {_listed(map(_hinted, unknown))} {_are(unknown)} unknown")
+        advice = "; remove it or check its spelling" if len(unknown) == 1 else "; remove them or check their spelling"
+        advice = advice if unknown else ""
+        rest = len(problems) - len(lacking) - len(unknown)
+        return ", and ".join(said) + advice + (f" ({rest} more)" if rest else "")
+    problem = problems[0]
+    field = _path(problem) or "scenario"
     more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if problem["type"] == "extra_forbidden":
-        return f"field '{field}' is unknown; remove it or check its spelling{more}"
-    if problem["type"] == "missing":
-        return f"field '{field}' is missing{more}"
+    if problem["type"] == "union_tag_not_found":
+        return f"field '{field}' is {reprlib.repr(problem['input'])}, without a {_tag(problem)}; give one{more}"
+    if problem["type"] == "union_tag_invalid":
+        tag, known = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "")
+        return f"field '{field}' has the unknown {_tag(problem)} '{tag}'; known are {known}{more}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
         return f"field '{field}': {message}{more}"
     return f"field '{field}' is {reprlib.repr(problem['input'])}: {message[:1].lower()}{message[1:]}{more}"
+
+
+def _path(problem: Any) -> str:
+    return ".".join(str(part) for part in problem["loc"])
+
+
+def _hinted(problem: Any) -> str:
+    """The field, with what may have been meant by it."""
+    field = _path(problem)
+    meant = _MEANT.get(field)
+    return f"{field}' (meant: {meant.format(field)})" if meant else f"{field}'"
+
+
+def _listed(fields: Iterable[str]) -> str:
+    """`'a', 'b' and 'c'`, where what follows a field's name closes its own quote."""
+    quoted = [f"'{field}" if field.endswith(("'", ")")) else f"'{field}'" for field in fields]
+    return " and ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
+
+
+def _s(problems: Sequence[Any]) -> str:
+    return "" if len(problems) == 1 else "s"
+
+
+def _are(problems: Sequence[Any]) -> str:
+    return "is" if len(problems) == 1 else "are"
+
+
+def _tag(problem: Any) -> str:
+    return str(problem["ctx"]["discriminator"]).strip("'")
 
 
 def parse_scenario(document: Any, origin: str = "scenario") -> Scenario:
@@ -170,7 +241,27 @@ def load_scenario(name_or_path: str) -> Scenario:
             )
         text = shipped[name_or_path]
     origin = f"scenario '{name_or_path}'"
-    return parse_scenario(parse_yaml(text, origin), origin)
+    document = parse_yaml(text, origin)
+    if isinstance(document, dict):
+        document = document | {"hardware": _beside(path, document.get("hardware", "local"))}
+        points = document.get("sweep")
+        if isinstance(points, list):
+            document["sweep"] = [_with_hardware_beside(path, point) for point in points]
+    return parse_scenario(document, origin)
+
+
+def _beside(scenario: Path, hardware: Any) -> Any:
+    """A device's file as it is found from the scenario's folder; a name, and a path that is not there, as they are."""
+    if not isinstance(hardware, str) or not hardware.endswith((".yaml", ".yml")):
+        return hardware
+    found = scenario.parent / Path(hardware).expanduser()
+    return str(found) if _is_file(found) else hardware
+
+
+def _with_hardware_beside(scenario: Path, point: Any) -> Any:
+    if not isinstance(point, dict) or "hardware" not in point:
+        return point
+    return point | {"hardware": _beside(scenario, point["hardware"])}
 
 
 def parse_yaml(text: str, origin: str) -> Any:

@@ -77,6 +77,54 @@ def test_bad_files_are_one_sentence(tmp_path):
             load_scenario(str(path))
 
 
+MINIMAL = {
+    "name": "m",
+    "model": "Llama-3.1-8B",
+    "workload": {"arrivals": {"kind": "closed_loop", "concurrency": 1}, "requests": 1, "task": "chat"},
+}
+
+
+def refused(document: object) -> str:
+    with pytest.raises(MemboundError) as caught:
+        parse_scenario(document)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_all_fields_that_are_missing_or_unknown_are_named_with_what_was_meant():
+    said = refused({"hardware": "H100-SXM5", "tp": 2, "batch": 8, "colour": "blue"})
+    assert "fields 'name', 'model' and 'workload' are missing" in said
+    for part in ("'tp' (meant: parallel.tp)", "--batch", "'colour' are unknown"):
+        assert part in said
+
+
+def test_a_name_alone_is_a_technique_with_its_defaults():
+    whole = parse_scenario(MINIMAL | {"techniques": [{"name": "w8a8"}, {"name": "eagle", "depth": 3}]})
+    assert parse_scenario(MINIMAL | {"techniques": ["w8a8", {"name": "eagle", "depth": 3}]}) == whole
+    assert parse_scenario(MINIMAL).with_value("techniques", "w8a8").techniques == whole.techniques[:1]
+
+
+@pytest.mark.parametrize("value", [{"w8a8": {}}, 8, None, [{"eagle": 3}], [7]])
+def test_other_shapes_of_techniques_are_answered_with_the_right_one(value):
+    assert "give a list such as [w8a8, {name: eagle, depth: 3}]" in refused(MINIMAL | {"techniques": value})
+
+
+def test_an_unknown_technique_is_answered_with_those_that_there_are():
+    assert "unknown name 'w8a9'; known are int8_weights" in refused(MINIMAL | {"techniques": ["w8a9"]})
+
+
+def test_a_device_s_file_is_found_beside_the_scenario(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    sheet = tmp_path / "mine.yaml"
+    sheet.write_text("name: Mine\n")
+    asked = tmp_path / "asked.yaml"
+    asked.write_text(yaml.safe_dump(MINIMAL | {"hardware": "mine.yaml", "sweep": [{"hardware": "mine.yaml"}]}))
+    scenario = load_scenario(str(asked))
+    assert scenario.hardware == str(sheet) and scenario.sweep == ({"hardware": str(sheet)},)
+    sheet.unlink()
+    assert load_scenario(str(asked)).hardware == "mine.yaml"
+
+
 def test_parallelism_profile_and_skew_reach_the_set_up():
     parallel = {"tp": 4, "pp": 2}
     scenario = load_scenario("live-cpu").with_value("parallel", parallel).with_value("engine.profile", "eager")
