@@ -158,15 +158,15 @@ class StackingGame:
             found = self.served(subset)
             assert not isinstance(base, str), "only what is possible is added to"
             technique = self.techniques[index]
-            named = (technique.name, technique.compared_with(self.plain.setup))
+            name, baseline = technique.name, technique.compared_with(self.plain.setup)
             if isinstance(found, str):
-                yield Step(*named, None, None, None, None, base.bottleneck, None, None, found)
+                yield Step(name, baseline, None, None, None, None, base.bottleneck, None, None, found)
                 continue
             gain, together = found.better(base, self.metric), self.gain(subset)
-            interval = (gain / (1 + error), gain * (1 + error))
+            low, high = gain / (1 + error), gain * (1 + error)
             moved = (base.bottleneck, found.bottleneck, found.batch)
-            drafting = found.drafting if self.techniques[index].layer == "steps" else None
-            yield Step(*named, gain, together, *interval, *moved, drafting=drafting)
+            drafting = found.drafting if technique.layer == "steps" else None
+            yield Step(name, baseline, gain, together, low, high, *moved, drafting=drafting)
             before = before if alone else subset
 
     def greedy_order(self, members: Sequence[int]) -> list[int]:

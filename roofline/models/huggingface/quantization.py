@@ -166,7 +166,7 @@ def _inputs(inputs: Fields, weights: Fields) -> str:
     if inputs.get("type", "int") == "int":
         return f"int{_bits(inputs)}"
     if _bits(inputs) == 4:
-        return _tensor(inputs | {"group_size": inputs.get("group_size") or weights.get("group_size")})
+        return _tensor({**inputs, "group_size": inputs.get("group_size") or weights.get("group_size")})
     strategy = inputs.get("strategy") or "tensor"
     return {"tensor": "fp8", "token": "fp8_row", "group": "fp8_g128"}.get(strategy, "fp8")
 
