@@ -85,9 +85,9 @@ def eagle() -> list[Case]:
         "issue 20780 counts 2.79 and 2.36 with EAGLE-3 on MT-bench; context 300 assumed"
     )
     why = (
-        "the engines spend more time around drafting than its kernels and launches take: SGLang of then did not overlap "
-        "its scheduler with speculating steps (from memory), and vLLM issue 20780 gains 1.64x at batch 1 with 2.36 "
-        "tokens a step"
+        "the engines spend more time around drafting than its kernels and launches take: SGLang of then did not "
+        "overlap its scheduler with speculating steps (from memory), and vLLM issue 20780 gains 1.64x at batch 1 with "
+        "2.36 tokens a step"
     )
     cells = (
         ("eagle3-sglang-b2", "SGLang", "H100-SXM5", "sglang", 3, 2, 1.81, 1.4),
