@@ -459,15 +459,6 @@ def test_a_failure_changes_no_token_of_an_answer(on_failure):
 # -- around it
 
 
-def test_the_runtime_refuses_a_cluster_in_one_sentence():
-    pytest.importorskip("torch")
-    from membound.runtime.engine import Runtime
-
-    document = load_scenario("live-cpu").model_dump(mode="json") | {"cluster": replicas(2)}
-    with pytest.raises(MemboundError, match="field 'cluster' is predicted, not measured yet"):
-        Runtime().run(parse_scenario(document), get_hardware("H100-SXM5"))
-
-
 def test_a_plan_chooses_the_replicas_itself():
     with pytest.raises(MemboundError, match="field 'cluster' names replicas, and a plan chooses them"):
         plan(scenario(replicas(2)))
