@@ -72,7 +72,7 @@ def _mapping(path: Path, given: str) -> dict[str, Any]:
     is_json = path.suffix == ".json"
     want = "a Hugging Face config.json" if is_json else "a YAML file with the fields of one model"
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
         content = json.loads(text) if is_json else yaml.safe_load(text)
     except OSError as error:
         raise ModelError(f"model '{given}' cannot be read: {error.strerror or error}") from None

@@ -20,6 +20,7 @@ class PrefixCache:
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._host: OrderedDict[int, None] = OrderedDict()
         self.evicted = 0
+        self.repeated = 0  # uses of blocks beyond the first of each
 
     @property
     def unused(self) -> int:
@@ -58,6 +59,7 @@ class PrefixCache:
     def use(self, hashes: list[int]) -> None:
         """One more sequence uses blocks that exist on the device."""
         for name in hashes:
+            self.repeated += self._users[name] > 0
             self._users[name] += 1
             self._unused.pop(name, None)
 
@@ -73,7 +75,9 @@ class PrefixCache:
         """A sequence no longer uses its blocks; the last of them will be evicted first."""
         for name in reversed(hashes):
             self._users[name] -= 1
-            if not self._users[name]:
+            if self._users[name]:
+                self.repeated -= 1
+            else:
                 self._unused[name] = None
 
     def evict(self, blocks: int) -> int:
@@ -95,5 +99,6 @@ class PrefixCache:
             for name in hashes:
                 users[name] += 1
         assert users == self._users, "a block's users are miscounted"
+        assert self.repeated == sum(count - 1 for count in users.values() if count), "repeated uses are miscounted"
         assert set(self._unused) == {name for name, count in users.items() if not count}, "unused blocks are miscounted"
         assert not set(self._host) & set(self._users), "a block is on the host and on the device"

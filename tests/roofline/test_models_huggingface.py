@@ -455,3 +455,30 @@ def test_no_single_odd_value_ends_in_a_traceback(name: str, value: object) -> No
             ModelSpec.from_hf_config(CONFIGS[name] | {key: value}, "mine")
         except ModelError as refusal:
             assert "\n" not in str(refusal) and "mine" in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"num_hidden_layers": 10**6}, "at most 10,000"),
+        ({"tie_word_embeddings": "no"}, "true or false"),
+        ({"rope_scaling": "x"}, "rope_scaling"),
+        ({"layer_types": ["nope"] * 2}, "layer_types"),
+        ({"architectures": ["Unknown"], "text_config": {"architectures": []}}, "architectures"),
+        ({"architectures": ["Unknown"], "text_config": {"architectures": [[1]]}}, "architectures"),
+    ],
+)
+def test_a_config_that_makes_no_sense_says_where(change: dict[str, Any], said: str) -> None:
+    llama = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+    }
+    ModelSpec.from_hf_config(llama, "slip")
+    with pytest.raises(ModelError, match=said):
+        ModelSpec.from_hf_config(llama | change, "slip")

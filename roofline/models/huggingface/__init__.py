@@ -63,8 +63,11 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     if architecture in FAMILIES:
         return architecture
     text = config.get("text_config")
-    if isinstance(text, Mapping) and text.get("architectures", [None])[0] in FAMILIES:
-        return str(text["architectures"][0])
+    if isinstance(text, Mapping) and text is not config:
+        try:
+            return _architecture({**text, "text_config": None}, name)
+        except ModelError:
+            pass  # the whole config is to blame
     what = architecture or model_type or None
     kind = _what_else(config, f"{architecture} {model_type}")
     raise ModelError(

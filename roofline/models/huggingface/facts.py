@@ -11,6 +11,8 @@ from membound.roofline.models.base import ModelError
 Fields = dict[str, Any]
 
 _ABSENT = object()
+# Beyond these a field is a slip: no dimension is as long, and no model as deep.
+MOST, MOST_LAYERS = 2**40, 10_000
 WINDOWED = ("sliding_attention", "chunked_attention")
 
 
@@ -39,20 +41,28 @@ class Config:
             raise ModelError(f"{self._say(keys[0])} of {self.name} is missing, and there is no default for it.")
         return value
 
-    def count(self, *keys: str, default: int | None = None) -> int:
-        """A positive integer; raises ModelError for anything else."""
+    def count(self, *keys: str, default: int | None = None, most: int = MOST) -> int:
+        """A positive integer of up to `most`; raises ModelError for anything else."""
         value = self.need(*keys) if default is None else self.get(*keys, default=default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            key = next((key for key in keys if self.fields.get(key) is not None), keys[0])
-            raise ModelError(f"{self._say(key)} of {self.name} is {value!r}: it must be a positive integer.")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ModelError(
+                f"{self._given(keys)} of {self.name} is {value!r:.40}: it must be a positive integer, at most {most:,}."
+            )
         return value
 
     def flag(self, *keys: str, default: bool = False) -> bool:
-        return bool(self.get(*keys, default=default))
+        """True or false; raises ModelError for anything else."""
+        value = self.get(*keys, default=default)
+        if value not in (True, False):
+            raise ModelError(f"{self._given(keys)} of {self.name} is {value!r:.40}: it must be true or false.")
+        return bool(value)
+
+    def _given(self, keys: Sequence[str]) -> str:
+        return self._say(next((key for key in keys if self.fields.get(key) is not None), keys[0]))
 
     @property
     def layers(self) -> int:
-        return self.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        return self.count("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MOST_LAYERS)
 
     @property
     def hidden(self) -> int:
@@ -93,6 +103,9 @@ class Config:
     def windows(self, pattern: Sequence[bool] | bool = False) -> list[int | None]:
         """The window of each layer: by `layer_types` where given, otherwise where `pattern` is true."""
         types = self.layer_list("layer_types")
+        for kind in types or ():
+            if kind not in (*WINDOWED, "full_attention"):
+                raise self.unsupported("layer_types", f"{kind!r:.40} is none of full_attention, {', '.join(WINDOWED)}")
         marks = [kind in WINDOWED for kind in types] if types else pattern
         if isinstance(marks, bool):
             marks = [marks] * self.layers
@@ -123,7 +136,7 @@ def model(c: Config, attention: Fields | Sequence[Fields], ffn: Fields | Sequenc
         "layers": changes.get("layers") or c.layers,
         "hidden": c.hidden,
         "vocab": changes.get("vocab") or c.count("vocab_size"),
-        "tie_embeddings": c.get("tie_word_embeddings", default=False),
+        "tie_embeddings": c.flag("tie_word_embeddings"),
         "max_context": changes.get("max_context") or c.max_context,
         "activation": activation,
         "norm_eps": c.get("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", default=1e-5),
@@ -164,11 +177,13 @@ def rope(c: Config) -> Fields:
     return {
         "rope_theta": c.get("rope_theta", "rotary_emb_base", default=parameters.get("rope_theta", 10000.0)),
         "rotary_fraction": 1.0 if fraction is None else fraction,
-        "rope_scaling": _rope_scaling(c, scaling) if isinstance(scaling, dict) else None,
+        "rope_scaling": _rope_scaling(c, scaling),
     }
 
 
-def _rope_scaling(c: Config, scaling: Mapping[str, Any]) -> Fields | None:
+def _rope_scaling(c: Config, scaling: Any) -> Fields | None:
+    if not isinstance(scaling, Mapping):
+        raise c.unsupported("rope_scaling", "it must be an object, or null")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return None
