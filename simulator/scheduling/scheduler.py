@@ -98,13 +98,17 @@ class Scheduler:
         """Why the engine can never serve `request`, or None."""
         pool, total = self.pool, request.tokens
         if self.reserved_tokens is not None and total > self.reserved_tokens:
-            return f"{total} tokens are more than the {self.reserved_tokens} that are reserved for a request"
+            return f"{total} tokens are more than engine.reserved_tokens ({self.reserved_tokens}); raise it"
         if pool.blocks_for(self.reserved_tokens or total) > pool.num_blocks:
-            return f"{total} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}"
+            return (
+                f"{total} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
+                "requests, more devices (parallel.tp), or fewer bits (kv_quantization, weight_quantization)"
+            )
         if self.batching.whole_prompts and total > self.max_batched_tokens:
             return (
                 f"{total} tokens exceed max_batched_tokens ({self.max_batched_tokens}), "
-                f"and {self.batching.name} batching computes a prompt in one step"
+                f"and {self.batching.name} batching computes a prompt in one step; raise engine.max_batched_tokens, or "
+                "set engine.batching to chunked_prefill"
             )
         return None
 
@@ -446,11 +450,16 @@ class Scheduler:
             self._moved_blocks,
             self._cached_tokens,
             pool.used if pool.cache is None else pool.used - pool.cache.unused,
-            decoders.tokens + self._prompt_tokens,
+            decoders.tokens + self._prompt_tokens - self._repeated_tokens,
             pool.num_blocks,
             steady,
             sums,
         )
+
+    @property
+    def _repeated_tokens(self) -> int:
+        """Tokens that several sequences count, of blocks that they share."""
+        return self.pool.cache.repeated * self.pool.block_size if self.pool.cache is not None else 0
 
     def _items(self, drafts: dict[int, tuple[int, ...]]) -> tuple[Work, ...]:
         return tuple(
