@@ -1,4 +1,4 @@
-"""The commands that decide: what stacks, what to do next, what to deploy, what a range of values comes to."""
+"""The commands that decide: what stacks, what to do next, what to deploy, what a range comes to, of what to choose."""
 
 from __future__ import annotations
 
@@ -76,6 +76,10 @@ def stack(
 
 def advise(
     scenario: ScenarioArgument,
+    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="sequences under way instead")] = None,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="tokens that a decode step attends to, instead")
+    ] = None,
     metric: MetricOption = None,
     simulate: SimulateOption = False,
     hardware: HardwareOption = None,
@@ -94,6 +98,8 @@ def advise(
     with cli._progress() as listener:
         advice = run_advise(
             chosen,
+            batch=batch,
+            context=context,
             metric=_metric(metric),
             simulate=simulate,
             workers=_workers(backend, jobs, address),
@@ -196,9 +202,23 @@ def sweep(
     cli._print(to_json(chosen, points, not closed_form), as_json, report_planning.sweep)
 
 
+def catalog(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="techniques, profiles, devices or models")],
+    as_json: JsonOption = False,
+) -> None:
+    """List what a scenario can name: techniques with their parameters, engine profiles, devices, models."""
+    from membound.app import catalog as catalogs
+    from membound.app import cli
+
+    chosen = next((known for known in catalogs.KINDS if known == kind), None)
+    if chosen is None:
+        raise MemboundError(f"catalog '{kind}' is unknown; give {', '.join(catalogs.KINDS)}")
+    cli._print(catalogs.listing(chosen), as_json, catalogs.render)
+
+
 def add_commands(app: typer.Typer) -> None:
     """Registers the commands of this module."""
-    for command in (stack, advise, plan, sweep):
+    for command in (stack, advise, plan, sweep, catalog):
         app.command()(command)
 
 

@@ -180,6 +180,9 @@ def _devices_of(scope: str, device: str) -> str:
 def run(document: dict[str, Any]) -> RenderableType:
     """A run's summary."""
     summary, provenance = document["summary"], document["provenance"]
+    if not summary["completed"]:
+        why = sorted(provenance["notes"], key=lambda note: "turned away" not in note)
+        return Group(f"{document['scenario']['name']}: no request was served", *why)
     table = Table(title=f"{document['scenario']['name']} ({provenance['producer']}, {provenance['hardware']})")
     table.add_column("metric")
     for column in ("value", "p50", "p90", "p99"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,12 @@ def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left")
     return table
+
+
+def _fold(table: Table, name: str) -> None:
+    """A name that is too long goes on in the next line; nothing else is broken or cut."""
+    for column in table.columns:
+        column.overflow, column.no_wrap = "fold", column.header != name
 
 
 def _moves(before: str, after: str | None) -> str:
@@ -169,6 +176,7 @@ def advice(document: dict[str, Any]) -> RenderableType:
     waits = document["situation"]["overload_rps"]
     if waits:
         parts.append(f"{waits:.3g} requests a second arrive beyond what it serves: the queue grows without end")
+    parts.append(f"gains below are of {names[metric]}: {document['metric_reason']}")
     columns = ("move", names[metric], "interval", names[other], "then bound by", "price")
     table = _table("moves by gain", *columns, right=(names[metric], names[other]))
     for move in document["moves"]:
@@ -201,8 +209,8 @@ def _why(move: dict[str, Any]) -> str:
 
 
 def _rule(rule: dict[str, Any]) -> str:
-    agreed = {True: "; costing agrees", False: "; costing says otherwise", None: ""}[rule["agrees"]]
-    return f"rule {rule['id']} ({rule['condition']}): {rule['advice']}; {rule['why']}{agreed}"
+    agreed = {True: " (the gains above agree)", False: " (the gains above say otherwise)", None: ""}[rule["agrees"]]
+    return f"rule {rule['id']}, {rule['condition']}: {rule['advice']}{agreed}; here {rule['why']}"
 
 
 # --- plan ---
@@ -225,7 +233,7 @@ def plan(document: dict[str, Any]) -> RenderableType:
     rows += [("next", one) for one in document["confirmed"][1:]]
     rows += [(name, one) for name, one in list(document["options"].items())[1:] if one is not None]
     if rows:
-        parts.append(_deployments(rows, document["objective"]))
+        parts += [_deployments(rows, document["objective"]), *_made_up(rows), *_devices(rows)]
     for name, option in list(document["options"].items())[1:]:
         if option is not None:
             kinds = ", ".join(t["name"] for t in option["deployment"]["techniques"])
@@ -240,40 +248,67 @@ def _divided(deployment: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "whole"
 
 
-def _pools(deployment: dict[str, Any]) -> str:
-    """`4`, or `1 + 3` where the first compute prompts and the others outputs."""
+def _replicas(deployment: dict[str, Any]) -> str:
+    """`4 replicas`, or how many engines compute prompts (prefill) and how many outputs (decode)."""
     pools = deployment["disaggregation"]
-    return f"{pools['prefill_engines']} + {pools['decode_engines']}" if pools else str(deployment["replicas"])
+    if pools:
+        prompts, outputs = pools["prefill_engines"], pools["decode_engines"]
+        return f"{prompts + outputs} engines: {prompts} for prompts (prefill) + {outputs} for outputs (decode)"
+    replicas = deployment["replicas"]
+    return f"{replicas} replica{'s' if replicas > 1 else ''}"
 
 
 def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Table:
-    right = ("devices", "replicas", "seats", "$/h", "$/M tokens", "p99 TTFT", "p99 TPOT", "J/token")
-    table = _table(
-        f"deployments that meet the objective, by {objective}",
-        *("", "device", "devices", "replicas", "each", "seats", "$/h", "$/M tokens", "p99 TTFT", "p99 TPOT", "J/token"),
-        "by",
-        right=right,
-    )
+    """What each costs and reaches; how it is made up is said below."""
+    right = ("$/h", "$/M tok", "p99 TTFT", "p99 TPOT", "J/tok")
+    title = f"deployments that meet the objective, by {objective}"
+    table = _table(title, "", "devices", "$/h", "$/M tok", "p99 TTFT", "p99 TPOT", "J/tok", right=right)
+    _fold(table, "devices")
     for name, one in rows:
-        summary, estimate, deployment = one["summary"], one["estimate"], one["deployment"]
+        summary, estimate = one["summary"], one["estimate"]
         ttft = summary["ttft_s"]["p99"] if summary else estimate["ttft_p99_s"]
         tpot = summary["tpot_s"]["p99"] if summary else estimate["tpot_p99_s"]
         energy = one["energy_j_per_token_at_board_power"]
         table.add_row(
             name,
-            one["device"],
-            str(one["gpus"]),
-            _pools(deployment),
-            _divided(deployment),
-            str(deployment["max_num_seqs"]),
+            f"{one['gpus']} x {one['device']}",
             "no price" if one["usd_per_h"] is None else f"{one['usd_per_h']:.2f}",
             "" if one["usd_per_h"] is None else f"{one['cost_usd_per_million_tokens']:.2f}",
             "" if ttft is None else text.seconds(ttft),
             "" if tpot is None else text.milliseconds(tpot),
             "" if energy is None else f"{energy:.2f}",
-            "simulation" if summary else "closed form",
         )
     return table
+
+
+def _made_up(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """How each deployment is made up, and who says that it holds."""
+    for name, one in rows:
+        deployment = one["deployment"]
+        pools, devices = deployment["disaggregation"], deployment["gpus_per_replica"]
+        each = devices // (pools["prefill_engines"] + pools["decode_engines"]) if pools else devices
+        size = f"{each} device{'s' if each > 1 else ''} each ({_divided(deployment)})"
+        by = "simulation" if one["summary"] else "closed form"
+        yield f"{name}: {_replicas(deployment)}, {size}, up to {deployment['max_num_seqs']} sequences; by {by}"
+
+
+def _devices(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    """Of each device what its times rest on, their interval, and where its price is from."""
+    for one in {one["device"]: one for _, one in reversed(rows)}.values():
+        origin, price = one["origin"], one["price"]
+        scopes = origin["inherited_from"]
+        relatives = ", ".join("its other kernels" if scope == one["device"] else scope for scope in scopes)
+        times = {
+            "calibrated": "calibrated on this machine",
+            "measured": "kernels measured on it",
+            "partly": f"kernels measured on it for {text.percent(origin['measured_share'])} of a decode step, "
+            f"the rest inherited from {relatives}",
+            "inherited": f"no kernel measured on it, all inherited from {relatives}",
+        }[origin["kind"]]
+        cost = "no price known"
+        if price is not None:
+            cost = f"{price['usd_per_h']:.2f} $/h each ({price['source']}, {price['date']})"
+        yield f"{one['device']}: {times}, times ±{text.percent(origin['relative_error'])}; {cost}"
 
 
 def _sensitivity(found: dict[str, Any] | None) -> Iterator[str]:
@@ -293,9 +328,10 @@ def _front(document: dict[str, Any]) -> Table:
     shown = points[:: max(1, -(-len(points) // _MOST_FRONT))]
     table = _table(
         f"front of precision '{first}' ({len(points)} of {len(document['front'])} points, {len(shown)} shown)",
-        *("device", "each", "batch", "tok/s a user", "tok/s a GPU", "$/M tokens", "TTFT", "meets SLO"),
-        right=("batch", "tok/s a user", "tok/s a GPU", "$/M tokens", "TTFT"),
+        *("device", "each", "batch", "user tok/s", "GPU tok/s", "$/M tok", "TTFT", "SLO"),
+        right=("batch", "user tok/s", "GPU tok/s", "$/M tok", "TTFT"),
     )
+    _fold(table, "device")
     for point in shown:
         usd = point["cost_usd_per_million_tokens"]
         table.add_row(
@@ -337,13 +373,14 @@ def sweep(document: dict[str, Any]) -> RenderableType:
     for point in points:
         values = [str(point["values"][path]) for path in paths]
         if point["summary"] is None:
-            table.add_row(*values, *[""] * len(metrics), f"refused: {point['reason']}")
+            table.add_row(*values, *[""] * len(metrics), "refused")
             continue
         shares = point["summary"]["bottleneck_share"]
         most = max(shares, key=shares.__getitem__)
         cells = [_cell(name, point["summary"].get(name)) for name in metrics]
         table.add_row(*values, *cells, f"{_BOUNDS.get(most, most)} {text.percent(shares[most])}")
-    return table
+    reasons = Counter(point["reason"] for point in points if point["summary"] is None)
+    return Group(table, *(f"refused: {reason} ({count} of {len(points)} points)" for reason, count in reasons.items()))
 
 
 def _cell(name: str, value: Any) -> str:

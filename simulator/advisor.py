@@ -24,6 +24,7 @@ from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.moves import Move, excludes, moves_of
 from membound.simulator.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.situation import situation_of
+from membound.simulator.stacking import closed_loop
 from membound.simulator.steady import Load, deployment_of, load_of
 from membound.simulator.sweep import Workers
 
@@ -74,6 +75,7 @@ class Advice:
     scenario: Scenario
     hardware: HardwareSpec
     metric: GainMetric
+    metric_reason: str
     now: Served | None
     situation: Situation
     moves: tuple[Advised, ...]
@@ -89,19 +91,30 @@ class Advice:
 def advise(
     scenario: Scenario,
     *,
+    batch: int | None = None,
+    context: int | None = None,
     metric: GainMetric | None = None,
     simulate: bool = False,
     workers: Workers | None = None,
     progress: Callable[[float, str], None] = lambda fraction, message: None,
 ) -> Advice:
-    """What to do next at the scenario's operating point; raises MemboundError where the scenario names something
-    unknown."""
+    """What to do next at the scenario's operating point, or with `batch` sequences under way of `context` tokens each.
+
+    Raises MemboundError where the scenario names something unknown.
+    """
     scenario = scenario.model_copy(update={"sweep": ()})
     model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
     deployment = deployment_of(scenario, model, hardware)
     load = load_of(scenario, deployment)
+    if batch is not None or context is not None:
+        clients = batch or max(1, round(load.concurrency))
+        lengths = load.lengths if context is None else load.lengths.at_context(context)
+        scenario = closed_loop(scenario, clients, lengths, context)
+        deployment, load = deployment_of(scenario, model, hardware), Load(float(clients), lengths)
     situation = situation_of(scenario, deployment, load)
-    metric = metric or ("output_tokens_per_s" if situation.waits else "tpot_s")
+    wanted: GainMetric = "output_tokens_per_s" if situation.waits else "tpot_s"
+    metric_reason = "as asked for" if metric else _metric_reason(situation)
+    metric = metric or wanted
     error = times_for(hardware, scenario.engine.profile).relative_error
 
     costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(load))
@@ -114,6 +127,7 @@ def advise(
         scenario,
         hardware,
         metric,
+        metric_reason,
         None if isinstance(now, str) else now,
         situation,
         tuple(advised),
@@ -122,6 +136,15 @@ def advise(
         _conditions(scenario, hardware, load),
         "simulation" if simulate else "closed form",
     )
+
+
+def _metric_reason(situation: Situation) -> str:
+    """Why gains are of throughput, or of the time per token."""
+    if situation.queued:
+        return f"{situation.queued:.0f} requests wait for a seat, so that throughput decides how long"
+    if situation.overload_rps:
+        return "more requests arrive than are served, so that throughput decides"
+    return "no request waits, so that a user feels the time per token"
 
 
 def _by_gain(advised: Advised) -> tuple[Any, ...]:
@@ -262,6 +285,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "conditions": advice.conditions,
         "by": advice.by,
         "metric": advice.metric,
+        "metric_reason": advice.metric_reason,
         "unit": UNITS[advice.metric],
         "now": None if advice.now is None else advice.now._asdict(),
         "bottleneck": situation.bottleneck,

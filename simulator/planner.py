@@ -13,10 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.origin import origin_of
 from membound.roofline.result import Summary
 from membound.roofline.scenario import Scenario
+from membound.roofline.shape import StepShape
+from membound.roofline.times import times_for
 from membound.roofline.workload import ClosedLoop
 from membound.simulator.candidates import Demand, Replica, replicas_on
 from membound.simulator.front import FrontPoint, front_of, nearest_miss
@@ -253,6 +258,20 @@ def to_json(found: Plan) -> dict[str, Any]:
     }
 
 
+def _origin_json(replica: Replica) -> dict[str, Any]:
+    """What the device's times rest on: its own measurements, or its relatives', in a decode step of half its seats."""
+    model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
+    times = times_for(replica.hardware, setup.profile)
+    cost = step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
+    origin = origin_of(times, cost.operators, float(cost.time_s))
+    return {
+        "kind": origin.kind,
+        "measured_share": origin.measured_share,
+        "inherited_from": list(origin.inherited_from),
+        "relative_error": float(cost.relative_error),
+    }
+
+
 def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     scenario = replica.scenario
     return {
@@ -287,6 +306,7 @@ def _deployed_json(deployed: Deployed | None) -> dict[str, Any] | None:
         "usd_per_h": deployed.usd_per_h,
         "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
         "price": None if price is None else price.model_dump(mode="json"),
+        "origin": _origin_json(replica),
         "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
         "scenario": deployed.scenario.model_dump(mode="json"),
     }

@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R1",
-        "batch of 4 or less, and t_w > 3 t_c",
+        "few sequences, and reading weights takes over 3 times as long as arithmetic",
         "4-bit weights, or speculation whose acceptance is above what a guess costs",
         ("weight_quantization", *_SPECULATION),
         _weights_bind,
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R2",
-        "requests wait, and the KV cache limits the batch",
+        "where requests wait and the KV cache limits how many are served at once",
         "continuous batching, a paged and quantized KV cache, a prefix cache",
         ("continuous_batching", "kv_quantization", "weight_quantization", "prefix_caching"),
         lambda s: s.fits and s.waits and s.limited_by_cache,
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R3",
-        "memory is too small",
+        "where memory is too small",
         "fewer bits of weights, then of the KV cache, then eviction where nothing is reused",
         ("w8a8", "int8_weights", "weight_quantization", "kv_quantization"),
         lambda s: not s.fits and s.fits_in_4_bits,
@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R4",
-        "the weights exceed memory even in 4 bits",
+        "where the weights exceed memory even in 4 bits",
         "more devices; for a sparse mixture of experts also experts in the memory of the host",
         ("tensor_parallel",),
         lambda s: not s.fits and not s.fits_in_4_bits,
@@ -154,19 +154,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R5",
-        "B (g + 1) > ridge x weight bits / 16, or a <= c",
-        "no speculation, or one guess",
+        "where guesses fill the arithmetic units, or are right too rarely for what they cost",
+        "no speculation, or fewer guesses",
         (),
         lambda s: s.fits and bool(losing_drafts(s)),
         lambda s: ", ".join(
-            f"{d.name} verifies {s.batch * (1 + d.guesses):.0f} tokens a step "
-            f"(ridge {s.ridge_tokens * s.weight_bits / 16:.0f}), a {d.alpha:.2f} against c {d.cost:.2f}"
+            f"{d.name} verifies {s.batch * (1 + d.guesses):.0f} tokens a step, while arithmetic takes as long as "
+            f"reading weights at {s.ridge_tokens * s.weight_bits / 16:.0f}; its first guess is right in "
+            f"{d.alpha:.0%} of steps, and one costs {d.cost:.0%} of a step"
             for d in losing_drafts(s)
         ),
     ),
     Rule(
         "R6",
-        f"prompts {LONG_PROMPTS:.0f} times as long as outputs, 8 devices, a strict TPOT, a link that keeps up",
+        f"for prompts {LONG_PROMPTS:.0f} times as long as outputs on 8 devices with a strict bound on TPOT and a link "
+        "that keeps up",
         "prompts and outputs on engines of their own",
         ("disaggregation",),
         lambda s: (
@@ -183,7 +185,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R7",
-        "the KV cache is reused by later requests",
+        "where later requests come back to their KV cache",
         "quantize the cache or select pages; do not evict by what one query looks at",
         ("prefix_caching", "kv_quantization"),
         lambda s: s.fits and s.reuses_cache,
@@ -191,11 +193,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "R8",
-        "8 billion parameters or less",
+        "for models of 8 billion parameters or less",
         "stay at 4 bits of weights or more",
         (),
         lambda s: s.params <= 8.05e9,
-        lambda s: f"{s.params / 1e9:.2f} billion parameters",
+        lambda s: f"there are {s.params / 1e9:.2f} billion",
         f"{GUIDE}; Huang et al., arXiv 2404.14047, table 1: perplexity of LLaMA3-8B 6.1 in 16 bits, 210 to 1.7e6 in 2",
     ),
 )

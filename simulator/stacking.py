@@ -333,7 +333,7 @@ def points_of(
         for context in wanted:
             lengths = base.load.lengths if context is None else base.load.lengths.at_context(context)
             values = {"batch": batch} | ({} if context is None else {"context": context})
-            yield Point(values, _closed_loop(base.plain, batch, lengths, context), Load(float(batch), lengths))
+            yield Point(values, closed_loop(base.plain, batch, lengths, context), Load(float(batch), lengths))
 
 
 def _point(values: dict[str, Any], plain: Scenario) -> Point:
@@ -341,7 +341,7 @@ def _point(values: dict[str, Any], plain: Scenario) -> Point:
     return Point(values, plain, load_of(plain, deployment))
 
 
-def _closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | None) -> Scenario:
+def closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | None) -> Scenario:
     """The same at a batch: that many clients, each of which asks often enough for the loop to fill."""
     asked = plain.workload.requests or 0
     changes: dict[str, Any] = {

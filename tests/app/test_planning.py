@@ -94,6 +94,54 @@ def test_advise(asked: str) -> None:
     assert "moves by gain" in words and "rule R0" in words and "(has it)" in words
 
 
+def test_advise_at_a_batch_and_a_context_says_which_metric_and_speaks_plainly(asked: str) -> None:
+    found = document("advise", asked, "--batch", "64", "--context", "2048", "--set", "engine.max_num_seqs=64")
+    assert found["situation"]["batch"] == 64 and "64 requests under way" in found["conditions"]
+    assert found["metric"] == "tpot_s" and "no request waits" in found["metric_reason"]
+    assert document("advise", asked, "--metric", "output_tokens_per_s")["metric_reason"] == "as asked for"
+    words = shown("advise", asked, "--batch", "64")
+    assert "gains below are of TPOT: no request waits" in words
+    assert not any(symbols in words for symbols in ("t_w", "(g + 1)", "a <= c"))
+
+
+def test_a_row_of_speculation_prints_what_it_was_costed_with(asked: str) -> None:
+    words = shown("stack", asked, "--techniques", "eagle,kv_quantization", "--batch", "4")
+    for part in (
+        "depth",
+        "tree_size",
+        "(the best here",
+        "alpha 0.79",
+        "assumed",
+        "tokens a step",
+        "kv_quantization fp8",
+    ):
+        assert part in words
+    given = "techniques=[{name: draft_model_speculation, gamma: 2}, kv_quantization]"
+    words = shown("stack", asked, "--set", given, "--set", "workload.task=chat")
+    assert "gamma 2 (as given), draft model Llama-3.2-1B" in words and "task profile 'chat'" in words
+
+
+def test_a_run_that_serves_nothing_says_why_first_and_what_to_change(asked: str) -> None:
+    words = shown("simulate", asked, "--set", "engine.max_batched_tokens=64", "--set", "techniques=[]")
+    assert words.startswith("asked: no request was served requests were turned away; request 0, because 160 tokens")
+    assert "raise engine.max_batched_tokens" in words and "idle" not in words
+    (stack,) = document("stack", asked, "--simulate", "--jobs", "1", "--set", "engine.max_batched_tokens=64")["stacks"]
+    assert "exceed max_batched_tokens" in stack["reason"]
+
+
+def test_catalogs_list_what_a_scenario_can_name() -> None:
+    eagle = next(one for one in document("catalog", "techniques")["techniques"] if one["name"] == "eagle")
+    assert [one["name"] for one in eagle["parameters"]] == ["depth", "tree_size", "alpha", "decay"]
+    assert eagle["best_if_not_given"] == ["depth", "tree_size"]
+    assert {"vllm", "sglang"} <= {one["name"] for one in document("catalog", "profiles")["profiles"]}
+    assert "H100-SXM5" in {one["name"] for one in document("catalog", "devices")["devices"]}
+    assert "Llama-3.1-8B" in {one["name"] for one in document("catalog", "models")["models"]}
+    assert "eagle depth (the best)" in shown("catalog", "techniques")
+    for kind in ("profiles", "devices", "models"):
+        assert shown("catalog", kind)
+    assert "catalog 'x' is unknown; give techniques, profiles" in refused("catalog", "x")
+
+
 def test_plan_with_and_without_an_answer(asked: str) -> None:
     found = document(
         "plan", asked, "--devices", "H100-SXM5,L4", "--precision", "given", "--jobs", "1", "--confirm", "1"
@@ -114,7 +162,10 @@ def test_plan_with_and_without_an_answer(asked: str) -> None:
     )
     assert document(*tight)["best"] is None
     assert "no answer: nothing in precision 'given' meets the objective; nearest is" in shown(*tight)
-    assert "front of precision" in shown("plan", asked, "--devices", "H100-SXM5", "--confirm", "0")
+    words = shown("plan", asked, "--devices", "H100-SXM5,RTX-PRO-6000-Blackwell-Server", "--confirm", "0")
+    assert "front of precision" in words and "…" not in words
+    assert "measured on it" in words and "$/h each (" in words and "times ±" in words
+    assert "up to" in words and "by closed form" in words
 
 
 def test_the_most_that_a_deployment_serves(asked: str) -> None:
@@ -133,7 +184,8 @@ def test_sweep_writes_every_point(asked: str, tmp_path: Path) -> None:
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 and float(rows[0]["tpot_s.p99"]) > 0 and "unknown" in rows[1]["reason"]
-    assert "refused: hardware 'nothing'" in shown("sweep", asked, *axes, "--closed-form")
+    words = shown("sweep", asked, *axes, "--closed-form")
+    assert words.count("refused: hardware 'nothing'") == 1 and "(2 of 4 points)" in words
 
 
 @pytest.mark.parametrize(
