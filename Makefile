@@ -2,13 +2,14 @@ TORCH ?=
 PYTEST_ARGS ?=
 export TORCH
 
-.PHONY: help setup dashboard test lint clean
+.PHONY: help setup dashboard test lint gpu-check clean
 
 help:
 	@echo "make setup      .venv with all that membound needs; the command is .venv/bin/membound"
 	@echo "make dashboard  setup, then the dashboard on 127.0.0.1:8501"
 	@echo "make test       setup, what the tests need, and the tests (PYTEST_ARGS='-k roofline' for some of them)"
 	@echo "make lint       ruff and mypy"
+	@echo "make gpu-check  on a GPU: the kernels checked, their resources, and their times, whose table comes last"
 	@echo "make clean      removes .venv, build outputs and caches"
 	@echo "TORCH=auto|cpu|cuda|none picks the build of torch"
 
@@ -28,6 +29,10 @@ lint:
 	.venv/bin/ruff format --check .
 	@mkdir -p build/typing && ln -sfn ../.. build/typing/membound
 	.venv/bin/mypy
+
+gpu-check:
+	@.ci/bootstrap.sh test
+	@failed=0; for what in check resources bench; do .venv/bin/membound kernels $$what || failed=1; done; exit $$failed
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

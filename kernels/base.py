@@ -6,7 +6,7 @@ PyTorch meaning of every operation; a faster set (C++ on the CPU, Triton on a GP
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -56,8 +56,14 @@ class RaggedBatch:
         """The same batch on a device."""
         if self.positions.device == device:
             return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)})
+        return RaggedBatch(
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            query_start=self.query_start.to(device),
+            context_len=self.context_len.to(device),
+            block_table=self.block_table.to(device),
+            most_queries=self.most_queries,
+        )
 
     @property
     def num_tokens(self) -> int:

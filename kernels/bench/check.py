@@ -1,0 +1,59 @@
+"""Is every kernel right on this device? Each case on fresh random inputs, beside its reference in fp32."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from membound.kernels.bench.attention_cases import CASES as ATTENTION
+from membound.kernels.bench.linear_cases import CASES as LINEAR
+from membound.kernels.bench.pointwise_cases import CASES as POINTWISE
+from membound.kernels.bench.trial import Case, Inputs, poisoned
+
+CASES: tuple[Case, ...] = (*ATTENTION, *LINEAR, *POINTWISE)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """`error` is the largest difference as a share of the largest number; above 1, `of_tolerance` is wrong."""
+
+    kernel: str
+    case: str
+    error: float
+    of_tolerance: float
+    problem: str | None = None
+
+    @property
+    def right(self) -> bool:
+        return self.problem is None and self.of_tolerance <= 1.0
+
+
+def check(
+    cases: Sequence[Case], device: torch.device, seed: int, progress: Callable[[float, str], None]
+) -> list[Checked]:
+    """Every case once; what a kernel raises is its problem, and the others are still checked."""
+    found = []
+    for done, case in enumerate(cases):
+        progress(done / len(cases), f"{case.kernel}: {case.name}")
+        found.append(_checked(case, device, seed))
+    return found
+
+
+def _checked(case: Case, device: torch.device, seed: int) -> Checked:
+    # Not Python's hash, which differs from process to process.
+    inputs = Inputs(device, seed + zlib.crc32(f"{case.kernel} {case.name}".encode()))
+    try:
+        trial = case.make(inputs)
+        with poisoned():
+            result = trial.run()
+        comparisons = trial.compare(result)
+        error = max((c.error() for c in comparisons), default=math.inf)
+        used = max((c.used() for c in comparisons), default=math.inf)
+    except Exception as failure:  # whatever it is, it belongs into the table
+        text = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        return Checked(case.kernel, case.name, math.inf, math.inf, text)
+    return Checked(case.kernel, case.name, error, used)
