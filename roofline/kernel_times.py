@@ -189,11 +189,8 @@ class KernelTimes:
         overhead_s: Count = efficiency.launch_s(p, self.hardware)
         if kernel in _WEIGHT_ONLY and self.profile.weight_only_s:
             time_s, overhead_s = time_s + self.profile.weight_only_s, overhead_s + self.profile.weight_only_s
-        if np.ndim(operator.m):
-            # Of many steps in one call, those without such rows do not run the kernel.
-            there = is_there(operator.m)
-            time_s, memory_s, overhead_s = time_s * there, memory_s * there, overhead_s * there
-        return OperatorTime(time_s, memory_s, compute_s, overhead_s)
+        there = is_there(operator.m)  # a step without such rows does not run the kernel
+        return OperatorTime(time_s * there, memory_s * there, compute_s, overhead_s * there)
 
     def _attention(self, operator: Operator) -> OperatorTime:
         heads = operator.heads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost, StepCost, step_cost
@@ -102,13 +103,18 @@ class OperatingPoint:
         if known is None:
             raise MemboundError(f"phase is '{phase}'; give {', '.join(PHASES)}")
         for name, value in (("batch", batch), ("context", context)):
-            if value < 1:
-                raise MemboundError(f"{name} is {value}; give 1 or more")
+            if not isinstance(value, Integral) or value < 1:
+                raise MemboundError(f"{name} is {value!r}; give a whole number, 1 or more")
         setup = scenario.setup
         gamma = setup.drafts.tokens if setup.drafts else 4
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
         if context > model.max_context:
             raise MemboundError(f"context is {context}, more than the {model.max_context} tokens of '{model.name}'")
+        if known == "verify" and context <= gamma:
+            raise MemboundError(
+                f"context is {context}, but a verify step of {gamma} guesses has {gamma + 1} new tokens; give "
+                f"{gamma + 1} or more"
+            )
         check_parallel(model, setup)
         return cls(model, hardware, setup, known, batch, context, gamma)
 

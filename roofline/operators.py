@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-import numpy as np
-
 from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import AttentionPart, Count, is_there
 
@@ -108,13 +106,12 @@ def linear(
     activations: Precision = PRECISIONS["bf16"],
 ) -> Operator:
     """y [m, n] = x [m, k] W^T: 2 m n k FLOPs; reads W once whatever m is, and not at all in steps without rows."""
-    read: Count = is_there(m) if np.ndim(m) else 1.0
     return Operator(
         name,
         "linear",
         calls,
         flops=2.0 * m * n * k,
-        weight_bytes=matrix_bytes(weights, n, k) * read,
+        weight_bytes=matrix_bytes(weights, n, k) * is_there(m),
         activation_bytes=m * (n + k * min(activations.bits / 16.0, 1.0)) * activation_bytes,
         m=m,
         n=n,

@@ -112,6 +112,13 @@ def test_an_uncalibrated_h100_is_within_its_interval_of_published_decode_times(b
     assert cost.low_s * 1e3 < published_ms < cost.high_s * 1e3
 
 
+def test_a_step_of_nothing_costs_the_same_alone_and_among_others():
+    nothing = StepShape(0.0, 0.0, 0.0, 0.0, 0.0)
+    one = step_cost(LLAMA, PLAIN, H100, nothing).time_s
+    many = StepShape(*(np.zeros(2) for _ in range(5)))
+    np.testing.assert_allclose(step_cost(LLAMA, PLAIN, H100, many).time_s, [one, one], rtol=1e-9)
+
+
 def test_steps_without_logits_run_no_lm_head_alone_or_among_others():
     """The chunks of a prompt before its last one."""
     chunk, last = replace(StepShape.prefill(1.0, 512.0), logits_rows=0.0), StepShape.prefill(1.0, 512.0, 512.0)

@@ -192,8 +192,10 @@ def test_a_verify_step_must_yield_between_one_and_all_tokens_to_be_worth_it() ->
     ("changes", "said"),
     [
         ({"phase": "sleep"}, "phase is 'sleep'; give decode, prefill, verify"),
-        ({"batch": 0}, "batch is 0; give 1 or more"),
-        ({"context": -1}, "context is -1; give 1 or more"),
+        ({"batch": 0}, "batch is 0; give a whole number, 1 or more"),
+        ({"batch": float("nan")}, "batch is nan; give a whole number"),
+        ({"batch": "4"}, "batch is '4'; give a whole number"),
+        ({"context": -1}, "context is -1; give a whole number, 1 or more"),
         ({"context": 10**9}, "more than the 8192 tokens of 'SmolLM2-135M'"),
     ],
 )
