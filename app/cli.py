@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from membound.app import planning
+from membound.app import kernels, planning
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -373,6 +373,7 @@ def _print(document: Any, as_json: bool, render: Any) -> None:
 
 
 planning.add_commands(app)
+app.add_typer(kernels.app)
 
 
 def main() -> None:
