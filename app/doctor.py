@@ -180,10 +180,11 @@ def _kernels() -> dict[str, Any]:
         return {"in_use": None, "reason": "torch is not installed"}
     import torch
 
-    from membound.kernels.dispatch import kernels_for, why_not_cpp
+    from membound.kernels.dispatch import kernels_for, why_not_cpp, why_not_triton
 
     if torch.cuda.is_available():
-        return {"in_use": kernels_for("cuda").name, "reason": "torch finds a CUDA device"}
+        name = kernels_for("cuda").name
+        return {"in_use": name, "reason": why_not_triton() or "torch finds a GPU that Triton compiles for"}
     name = kernels_for("cpu").name
     return {"in_use": name, "reason": why_not_cpp() or "the C++ kernels build here"}
 
