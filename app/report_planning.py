@@ -41,19 +41,19 @@ def _interval(row: dict[str, Any]) -> str:
     return f"{row['low']:.2f}–{row['high']:.2f}" if row["low"] is not None else ""
 
 
-def _named(technique: str, parameters: dict[str, Any], drafting: dict[str, Any] | None) -> str:
-    """A technique with the parameters that it has been costed with: `eagle 3x3`, `kv_quantization fp8`."""
-    if drafting is None:
+def _named(technique: str, parameters: dict[str, Any], drafts: dict[str, Any] | None) -> str:
+    """A technique with the parameters that it has been costed with: `eagle (depth 3, tree 3)`."""
+    if drafts is None:
         named = [str(value) for value in parameters.values() if value is not None]
         return " ".join([technique, *named])
-    if drafting["off"]:
+    if drafts["off"]:
         return f"{technique} (off)"
-    size = f"depth {drafting['depth']}" if "tree_size" in drafting else f"gamma {drafting['depth']}"
-    tree = f", tree {drafting['tree_size']}" if "tree_size" in drafting else ""
+    size = f"depth {drafts['depth']}" if "tree_size" in drafts else f"gamma {drafts['depth']}"
+    tree = f", tree {drafts['tree_size']}" if "tree_size" in drafts else ""
     return f"{technique} ({size}{tree})"
 
 
-def _drafting(found: dict[str, Any]) -> str:
+def drafting(found: dict[str, Any]) -> str:
     """What a speculator was costed with, and where its acceptance is from, in one sentence."""
     name = found["technique"]
     if found["off"]:
@@ -108,7 +108,7 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
         else:
             alone.add_row(name, f"refused: {row['reason']}", "", "", lossless, "")
     yield alone
-    yield from (_drafting(row["drafting"]) for row in stack["alone"] if row["drafting"])
+    yield from (drafting(row["drafting"]) for row in stack["alone"] if row["drafting"])
     yield _order(stack, "given_order", "one on top of the other, in the given order")
     if stack["best_order"] is not None:
         yield _order(stack, "best_order", "in the best order: whatever is stopped at, the most is gained")
@@ -192,7 +192,7 @@ def advice(document: dict[str, Any]) -> RenderableType:
             move["price"] or ("lossless" if move["lossless"] else "quality"),
         )
     parts.append(table)
-    parts += [_drafting(move["drafting"]) for move in document["moves"] if move["drafting"]]
+    parts += [drafting(move["drafting"]) for move in document["moves"] if move["drafting"]]
     parts += [_why(move) for move in document["moves"]]
     parts += [_rule(rule) for rule in document["rules"]]
     for conflict in document["do_not_combine"]:

@@ -62,6 +62,7 @@ def drafting_of(technique: Speculative, speculation: Speculation, scenario: Scen
     said: dict[str, Any] = {"technique": technique.name, "off": False, "chosen": chosen, "depth": drafts.gamma}
     if drafts.nodes is not None:
         said["tree_size"] = drafts.nodes
+    said["replayed"] = _replayed(technique, scenario)
     said |= {"alpha": drafts.alpha, "decay": drafts.decay, "hit_rate": drafts.hit_rate}
     if isinstance(drafts, ModelDrafts):
         said["draft"] = draft_model(speculation.model, drafts.draft).name
@@ -81,5 +82,9 @@ def acceptance_source(technique: Technique, scenario: Scenario) -> str:
         return f"task profile '{workload.task}'"
     default = type(technique).model_fields["alpha"].default
     assumed = "assumed: the technique's default" if getattr(technique, "alpha", None) == default else "the scenario"
-    recorded = isinstance(workload.prompts, TextPrompts) and technique.name == "ngram_speculation"
-    return f"{assumed}; a simulation replays the recorded text" if recorded else assumed
+    return f"{assumed}; a simulation replays the recorded text" if _replayed(technique, scenario) else assumed
+
+
+def _replayed(technique: Technique, scenario: Scenario) -> bool:
+    """Whether a simulation knows what would be drafted."""
+    return isinstance(scenario.workload.prompts, TextPrompts) and technique.name == "ngram_speculation"

@@ -196,7 +196,8 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
     """The summary of a discrete-event run."""
     from membound.simulator.run import run
 
-    return run(scenario).summary.model_dump(mode="json")
+    chosen, drafting = with_best_drafts(scenario)
+    return run(chosen).summary.model_dump(mode="json") | ({} if drafting is None else {"drafting": drafting})
 
 
 def predicted(scenario: Scenario) -> dict[str, Any]:

@@ -129,6 +129,12 @@ def test_a_run_that_serves_nothing_says_why_first_and_what_to_change(asked: str)
     assert "exceed max_batched_tokens" in stack["reason"]
 
 
+def test_a_run_says_which_drafts_it_took_where_the_scenario_leaves_them_open(asked: str) -> None:
+    assert "eagle: depth" in (words := shown("simulate", asked)) and "(the best here" in words
+    given = shown("simulate", asked, "--set", "techniques=[{name: eagle, depth: 2, tree_size: 2}]")
+    assert "eagle: depth 2, tree_size 2 (as given)" in given
+
+
 def test_catalogs_list_what_a_scenario_can_name() -> None:
     eagle = next(one for one in document("catalog", "techniques")["techniques"] if one["name"] == "eagle")
     assert [one["name"] for one in eagle["parameters"]] == ["depth", "tree_size", "alpha", "decay"]
@@ -140,6 +146,16 @@ def test_catalogs_list_what_a_scenario_can_name() -> None:
     for kind in ("profiles", "devices", "models"):
         assert shown("catalog", kind)
     assert "catalog 'x' is unknown; give techniques, profiles" in refused("catalog", "x")
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_scenario_of_the_readme_is_answered(name: str, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / name).read_text("utf-8")
+    path = tmp_path / "my.yaml"
+    path.write_text(readme.split("```yaml\n")[1].split("```")[0], "utf-8")
+    found = document("advise", str(path), "--batch", "8", "--context", "4096")
+    eagle = next(move for move in found["moves"] if move["move"] == "eagle")
+    assert eagle["state"] == "on" and eagle["drafting"]["chosen"]
 
 
 def test_plan_with_and_without_an_answer(asked: str) -> None:

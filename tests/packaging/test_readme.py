@@ -44,7 +44,8 @@ def test_sub_commands_and_scenarios_exist(name: str, root: Path, run: Callable[.
     known = set(re.findall(r"^[\s│|]*([a-z]+)\s{2,}", help_text, re.MULTILINE))
     assert {words[0] for words in used} <= known
     scenarios = {path.stem for path in (root / "data" / "scenarios").glob("*.yaml")}
-    groups = {"kernels": {"check", "bench", "resources"}}  # commands of their own below a name
+    # Commands of their own below a name.
+    groups = {"kernels": {"check", "bench", "resources"}, "catalog": {"techniques", "profiles", "devices", "models"}}
     for name, *words in used:
         assert set(words[:1]) <= groups.get(name, scenarios)
 
