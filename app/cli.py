@@ -91,10 +91,15 @@ def simulate(
 ) -> None:
     """Discrete-event run of the scenario in virtual time."""
     from membound.app import report
+    from membound.app.report_planning import drafting
+    from membound.simulator.drafting import with_best_drafts
     from membound.simulator.run import run
 
     log = _phase_log(timeline, from_, to)
-    result = run(_scenario(scenario, set_, hardware), observer=log)
+    chosen, parameters = with_best_drafts(_scenario(scenario, set_, hardware))
+    result = run(chosen, observer=log)
+    if parameters is not None and not parameters.get("replayed"):
+        result.provenance.notes.append(drafting(parameters))
     _write_timeline(result, log, timeline, from_, to)
     _print(result.to_json(), as_json, report.run)
 
