@@ -21,7 +21,8 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.links import link_for
 from membound.roofline.shape import Count
-from membound.roofline.validation.tables import Row
+from membound.roofline.validation.statements import noted
+from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 
 Floats = NDArray[np.float64]
 
@@ -72,6 +73,8 @@ _COLLECTIVES = {
 POWER_LAW_IMBALANCE = 1.5
 # Boost clocks exceed the data sheet a little (RTX 4090: up to 2.75 GHz where 2.52 is promised).
 CLOCK_MARGIN = 1.09
+# Beyond every published mixture of experts (hundreds), and beyond every skew that routers were seen to have.
+_MOST_EXPERTS, _MOST_EXPONENT = 65536.0, 5.0
 LIBRARIES = ("vllm", "sglang", "trtllm", "nccl")
 
 
@@ -114,9 +117,9 @@ def case_of(row: Row) -> KernelCase:
         bits = 8.0 * weight_bytes
         kept = (2.0 * bits + 4.0) / (4.0 * bits) if sparse else 1.0
         amounts = {
-            "m": row.count("m"),
-            "n": row.count("n"),
-            "k": row.count("k"),
+            "m": row.size("m"),
+            "n": row.size("n"),
+            "k": row.size("k"),
             "weight_bytes": weight_bytes * kept,
             "activation_bytes": activation_bytes,
             "sparse": float(sparse),
@@ -124,17 +127,7 @@ def case_of(row: Row) -> KernelCase:
         }
         return KernelCase(row, hardware, "gemm", kernel, dtype, library, amounts, measured_s)
     if op in ("decode_attention", "prefill_attention"):
-        kv_heads = row.count("n_kv_heads")
-        amounts = {
-            "batch": row.count("batch"),
-            "q_len": row.number("q_len") or 1.0,
-            "kv_len": row.count("kv_len"),
-            "heads": row.count("n_heads"),
-            "kv_heads": kv_heads,
-            "head_dim": row.count("head_dim"),
-            "kv_bytes": weight_bytes,
-            "warm": _warm(row),
-        }
+        amounts = _attention(row, op) | {"kv_bytes": weight_bytes, "warm": _warm(row)}
         family: Family = "decode_attention" if op == "decode_attention" else "prefill_attention"
         kv_kernel = "fp8" if weight_bytes <= 1.1 else "bf16"
         compute = "fp8" if kv_kernel == "fp8" and family == "prefill_attention" else "bf16"
@@ -144,17 +137,33 @@ def case_of(row: Row) -> KernelCase:
         return KernelCase(row, hardware, "moe", kernel, dtype, library, amounts, measured_s)
     if op in _ELEMENTWISE:
         width = _width(row, op)
-        amounts = {"bytes": row.count("m") * width * _ELEMENTWISE[op] * activation_bytes / 2.0}
+        amounts = {"bytes": row.size("m") * width * _ELEMENTWISE[op] * activation_bytes / 2.0}
         return KernelCase(row, hardware, "elementwise", op, "bf16", library, amounts, measured_s)
     raise MemboundError(f"op '{op}' is unknown; known are gemm, attention, moe_ffn, collectives and elementwise")
 
 
 def _width(row: Row, op: str) -> float:
     """Elements that an elementwise kernel works on for one token; rotation turns the heads of one rank."""
-    heads, head_dim = row.number("n_heads"), row.number("head_dim")
-    if op == "rope" and heads and head_dim:
-        return (heads + (row.number("n_kv_heads") or 0.0)) * head_dim
-    return row.number("n") or row.count("n_heads") * row.count("head_dim")
+    if op == "rope" and row.text("n_heads") and row.text("head_dim"):
+        kv_heads = row.size("n_kv_heads") if row.text("n_kv_heads") else 0.0
+        return (row.size("n_heads") + kv_heads) * row.size("head_dim")
+    return row.size("n") if row.text("n") else row.size("n_heads") * row.size("head_dim")
+
+
+def _attention(row: Row, op: str) -> dict[str, float]:
+    """The sizes of attention; a decode step asks with one token a sequence where the row does not say."""
+    queries = row.size("q_len") if row.text("q_len") or op == "prefill_attention" else 1.0
+    length, heads = row.size("kv_len"), row.size("n_heads")
+    if queries > length:
+        raise MemboundError(f"{row.at('q_len')} is {queries:g}; kv_len, {length:g}, counts them and must not be less")
+    return {
+        "batch": row.size("batch"),
+        "q_len": queries,
+        "kv_len": length,
+        "heads": heads,
+        "kv_heads": row.size("n_kv_heads", most=heads),
+        "head_dim": row.size("head_dim"),
+    }
 
 
 def _library(row: Row) -> str:
@@ -173,35 +182,48 @@ def _warm(row: Row) -> float:
 
 
 def _collective(row: Row, hardware: HardwareSpec, kernel: str) -> dict[str, float]:
-    ranks = row.count("tp")
-    match = re.search(r"devices per node (\d+)", row.text("notes"))
-    per_node = float(match.group(1)) if match else ranks
+    ranks = row.size("tp", MOST_DEVICES)
+    per_node = noted(row, "devices per node", most=MOST_DEVICES, whole=True) or ranks
     link, shared = link_for(hardware, ranks, per_node)
     return {
         "ranks": ranks,
-        "bytes": row.count("m"),
+        "bytes": row.size("m"),
         "bandwidth": link.bandwidth_bytes_per_s,
         "shared": float(shared),
     }
 
 
 def _moe(row: Row) -> dict[str, float]:
-    found = dict(re.findall(r"(E|topk|moe_tp|moe_ep|ep)=(\d+)", row.text("notes")))
-    for name in ("E", "topk"):
-        if name not in found:
+    experts = noted(row, "E=", most=_MOST_EXPERTS, whole=True)
+    top_k = noted(row, "topk=", most=experts or _MOST_EXPERTS, whole=True)
+    for name, value in (("E", experts), ("topk", top_k)):
+        if value is None:
             raise MemboundError(f"line {row.line}: notes lack {name}=..., the experts of a moe_ffn row")
-    skew = re.search(r"dist=power_law_([0-9.]+)", row.text("notes"))
+    assert experts is not None and top_k is not None
+    balanced, skew = _routing(row)
     return {
-        "tokens": row.count("m"),
-        "intermediate": row.count("n"),
-        "hidden": row.count("k"),
-        "experts": float(found["E"]),
-        "top_k": float(found["topk"]),
-        "tp": float(found.get("moe_tp", 1)),
-        "ep": float(found.get("moe_ep") or found.get("ep") or 1),
-        "balanced": float("dist=balanced" in row.text("notes")),
-        "skew": float(skew.group(1)) - 1.0 if skew else 0.0,
+        "tokens": row.size("m"),
+        "intermediate": row.size("n"),
+        "hidden": row.size("k"),
+        "experts": experts,
+        "top_k": top_k,
+        "tp": noted(row, "moe_tp=", most=MOST_DEVICES, whole=True) or 1.0,
+        "ep": noted(row, "moe_ep=", "ep=", most=min(experts, MOST_DEVICES), whole=True) or 1.0,
+        "balanced": float(balanced),
+        "skew": skew,
     }
+
+
+def _routing(row: Row) -> tuple[bool, float]:
+    """Whether tokens are spread evenly over the experts, and the skew of a power law; by chance where not stated."""
+    stated = re.search(r"dist=([^\s;]*)", row.text("notes"))
+    law = stated.group(1).rstrip(".,") if stated else "power_law_1"
+    if law == "balanced":
+        return True, 0.0
+    if not law.startswith("power_law_"):
+        raise MemboundError(f"{row.at('dist in notes')} is '{law}'; it must be balanced or power_law_ and an exponent")
+    exponent = law.removeprefix("power_law_")
+    return False, number(exponent, row.at("the exponent of power_law_ in notes"), least=1.0, most=_MOST_EXPONENT) - 1.0
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from membound.roofline.precision_names import parse_plan
 from membound.roofline.serving import Deployment
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.validation.operations import Measurement, Operation, Phase, read_measurements
-from membound.roofline.validation.tables import Row
+from membound.roofline.validation.tables import MOST_DEVICES, Row
 
 COLUMNS = ("tool", "gpu", "model", "wdtype", "kvdtype", "tp", "batch", "input_len", "context_len", "phase", "value")
 _PHASES: dict[str, Phase] = {"decode": "decode", "prefill": "prefill"}
@@ -141,7 +141,7 @@ def _operation(row: Row) -> Operation:
     if phase is None:
         raise MemboundError(f"line {row.line}: phase is '{row.text('phase')}'; it must be decode or prefill")
     plan = parse_plan(_WEIGHTS.get(weights, weights), "", row.text("kvdtype"))
-    setup = EngineSetup(precision=plan, parallel=Parallelism(tp=int(row.count("tp"))))
+    setup = EngineSetup(precision=plan, parallel=Parallelism(tp=int(row.size("tp", MOST_DEVICES))))
     hardware = get_hardware(_GPUS.get(row.text("gpu"), row.text("gpu")))
     tokens = row.count("context_len" if phase == "decode" else "input_len")
     return Operation(Deployment(get_model(row.text("model")), hardware, setup), phase, row.count("batch"), tokens)

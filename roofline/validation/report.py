@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import re
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import numpy as np
 from membound.roofline.efficiency import KernelFit, find_fit, spread_on
 from membound.roofline.errors import MemboundError
 from membound.roofline.foreign import fits_for
-from membound.roofline.validation import kernel_cases, step_cases
+from membound.roofline.validation import kernel_cases, statements, step_cases
 from membound.roofline.validation.speedups import speedup_of
 from membound.roofline.validation.tables import Row, Schema, Table, read_table
 
@@ -152,9 +152,9 @@ class ValidationReport:
 
     def write_rows(self, path: Path) -> None:
         """Writes every input column with predicted, low, high and reason; raises MemboundError where it cannot."""
-        if path.exists() and path.resolve() == self.path.resolve():
-            raise MemboundError(f"--rows '{path}' is the table itself; give another file")
         try:
+            if path.exists() and os.path.samefile(path, self.path):
+                raise MemboundError(f"--rows '{path}' is the table itself; give another file")
             with path.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, [*self.header, "predicted", "low", "high", "reason"])
                 writer.writeheader()
@@ -220,7 +220,12 @@ def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[
     """The rows of a batch under one fit."""
     seconds, bound = batch.predict(fit.parameters), batch.bound_s()
     for case, predicted_s, bound_s in zip(batch.cases, seconds, bound, strict=True):
-        low, high = _interval(float(predicted_s) * 1e6, spread_on(fit, batch.hardware))
+        try:
+            predicted = _checked(float(predicted_s) * 1e6, case.row)
+        except MemboundError as error:
+            yield _refused(case.row, error)
+            continue
+        low, high = _interval(predicted, spread_on(fit, batch.hardware))
         reason = ""
         if case.measured_s < bound_s:
             reason = "measured faster than the device's roofs allow for the stated amounts"
@@ -229,7 +234,7 @@ def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[
         tokens = case.amounts.get("m", case.amounts.get("tokens", case.amounts.get("batch")))
         phase = batch.family if batch.family != "gemm" else _gemm_phase(case.amounts["m"])
         name = batch.kernel if batch.family == "collective" else case.row.text("model")
-        yield RowResult(case.row, batch.hardware.name, name, phase, tokens, float(predicted_s) * 1e6, low, high, reason)
+        yield RowResult(case.row, batch.hardware.name, name, phase, tokens, predicted, low, high, reason)
 
 
 def _gemm_phase(m: float) -> str:
@@ -251,22 +256,23 @@ def _step_result(row: Row) -> RowResult:
     case = None
     if row.text("metric") == "speedup_x":
         predicted, spread, device, model = speedup_of(row)
-        phase, batch = "ratio", row.number("batch_or_concurrency") if _is_number(row) else None
+        phase, batch = "ratio", statements.batch(row)
     else:
         case = step_cases.case_of(row)
         predicted, spread, phase, batch = case.predict(), case.spread, case.phase, case.batch
         device, model = case.deployment.hardware.name, case.deployment.model.name
-    if not np.isfinite(predicted) or predicted <= 0:
-        raise MemboundError("the prediction is not a number, which is a fault of membound")
-    low, high = _interval(predicted, spread)
+    low, high = _interval(_checked(predicted, row), spread)
     reason = _why_not_judged(row.columns)
     if not reason and case is not None and not case.is_possible():
         reason = "measured faster than the device's roofs allow for the stated load"
     return RowResult(row, device, model, phase, batch, predicted, low, high, reason)
 
 
-def _is_number(row: Row) -> bool:
-    return bool(re.fullmatch(r"[0-9.]+", row.text("batch_or_concurrency")))
+def _checked(predicted: float, row: Row) -> float:
+    """The prediction; raises MemboundError where the row's amounts lead to none."""
+    if not np.isfinite(predicted) or predicted <= 0:
+        raise MemboundError(f"{row.at('the prediction')} is {predicted:g}; not above 0, so the row's amounts are wrong")
+    return predicted
 
 
 def _why_not_judged(columns: Mapping[str, Any]) -> str:

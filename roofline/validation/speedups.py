@@ -19,6 +19,7 @@ from membound.roofline.precision_names import parse_plan
 from membound.roofline.serving import Deployment, StaticBatch, with_parallel
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.validation import statements
 from membound.roofline.validation.tables import Row
 
 
@@ -75,8 +76,8 @@ def _deployment(row: Row, weights: str, activations: str, kv: str = "", *, eager
 
 def _speculation(row: Row) -> float:
     """Tokens a round over its time in plain steps: verification, and passes through a share of the layers."""
-    found = re.search(r"accepted tokens ([0-9.]+)", row.text("notes"))
-    if not found:
+    accepted = statements.noted(row, "accepted tokens")
+    if accepted is None:
         raise MemboundError("the row does not state the mean accepted tokens, on which the speed-up depends")
     name = re.sub(r"[^a-z0-9]", "", row.text("technique").lower().split(":")[-1])
     method = next((method for key, method in _METHODS.items() if name.startswith(key)), None)
@@ -86,13 +87,13 @@ def _speculation(row: Row) -> float:
     plain_s = target.step_s(StepShape.decode(1.0, 300.0))
     verify_s = target.step_s(StepShape.verify(1.0, 300.0 + method.rows, method.rows - 1.0))
     drafting = method.passes * method.layers / target.model.layers
-    return float(found.group(1)) / (verify_s / plain_s + drafting)
+    return accepted / (verify_s / plain_s + drafting)
 
 
 def _quantization(row: Row) -> float:
     """Decode throughput in the row's formats over that in 16 bits."""
-    batch = row.number("batch_or_concurrency") or 1.0
-    prompt, output = row.number("input_len") or 128.0, row.number("output_len") or 128.0
+    batch, model = statements.batch(row) or 1.0, get_model(row.text("model"))
+    prompt, output = (statements.tokens(row, column, 128.0, model) for column in ("input_len", "output_len"))
     fast = _deployment(row, row.text("weight_dtype"), row.text("act_dtype"), row.text("kv_dtype"))
     plain = _deployment(row, "fp16", "fp16", "fp16")
     if "gener" in row.text("notes"):
@@ -102,10 +103,11 @@ def _quantization(row: Row) -> float:
 
 def _sparsity(row: Row) -> float:
     """A 2:4 model on one device over the dense one on two, for each device."""
-    batch = row.number("batch_or_concurrency") or 1.0
+    batch, weights = statements.batch(row) or 1.0, row.text("weight_dtype").split()
+    if not weights:
+        raise MemboundError(f"{row.at('weight_dtype')} is ''; it must name the format of the sparse weights")
     sparse = _deployment(row, row.text("weight_dtype"), row.text("act_dtype"), row.text("kv_dtype"))
-    dense_weights = row.text("weight_dtype").split()[0]
-    dense = with_parallel(_deployment(row, dense_weights, row.text("act_dtype"), row.text("kv_dtype")), tp=2)
+    dense = with_parallel(_deployment(row, weights[0], row.text("act_dtype"), row.text("kv_dtype")), tp=2)
     return 2.0 * StaticBatch(dense, batch, 300.0, 300.0).latency_s / StaticBatch(sparse, batch, 300.0, 300.0).latency_s
 
 

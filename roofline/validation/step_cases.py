@@ -17,25 +17,15 @@ from membound.roofline.precision_names import parse_plan
 from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, with_parallel
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.validation.tables import Row
+from membound.roofline.validation import statements
+from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 
-# Mean prompt lengths of data sets that tables name instead of a length. MLPerf: the means of its published sets
-# (OpenOrca 294 in and out; CNN/DailyMail 870 in, 128 out at most; the mixed set of Mixtral). The others are assumed.
-_DATASET_TOKENS = {
-    "openorca": 294.0,
-    "gpqa": 250.0,
-    "lm-arena-chat": 120.0,
-    "sourcegraph-fim": 900.0,
-    "mt-bench": 200.0,
-    "sharegpt": 220.0,
-    "cnn": 870.0,
-    "dataset": 294.0,
-}
 # Mean prompt and output of the benchmark's data sets that its tables call only "dataset" (MLPerf inference repository,
 # reference implementations; the prompts of Mixtral's mixed set and of Llama-3.1-8B's articles from memory).
 _MLPERF_TOKENS = {"Mixtral-8x7B": (300.0, 145.0), "GPT-J-6B": (870.0, 70.0), "Llama-3.1-8B": (780.0, 73.0)}
 # Sequences in a step at most where an engine is only told to take what fits.
 _MOST_SEQUENCES = 1024.0
+_MEASURED_BATCH = "measured average batch"
 
 
 @dataclass(frozen=True)
@@ -113,9 +103,9 @@ def case_of(row: Row) -> StepCase:
     setup = EngineSetup(precision=plan, policy="continuous", profile=profile.name)
     parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
     deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
-    prompt = _tokens(row.text("input_len"), 32.0)
+    prompt = statements.tokens(row, "input_len", 32.0, model)
     served = row.text("metric").startswith(("throughput", "req"))
-    output = _tokens(row.text("output_len"), _DATASET_TOKENS["sharegpt"] if served else 128.0)
+    output = statements.tokens(row, "output_len", statements.DATASET_TOKENS["sharegpt"] if served else 128.0, model)
     if "mlperf" in row.text("source") and model.name in _MLPERF_TOKENS:
         prompt, output = _MLPERF_TOKENS[model.name]
     if "range ratio 0.8" in row.text("notes"):
@@ -130,16 +120,6 @@ def _weights(row: Row, has_experts: bool) -> str:
     MiniMax-M2 and Kimi-K2 in their config.json), which the tables do not tell from fp8 for a tensor."""
     text = row.text("weight_dtype")
     return "fp8_block" if text == "fp8" and has_experts and "modelopt" not in row.text("notes").lower() else text
-
-
-def _tokens(text: str, default: float) -> float:
-    """A length in tokens, of a number, an approximate one or a data set's name."""
-    if match := re.search(r"\d+(?:\.\d+)?", text):
-        return max(float(match.group()), 1.0)
-    for name, tokens in _DATASET_TOKENS.items():
-        if name in text.lower():
-            return tokens
-    return default
 
 
 # The share of a device's memory that weights take at most in a layout that its user chose for throughput.
@@ -162,22 +142,21 @@ def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallel
 
     Where tensor parallelism is not stated, throughput runs take the smallest that fits, the others all devices.
     """
-    devices = row.number("n_gpu") or 1.0
-    tp, pp = int(row.number("tp") or 0), int(row.number("pp") or 1) or 1
+    devices = float(row.degree("n_gpu") or 1)
+    tp, pp = row.degree("tp") or 0, row.degree("pp") or 1
+    dp, moe_tp, ep = (_degree_noted(row, name) for name in ("attn DP", "MoE TP", "EP"))
     notes = row.text("notes")
-    found = {name: int(float(value)) for name, value in re.findall(r"(attn DP|MoE TP|EP) ?([0-9.]+)", notes)}
-    dp, ep = max(found.get("attn DP", 1), 1), max(found.get("EP", 1), 1)
     if stated := re.search(r"_tp(\d+)(?:_0)?_ep(\d+)(?:_0)?_\d+;", notes):
         # The run's own name counts its devices; n_gpu was derived as MoE TP x EP, which squares tp8_ep8.
-        devices, ep = min(devices, float(stated.group(1))), int(stated.group(2))
+        devices, ep = min(devices, float(_degree(row, "tp", stated.group(1)))), _degree(row, "ep", stated.group(2))
         dp = min(dp, int(devices))
         tp = int(devices) // dp
-    elif found.get("MoE TP", 0) == ep > 1 and found["MoE TP"] * ep == devices:
+    elif moe_tp == ep > 1 and moe_tp * ep == devices:
         devices, dp = float(ep), min(dp, ep)
         tp = ep // dp
-    if ranks := re.search(r"(\d+) decode ranks", notes):
+    if ranks := re.search(r"([^\s(]*\d[^\s(]*) decode ranks", notes):
         # Attention data-parallel over all ranks, experts spread over them: how DeepSeek's models are disaggregated.
-        dp = ep = int(ranks.group(1))
+        dp = ep = _degree(row, "decode ranks", ranks.group(1))
         tp, devices = 1, float(dp)
     if not tp and row.text("metric").startswith("throughput") and devices > 1:
         tp = _smallest_tp(single, devices)
@@ -192,18 +171,26 @@ def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallel
     return parallel, max(devices / parallel.devices, 1.0)
 
 
+def _degree(row: Row, name: str, text: str) -> int:
+    return int(number(text, row.at(f"'{name}' in notes"), least=1.0, most=MOST_DEVICES, whole=True))
+
+
+def _degree_noted(row: Row, name: str) -> int:
+    return int(statements.noted(row, name, most=MOST_DEVICES, whole=True) or 1)
+
+
 def _batch(row: Row, deployment: Deployment, replicas: float, context: float) -> float:
     """Sequences at a time in one replica."""
+    stated, measured = statements.batch(row), statements.noted(row, _MEASURED_BATCH)
+    if measured is None and _MEASURED_BATCH in row.text("notes"):
+        raise MemboundError(f"{row.at('notes')} lack the number behind '{_MEASURED_BATCH}'; give it or leave both out")
+    if sequences := measured or stated:
+        return max(sequences / replicas, 1.0)
     text = row.text("batch_or_concurrency")
-    measured = re.search(r"measured average batch ([0-9.]+)", row.text("notes"))
-    if measured:
-        return max(float(measured.group(1)) / replicas, 1.0)
-    if match := re.fullmatch(r"[0-9.]+", text):
-        return max(float(match.group()) / replicas, 1.0)
     if not text and not row.text("metric").startswith("throughput"):
         return 1.0
     most = deployment.with_batch_that_fits(_MOST_SEQUENCES, context)
-    return max(0.5 * most, 1.0) if "server" in text else most
+    return max(0.5 * most, 1.0) if text in statements.SERVED else most
 
 
 def _tpot_ms(case: StepCase) -> float:
@@ -226,18 +213,19 @@ def _emitted(case: StepCase) -> float:
     Raises MemboundError for a speculating row that does not state its mean acceptance length.
     """
     technique = case.row.text("technique").lower()
-    window = re.search(r"(\d+)-token window", technique)
+    window = re.search(r"(\S*\d)-token window", technique)
     if "specul" not in technique and not window:
         return 1.0
-    length = re.search(r"acceptance length ([0-9.]+)|accepted tokens ([0-9.]+)", case.row.text("notes"))
-    if not length:
+    length = statements.noted(case.row, "acceptance length", "accepted tokens")
+    if length is None:
         raise MemboundError("speculation without its mean acceptance length, on which the speed depends")
-    rows = float(window.group(1)) if window else 4.0
+    named = case.row.at("the window in technique")
+    rows = number(window.group(1), named, least=1.0, most=_MOST_SEQUENCES, whole=True) if window else 4.0
     context = case.prompt_tokens + case.output_tokens / 2.0
     plain_s = case.deployment.decode_s(case.batch, context)
     verify_s = case.deployment.step_s(StepShape.verify(case.batch, context, rows - 1.0))
     drafting = (rows - 1.0) / case.deployment.model.layers
-    return float(length.group(1) or length.group(2)) / (verify_s / plain_s + drafting)
+    return length / (verify_s / plain_s + drafting)
 
 
 def _ttft_ms(case: StepCase) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,29 @@ _SCHEMAS: dict[Schema, tuple[tuple[str, ...], str]] = {
     "end_to_end": (END_TO_END_COLUMNS, "value"),
 }
 
+# A number as a whole: `1,024`, `4k`, `~8`, `1_000` and `nan` are none.
+_PLAIN = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+# What no amount passes: products of several stay numbers, and so do their inverses.
+_LARGEST, ABOVE_0 = 1e30, 1e-30
+# Devices that a degree of parallelism may count, at most.
+MOST_DEVICES = 4096.0
+
+
+def number(text: str, field: str, *, least: float = 0.0, most: float = _LARGEST, whole: bool = False) -> float:
+    """The number that all of `text` is; raises MemboundError with field, value and what would be right.
+
+    Nothing is read out of the middle of a text. A `least` of `ABOVE_0` takes every number above 0.
+    """
+    value = float(text) if _PLAIN.fullmatch(text) else math.nan
+    if least <= value <= most and (value == 0 or value >= ABOVE_0) and not (whole and value % 1.0):
+        return value
+    kind = "a whole number" if whole else "a number"
+    if most < _LARGEST or value > most:
+        limits = f"from {least:g} to {most:g}"
+    else:
+        limits = "above 0" if least == ABOVE_0 else f"of {least:g} or more"
+    raise MemboundError(f"{field} is '{text}'; it must be {kind} {limits}")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -38,25 +62,26 @@ class Row:
     def text(self, column: str) -> str:
         return self.columns.get(column, "").strip()
 
+    def at(self, name: str) -> str:
+        """How a message names a field of this row."""
+        return f"line {self.line}: {name}"
+
     def number(self, column: str) -> float | None:
         """The column as a number, None where it is empty; raises MemboundError naming line, column and value."""
         text = self.text(column)
-        if not text:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < 0:
-            raise MemboundError(f"line {self.line}: {column} is '{text}'; it must be a number of 0 or more")
-        return value
+        return number(text, self.at(column)) if text else None
 
     def count(self, column: str) -> float:
         """The column as a number above 0; raises MemboundError where it is missing."""
-        value = self.number(column)
-        if not value:
-            raise MemboundError(f"line {self.line}: {column} is '{self.text(column)}'; it must be a number above 0")
-        return value
+        return number(self.text(column), self.at(column), least=ABOVE_0)
+
+    def size(self, column: str, most: float = 1e15) -> float:
+        """The column as a whole number above 0; raises MemboundError where it is missing."""
+        return number(self.text(column), self.at(column), least=1.0, most=most, whole=True)
+
+    def degree(self, column: str) -> int | None:
+        """The column as a number of devices, None where it is empty."""
+        return int(self.size(column, MOST_DEVICES)) if self.text(column) else None
 
 
 @dataclass(frozen=True)
@@ -106,12 +131,5 @@ def _schema_of(header: tuple[str, ...], path: Path) -> Schema:
 def _row(line: int, record: dict[str, str | None], schema: Schema, path: Path) -> Row:
     measured = _SCHEMAS[schema][1]
     columns = {name: value or "" for name, value in record.items() if isinstance(name, str)}
-    try:
-        value = float(columns[measured])
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise MemboundError(
-            f"table '{path}', line {line}: {measured} is '{columns[measured]}'; it must be a number above 0"
-        )
+    value = number(columns[measured].strip(), f"table '{path}', line {line}: {measured}", least=ABOVE_0)
     return Row(line, columns, value)
