@@ -168,7 +168,10 @@ def calibrate(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME|YAML", help="with --from: this device alone, or one that a YAML file describes"),
+        typer.Option(
+            metavar="cpu|cuda|NAME|YAML",
+            help="what of this machine; with --from this device alone, or one that a YAML file describes",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -180,9 +183,9 @@ def calibrate(
             raise MemboundError("option --threads is for measuring this machine; leave it out with --from")
         _print(_calibrate_from(table, device), as_json, report.foreign_calibration)
         return
-    if device is not None:
-        raise MemboundError("option --device needs --from TABLE.csv; this machine is calibrated without it")
-    _print(_calibrate(threads).model_dump(mode="json"), as_json, report.calibration)
+    if device not in (None, "cpu", "cuda"):
+        raise MemboundError("option --device needs --from TABLE.csv, except for cpu and cuda, which are measured here")
+    _print(_calibrate(threads, device or "cpu").model_dump(mode="json"), as_json, report.calibration)
 
 
 @app.command()
@@ -300,15 +303,17 @@ def _ensure_calibrated() -> None:
         _calibrate(None)
 
 
-def _calibrate(threads: int | None) -> Any:
+def _calibrate(threads: int | None, device: str = "cpu") -> Any:
     from membound.app.tasks import need_torch
     from membound.roofline.home import local_calibration_path
 
     need_torch()
     from membound.runtime.calibrate import calibrate as run_calibrate
 
+    if device == "cuda":
+        kernels.need_gpu()
     with _measuring("membound calibrate") as listener:
-        calibration = run_calibrate(threads=threads, progress=listener.progress)
+        calibration = run_calibrate(device=device, threads=threads, progress=listener.progress)
     calibration.save(local_calibration_path())
     return calibration
 

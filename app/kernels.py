@@ -208,6 +208,14 @@ def _own_arch(known: set[str]) -> str:
     return own if own in known else ELSEWHERE
 
 
+def need_gpu() -> None:
+    """Raises MemboundError where torch finds no GPU; one that Triton cannot compile for runs plain PyTorch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MemboundError(f"option --device is 'cuda', but torch {torch.__version__} finds no GPU; give cpu")
+
+
 def _chosen(cases: Sequence[Case], kernels: list[str] | None) -> list[Case]:
     _known(kernels, {case.kernel for case in cases})
     return [case for case in cases if not kernels or case.kernel in kernels]

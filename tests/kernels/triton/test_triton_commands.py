@@ -59,6 +59,12 @@ def test_bad_options_are_named():
         assert isinstance(error, MemboundError) and message in str(error)
 
 
+def test_a_gpu_that_is_not_there_is_not_calibrated():
+    error = CliRunner().invoke(app, ["calibrate", "--device", "cuda"]).exception
+    assert isinstance(error, MemboundError)
+    assert "option --device is 'cuda', but torch" in str(error) and "finds no GPU; give cpu" in str(error)
+
+
 def test_resources_are_read_from_what_is_compiled(tmp_path):
     done = run("resources", "--arch", "sm80", "--kernel", "silu_mul", "--out", str(tmp_path), "--json")
     assert done.exit_code == 0, done.output

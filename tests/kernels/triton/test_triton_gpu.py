@@ -21,13 +21,18 @@ from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
+from membound.runtime.calibrate import KINDS, Plan, _Calibrator  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
+from membound.runtime.host_probe import HostGrid  # noqa: E402
+from membound.runtime.linear_probe import LinearGrid  # noqa: E402
+from membound.runtime.operator_probe import Heads, Load, OperatorGrid  # noqa: E402
 from membound.runtime.plain import generate_plain  # noqa: E402
 from membound.runtime.weights import load_safetensors  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "data" / "reference"
 TYPICAL, LARGEST = 0.06, 0.5
-BLOCK_SIZE = 8
+BLOCK_SIZE, MIB = 8, 2**20
+LOADS = (Load(1, 20), Load(2, 20, 5), Load(1, 70, 70))
 # Two sequences in scattered blocks: prompts, a chunk beside a decode step, drafts, decode steps of both and of one.
 TABLE = torch.tensor([[5, 2, 7], [1, 6, 0]], dtype=torch.int32)
 STEPS = ([(0, 5), (0, 3)], [(5, 10), (3, 4)], [(10, 11), (4, 6)], [(11, 12), (6, 7)], [(12, 13)])
@@ -90,6 +95,23 @@ def test_plain_generation_goes_the_plain_way(kernels, device):
     spec, weights = load_safetensors(REFERENCE / "tiny_llama3")
     tokens = list(generate_plain(Decoder(spec, weights, ExactKernels(), "fp32"), [5, 9, 77, 3], 5))
     assert list(generate_plain(Decoder(spec, weights.to(device), kernels, "fp32"), [5, 9, 77, 3], 5)) == tokens
+
+
+def test_every_probe_of_the_calibration_runs_on_them(kernels, device):
+    plan = Plan(
+        working_sets=(MIB,),
+        linears=LinearGrid(n=(64,), k=(64, 100), m=(1, 3)),
+        operators=OperatorGrid(tokens=(1, 3), widths=(256,), heads=(Heads(2, 1, 64),), loads=LOADS),
+        host=HostGrid(sequences=(1,), vocab=(256,), drafts=(0,), steps=3),
+        pool_bytes=16 * MIB,
+    )
+    calibrator = _Calibrator(kernels, device.type, plan)
+    seconds = [*calibrator.bandwidth.measure([MIB]), *calibrator.host.measure()]
+    for kind in KINDS:
+        seconds += calibrator.operators.measure(kind)
+    for format in plan.linears.formats:
+        seconds += [s for s in calibrator.linears.measure(format, True) if s == s]  # too long a cell is NaN
+    assert len(seconds) > 20 and min(seconds) > 0
 
 
 @pytest.mark.parametrize(
