@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from membound.roofline.calibration import Calibration
 from membound.roofline.errors import MemboundError
 from membound.roofline.home import home_folder, local_calibration_path
+from membound.roofline.part import Part
 from membound.roofline.scenario import one_sentence, parse_yaml
 
 # What a matrix unit can multiply. Microscaled formats count under the number they hold: mxfp4 and nvfp4 are fp4.
@@ -49,11 +50,7 @@ Architecture = Literal[
 MOST_SPARSE_TO_DENSE = 2.05
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Link(_Part):
+class Link(Part):
     """What connects a device with others or with its host.
 
     `bandwidth_bytes_per_s` is what one device sends in one direction over all its lanes together; data sheets often
@@ -67,7 +64,7 @@ class Link(_Part):
     topology: Literal["switched", "mesh", "ring", "torus", "pair", "host"]
 
 
-class Price(_Part):
+class Price(Part):
     """What a device-hour cost on demand, from a published list of a day."""
 
     usd_per_h: float = Field(gt=0)
@@ -75,7 +72,7 @@ class Price(_Part):
     source: str = Field(min_length=1)
 
 
-class HardwareSpec(_Part):
+class HardwareSpec(Part):
     """One device. Rates are in SI units and dense; `matrix_flops` is by the numbers that the matrix unit multiplies.
 
     `sparse_flops` are the rates with 2:4 structured sparsity. `runs_as` names, for a number format that the matrix
@@ -221,7 +218,7 @@ def _read_hardware(path: Path, modified_ns: int, size: int) -> HardwareSpec:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise MemboundError(f"hardware file '{path}' cannot be read: {reason}") from None
     origin = f"hardware file '{path}'"
-    return parse_hardware(parse_yaml(text, origin), origin)
+    return parse_hardware(parse_yaml(text, origin, dates=True), origin)
 
 
 def hardware_of(calibration: Calibration) -> HardwareSpec:

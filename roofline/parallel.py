@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from membound.roofline.part import Part
 
 
-class Parallelism(BaseModel):
+class Parallelism(Part):
     """Tensor, pipeline, data, expert and context parallelism of one replica, on `devices` devices.
 
     `tp` splits each layer, `pp` the layers into stages, `cp` the context of each sequence. `dp` copies attention and
     divides the sequences, while mixtures of experts spread over all tp x dp devices of a stage: `ep` of them hold
     different experts, and what is left of tp x dp splits each expert.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tp: int = Field(1, ge=1, le=4096)
     pp: int = Field(1, ge=1, le=4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -217,26 +218,31 @@ def _formats() -> Iterator[Precision]:
 
 PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in _formats()}
 
-_INTEGER = re.compile(r"int([1-8])_(?:g(\d+)|row)(_zero(\d+)?)?")
+# Zero points are stored as the values are, or unquantized in 16 bits.
+MOST_ZERO_BITS = 16
+_INTEGER = re.compile(r"int([1-8])_(?:g([1-9]\d{0,4})|row)(_zero(\d{1,2})?)?")
 _EXL2 = re.compile(r"exl2_(\d+(?:\.\d+)?)")
 
 
 def get_precision(name: str) -> Precision:
     """The precision called `name`; raises MemboundError for an unknown one.
 
-    Beside those of `PRECISIONS` there are `int4_g64_zero` with any bits and group, `exl2_4.25` with any bits a weight,
-    and `NAME_sparse24` of each.
+    Beside those of `PRECISIONS` there are `int4_g64_zero` with any bits, a group below 100,000 and a zero point of at
+    most 16 bits, `exl2_4.25` with any bits a weight, and `NAME_sparse24` of each.
     """
     if name in PRECISIONS:
         return PRECISIONS[name]
-    if name.endswith("_sparse24"):
-        return sparse24(get_precision(name.removesuffix("_sparse24")))
-    if (match := _INTEGER.fullmatch(name)) and match[2] != "0":
+    dense = name.removesuffix("_sparse24")
+    if dense != name and not dense.endswith("_sparse24"):
+        return sparse24(get_precision(dense))
+    if match := _INTEGER.fullmatch(name):
         bits = int(match[1])
-        return integer(bits, int(match[2] or 0), zero_bits=int(match[4] or bits) if match[3] else 0)
+        zero_bits = int(match[4] or bits) if match[3] else 0
+        if zero_bits <= MOST_ZERO_BITS and (zero_bits or not match[3]):
+            return integer(bits, int(match[2] or 0), zero_bits=zero_bits)
     if (match := _EXL2.fullmatch(name)) and 1 <= float(match[1]) <= 8:
         # ExLlamaV2 mixes 2 to 8 bits a matrix to meet the bits a weight that its user asked for, scales included
         return Precision(name, "int4", float(match[1]))
     close = difflib.get_close_matches(name, PRECISIONS, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "give one such as bf16, fp8, int4_g64, q4_k_m or nvfp4"
-    raise MemboundError(f"precision '{name}' is unknown; {hint}")
+    raise MemboundError(f"precision {reprlib.repr(name)} is unknown; {hint}")

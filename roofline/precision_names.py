@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.precision import PRECISIONS, Precision, Role, get_precision, integer, sparse24
+from membound.roofline.precision import PRECISIONS, Precision, Role, get_precision, sparse24
 from membound.roofline.precision_plan import PrecisionPlan, plan_of
 
 _UNSTATED = ("", "-", "nan", "none", "auto", "unknown")
@@ -76,7 +76,7 @@ def _format(name: str, remarks: list[str], role: Role) -> Precision:
         return get_precision(f"exl2_{name}")
     if match := _WXAY.fullmatch(name):
         return _of_width(int(match[("weights", "activations", "kv").index(role) + 1] or 16))
-    if (match := re.fullmatch(r"int(\d)", name)) and remarks and "sq" not in remarks:
+    if (match := re.fullmatch(r"int([1-8])", name)) and remarks and "sq" not in remarks:
         return _grouped(int(match[1]), remarks)
     if size := next((word for word in remarks if word in ("small", "medium", "large")), None):
         name = f"{name}_{size[0]}"
@@ -88,7 +88,8 @@ def _grouped(bits: int, remarks: list[str]) -> Precision:
     group = next((word[1:] for word in remarks if re.fullmatch(r"g\d*", word)), "128")
     whole_row = not group or bool({"channel", "row"} & {*remarks})
     zero = bool({"awq", "asym", "zero"} & {*remarks})
-    return integer(bits, 0 if whole_row else int(group), zero_bits=bits if zero else 0)
+    size = "row" if whole_row or not group.strip("0") else f"g{group}"
+    return get_precision(f"int{bits}_{size}{'_zero' if zero else ''}")
 
 
 def _of_width(bits: int) -> Precision:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -264,10 +265,63 @@ def _with_hardware_beside(scenario: Path, point: Any) -> Any:
     return point | {"hardware": _beside(scenario, point["hardware"])}
 
 
-def parse_yaml(text: str, origin: str) -> Any:
-    """Plain data from YAML; raises MemboundError with one sentence, also for values such as a 45th of a month."""
+class _TwiceError(yaml.MarkedYAMLError):
+    """A mapping has a key twice, of which YAML readers keep the last without a word."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain data and refuses a key that a mapping has twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise _TwiceError(problem=key.value, problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+def _check_plain(value: Any, origin: str, dates: bool, within: tuple[Any, ...] = ()) -> None:
+    """Raises MemboundError for what JSON cannot hold: dates, bytes, lone surrogates, and lists that hold themselves."""
+    if any(value is outer for outer in within):
+        raise MemboundError(f"{origin} has a {'list' if isinstance(value, list) else 'mapping'} that holds itself")
+    match value:
+        case dict():
+            for key, inner in value.items():
+                _check_plain(key, origin, dates)
+                _check_plain(inner, origin, dates, (*within, value))
+        case list():
+            for inner in value:
+                _check_plain(inner, origin, dates, (*within, value))
+        case str():
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise MemboundError(f"{origin} has the text {ascii(value[:60])} with half a character; remove it")
+        case None | bool() | int() | float():
+            pass
+        case datetime.date() if dates:
+            pass
+        case _:
+            raise MemboundError(
+                f"{origin} has {reprlib.repr(str(value))}, which YAML reads as a {type(value).__name__}; quote it"
+            )
+
+
+def parse_yaml(text: str, origin: str, *, dates: bool = False) -> Any:
+    """Plain data from YAML, where asked for with dates; raises MemboundError with one sentence, also for values such as
+    a 45th of a month."""
     try:
-        return yaml.safe_load(text)
+        document = yaml.load(text, _Loader)
+        _check_plain(document, origin, dates)
+        return document
+    except MemboundError:
+        raise
+    except _TwiceError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise MemboundError(
+            f"{origin} has the key {reprlib.repr(error.problem)} twice in one mapping, again at line {line}; keep one"
+        ) from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from membound.roofline.part import Part
 from membound.roofline.techniques.setup import EngineSetup
 
 Layer = Literal["weights", "kv", "kernels", "schedule", "steps"]
@@ -15,14 +14,12 @@ Family = Literal[
 GainMetric = Literal["tpot_s", "output_tokens_per_s"]
 
 
-class Technique(BaseModel):
+class Technique(Part):
     """Common to all techniques: what it is, what it is compared with, and its change to the set-up.
 
     The plain engine has a `usual` technique by itself, as every engine of today does; it is compared with the engine
     that `remove` leaves. One that `sets_weights` takes the place of the formats in which the model is published.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     layer: ClassVar[Layer]
     family: ClassVar[Family]

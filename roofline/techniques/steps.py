@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques.base import Technique
@@ -104,6 +104,15 @@ class NgramSpeculation(Speculative):
     min_ngram: int = Field(2, ge=1, le=16, description="shortest suffix that is looked up")
     hit_rate: float = Field(0.5, ge=0, le=1)
     alpha: float = Field(0.5, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _some_suffix_is_looked_up(self) -> NgramSpeculation:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram is {self.min_ngram}, above max_ngram ({self.max_ngram}), so that nothing is looked up; "
+                "give at most max_ngram"
+            )
+        return self
 
     def drafts(self) -> Drafts:
         return NgramDrafts(
