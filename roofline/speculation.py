@@ -279,6 +279,15 @@ def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Specul
     return Speculation(model or resolve_model(scenario.model), setup, profile)
 
 
+def checked_speculation(scenario: Scenario, model: ModelSpec) -> Speculation | None:
+    """The speculation of the scenario's replica; raises MemboundError where the model cannot be divided or drafted so."""
+    check_parallel(model, scenario.setup)
+    speculation = speculation_of(scenario, model)
+    if speculation is not None:
+        _ = speculation.drafter_weights_bytes  # a drafter that this model cannot have is refused here
+    return speculation
+
+
 def with_guesses(shape: StepShape, guesses: Count) -> StepShape:
     """A step in which each decoding sequence brings `guesses` more tokens behind those that it has cached."""
     if np.all(np.asarray(guesses) == 0):

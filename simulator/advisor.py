@@ -25,7 +25,7 @@ from membound.simulator.moves import Move, excludes, moves_of
 from membound.simulator.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.situation import situation_of
 from membound.simulator.stacking import closed_loop
-from membound.simulator.steady import Load, deployment_of, load_of
+from membound.simulator.steady import Load, check_context, deployment_of, load_of
 from membound.simulator.sweep import Workers
 
 # A gain below this is not worth a line of what not to combine.
@@ -109,6 +109,7 @@ def advise(
     if batch is not None or context is not None:
         clients = batch or max(1, round(load.concurrency))
         lengths = load.lengths if context is None else load.lengths.at_context(context)
+        check_context(model, lengths)
         scenario = closed_loop(scenario, clients, lengths, context)
         deployment, load = deployment_of(scenario, model, hardware), Load(float(clients), lengths)
     situation = situation_of(scenario, deployment, load)

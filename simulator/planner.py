@@ -18,16 +18,18 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.origin import origin_of
+from membound.roofline.parallel import SINGLE
 from membound.roofline.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
+from membound.roofline.speculation import checked_speculation
 from membound.roofline.times import times_for
 from membound.roofline.workload import ClosedLoop
 from membound.simulator.candidates import Demand, Replica, replicas_on
 from membound.simulator.front import FrontPoint, front_of, nearest_miss
 from membound.simulator.search import Deployed, Objective, Searching, denser, meets, search
 from membound.simulator.sensitivity import Sensitivity, sensitivity_of
-from membound.simulator.steady import Lengths, arrival_rate
+from membound.simulator.steady import Lengths, arrival_rate, check_context
 from membound.simulator.sweep import Workers
 
 PRECISIONS = ("given", "8bit", "4bit")
@@ -74,7 +76,10 @@ def demand_of(scenario: Scenario) -> Demand:
 def devices_of(scenario: Scenario, names: Sequence[str] | None) -> list[HardwareSpec]:
     """Those named, else those of the scenario's sweep, else every accelerator of the catalog."""
     if names is not None:
-        return [get_hardware(name) for name in dict.fromkeys(names)]
+        found = [get_hardware(name) for name in names]
+        if twice := {spec.name for spec in found if found.count(spec) > 1}:
+            raise MemboundError(f"option --devices names {', '.join(sorted(twice))} twice; each may be given once")
+        return found
     swept = [point["hardware"] for point in scenario.sweep if isinstance(point.get("hardware"), str)]
     if swept:
         return [get_hardware(str(name)) for name in dict.fromkeys(swept)]
@@ -129,6 +134,9 @@ def plan(
     if len(set(precisions)) < len(precisions) or not precisions:
         raise MemboundError("--precision needs names that differ; give some of given, 8bit, 4bit")
     plain = scenario.model_copy(update={"sweep": ()})
+    model = resolve_model(plain.model)
+    checked_speculation(plain.model_copy(update={"parallel": SINGLE}), model)  # no device could mend its drafter
+    check_context(model, demand.lengths)
     tasks = [_Screening(plain, spec, tuple(precisions), demand.lengths) for spec in specs]
     crowd = workers or Workers("loky" if len(tasks) > 16 else "sequential")
     found = crowd.map(_screen, tasks, lambda done, message: progress(done * 0.5, f"devices screened: {message}"))

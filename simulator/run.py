@@ -14,6 +14,7 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
+from membound.roofline.speculation import checked_speculation
 from membound.roofline.techniques import NgramDrafts
 from membound.roofline.times import times_for
 from membound.roofline.workload import TextPrompts
@@ -65,6 +66,7 @@ class Deployment:
 def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[Deployment, Iterator[Request]]:
     """What the scenario's engine is made of, and its requests; `hardware` stands in for the scenario's."""
     model = resolve_model(scenario.model)
+    checked_speculation(scenario, model)
     times = times_for(hardware or get_hardware(scenario.hardware), scenario.setup.profile)
     requests = request_stream(scenario.workload)
     drafts = scenario.setup.drafts

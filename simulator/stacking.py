@@ -21,7 +21,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique
 from membound.roofline.times import times_for
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
-from membound.simulator.steady import Lengths, Load, deployment_of, load_of
+from membound.simulator.steady import Lengths, Load, check_context, deployment_of, load_of
 from membound.simulator.sweep import Workers
 
 # 2^k subsets are all looked at for stacks of up to so many techniques.
@@ -332,6 +332,7 @@ def points_of(
     for batch in batches or [max(1, round(base.load.concurrency))]:
         for context in wanted:
             lengths = base.load.lengths if context is None else base.load.lengths.at_context(context)
+            check_context(resolve_model(base.plain.model), lengths)
             values = {"batch": batch} | ({} if context is None else {"context": context})
             yield Point(values, closed_loop(base.plain, batch, lengths, context), Load(float(batch), lengths))
 

@@ -23,8 +23,7 @@ from membound.roofline.result import BOUNDS
 from membound.roofline.scenario import Scenario
 from membound.roofline.serving import RESERVED_BYTES, Deployment, StaticBatch, SteadyLoad
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, speculation_of, with_guesses
-from membound.roofline.step import check_parallel
+from membound.roofline.speculation import Speculation, checked_speculation, with_guesses
 from membound.roofline.workload import (
     ClosedLoop,
     HourlyArrivals,
@@ -163,17 +162,24 @@ class SpeculatingDeployment(Deployment):
 
 def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) -> SpeculatingDeployment:
     """One replica as the scenario sets it up; raises MemboundError where the model cannot be divided or drafted so."""
-    check_parallel(model, scenario.setup)
-    deployment = SpeculatingDeployment(
+    return SpeculatingDeployment(
         model,
         hardware,
         scenario.setup,
         chunk_tokens=scenario.engine.max_batched_tokens,
-        speculation=speculation_of(scenario, model),
+        speculation=checked_speculation(scenario, model),
         seats=float(scenario.engine.max_num_seqs),
     )
-    _ = deployment.weights_bytes  # a drafter that this model cannot have is refused here
-    return deployment
+
+
+def check_context(model: ModelSpec, lengths: Lengths) -> None:
+    """Raises MemboundError where requests of mean lengths are longer than the model was made for."""
+    whole = lengths.prompt_tokens + lengths.output_tokens
+    if whole > model.max_context:
+        raise MemboundError(
+            f"a request of {whole:.0f} tokens, prompt and output, is more than the {model.max_context} tokens of "
+            f"'{model.name}'; give a smaller context, shorter workload.prompts, or fewer workload.output_tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -297,6 +303,7 @@ def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
     seats where more arrive than can be served.
     """
     lengths = Lengths.of(scenario.workload)
+    check_context(deployment.model, lengths)
     seats = float(scenario.engine.max_num_seqs)
     rate = arrival_rate(scenario.workload)
     if rate is None:

@@ -76,6 +76,7 @@ def build_scheduler(
         reserved_tokens=engine.reserved_tokens,
         itemized=content_known or drafter is not None or numbered_blocks,
         tables=BlockTables(memory.num_blocks, memory.block_size) if numbered_blocks else None,
+        max_context=model.max_context,
     )
 
 

@@ -31,7 +31,7 @@ class Scheduler:
 
     With `itemized` each step lists the work of every sequence, which an engine that computes needs, and drafts do.
     Without, steps cost nothing for each sequence, and equal steps are planned as one. The decisions are the same.
-    `tables` number the blocks of each sequence. `classify` sets the class, priority and deadline of one that arrives.
+    `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the class, priority and deadline of one that arrives.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Scheduler:
         reserved_tokens: int | None = None,
         itemized: bool = True,
         tables: BlockTables | None = None,
+        max_context: int | None = None,
     ) -> None:
         assert itemized or (drafter is None and tables is None), "drafts and block tables need each sequence's work"
         self.batching = batching
@@ -63,6 +64,7 @@ class Scheduler:
         self.reserved_tokens = reserved_tokens
         self.itemized = itemized
         self.tables = tables
+        self.max_context = max_context
         self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
@@ -97,6 +99,8 @@ class Scheduler:
     def refusal(self, request: Request) -> str | None:
         """Why the engine can never serve `request`, or None."""
         pool, total = self.pool, request.tokens
+        if self.max_context is not None and total > self.max_context:
+            return f"{total} tokens are more than the {self.max_context} of the model's context; give shorter requests"
         if self.reserved_tokens is not None and total > self.reserved_tokens:
             return f"{total} tokens are more than engine.reserved_tokens ({self.reserved_tokens}); raise it"
         if pool.blocks_for(self.reserved_tokens or total) > pool.num_blocks:
