@@ -203,17 +203,17 @@ def validate(
     """Predictions against a table of published measurements: the error by group, and the worst rows."""
     from membound.app import report
     from membound.app.validation import document
+    from membound.roofline.validation import generalisation
     from membound.roofline.validation.report import validate_table
 
+    parts = generalisation.parts_of(table, leave_out) if leave_out is not None else None
     found = validate_table(table)
     if rows is not None:
         found.write_rows(rows)
     unseen = None
-    if leave_out is not None:
-        from membound.roofline.validation.generalisation import leave_out as without_each
-
+    if parts is not None and leave_out is not None:
         typer.echo(f"fitting without each {leave_out} in turn", err=True)
-        unseen = without_each(table, leave_out)
+        unseen = generalisation.leave_out(parts, leave_out)
     _print(document(found, unseen), as_json, report.validation)
 
 

@@ -7,6 +7,7 @@ those of a device that nobody measured, from its data sheet and its relatives.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,8 @@ from membound.roofline.validation.tables import read_table
 Part = Literal["device", "source"]
 
 
-def leave_out(path: Path, part: Part) -> list[Group]:
-    """Errors by phase of every device or source when it was left out, and over all of them.
+def parts_of(path: Path, part: Part) -> dict[str, list[KernelCase]]:
+    """The kernels of every device or source of a table, each of which can be left out.
 
     Raises MemboundError for a table that is not of operators, or that has fewer than two parts to leave out.
     """
@@ -39,7 +40,12 @@ def leave_out(path: Path, part: Part) -> list[Group]:
             continue
         parts[case.hardware.name if part == "device" else row.text("source")].append(case)
     if len(parts) < 2:
-        raise MemboundError(f"table '{path}' has one {part} only; leaving out needs two")
+        raise MemboundError(f"table '{path}' has one {part} at most; leaving out needs two")
+    return parts
+
+
+def leave_out(parts: Mapping[str, list[KernelCase]], part: Part) -> list[Group]:
+    """Errors by phase of every device or source when it was left out, and over all of them."""
     results: dict[str, list[RowResult]] = {}
     for name, members in parts.items():
         others = batches([case for other, cases in parts.items() if other != name for case in cases])

@@ -155,7 +155,9 @@ def _attention(row: Row, op: str) -> dict[str, float]:
     queries = row.size("q_len") if row.text("q_len") or op == "prefill_attention" else 1.0
     length, heads = row.size("kv_len"), row.size("n_heads")
     if queries > length:
-        raise MemboundError(f"{row.at('q_len')} is {queries:g}; kv_len, {length:g}, counts them and must not be less")
+        raise MemboundError(
+            f"{row.at('q_len')} is {queries:.15g}; kv_len, {length:.15g}, counts them and must not be less"
+        )
     return {
         "batch": row.size("batch"),
         "q_len": queries,

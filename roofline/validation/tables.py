@@ -45,7 +45,7 @@ def number(text: str, field: str, *, least: float = 0.0, most: float = _LARGEST,
         return value
     kind = "a whole number" if whole else "a number"
     if most < _LARGEST or value > most:
-        limits = f"from {least:g} to {most:g}"
+        limits = f"from {least:g} to {most:.15g}"
     else:
         limits = "above 0" if least == ABOVE_0 else f"of {least:g} or more"
     raise MemboundError(f"{field} is '{text}'; it must be {kind} {limits}")
@@ -75,7 +75,7 @@ class Row:
         """The column as a number above 0; raises MemboundError where it is missing."""
         return number(self.text(column), self.at(column), least=ABOVE_0)
 
-    def size(self, column: str, most: float = 1e15) -> float:
+    def size(self, column: str, most: float = _LARGEST) -> float:
         """The column as a whole number above 0; raises MemboundError where it is missing."""
         return number(self.text(column), self.at(column), least=1.0, most=most, whole=True)
 

@@ -85,6 +85,19 @@ def table(path: Path, rows: Sequence[Row], columns: Sequence[str] = OPERATOR_COL
     return path
 
 
+IMPOSSIBLE: dict[str, object] = {
+    "source": "lab",
+    "gpu": "H200-SXM",
+    "dtype": "bf16",
+    "batch": 1,
+    "m": 8,
+    "n": 8,
+    "k": 8,
+    "n_heads": 8,
+}
+IMPOSSIBLE |= {"n_kv_heads": 8, "head_dim": 128, "latency_us": 100.0}
+
+
 def decode_s(device: HardwareSpec, batch: int = 64) -> float:
     return OperatingPoint(get_model("Llama-3.1-8B"), device, EngineSetup(), "decode", batch, 1024).time_s
 
@@ -200,6 +213,9 @@ def test_end_to_end_tables_are_refused_with_what_is_needed(tmp_path: Path) -> No
             None,
             "can be fitted: faster than the device's roofs",
         ),
+        ([IMPOSSIBLE | {"op": "allreduce", "tp": 0.5, "m": 1024}], None, "tp is '0.5'"),
+        ([IMPOSSIBLE | {"op": "prefill_attention", "q_len": 1_000_000, "kv_len": 10}], None, "q_len is 1000000"),
+        ([IMPOSSIBLE | {"op": "moe_ffn", "notes": "E=0;topk=1"}], None, "'E=' in notes is '0'"),
         ([], None, "no rows"),
     ],
 )

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.validation.generalisation import leave_out
+from membound.roofline.validation.generalisation import leave_out, parts_of
+from membound.roofline.validation.kernel_cases import KernelBatch
 from membound.roofline.validation.ratios import RatioGroup, groups, ratios
 from membound.roofline.validation.report import Group, RowResult, ValidationReport, validate_table
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS, read_table
@@ -121,9 +122,9 @@ def test_a_measured_value_that_is_no_number_above_0_names_line_and_value(tmp_pat
         ({"dtype": "fp7"}, "dtype 'fp7' is unknown"),
         ({"gpu": "H9000"}, "'H9000' is unknown"),
         ({"op": "dance"}, "op 'dance' is unknown"),
-        ({"m": "nan"}, "m is 'nan'; it must be a number of 0 or more"),
-        ({"m": -8}, "m is '-8'; it must be a number of 0 or more"),
-        ({"n": ""}, "n is ''; it must be a number above 0"),
+        ({"m": "nan"}, "m is 'nan'; it must be a whole number of 1 or more"),
+        ({"m": -8}, "m is '-8'; it must be a whole number of 1 or more"),
+        ({"n": ""}, "n is ''; it must be a whole number of 1 or more"),
         ({"op": "moe_ffn"}, "notes lack E=..., the experts"),
     ],
 )
@@ -152,6 +153,103 @@ def test_an_operator_that_cannot_be_predicted_has_a_reason(
 def test_a_run_that_cannot_be_predicted_has_a_reason(tmp_path: Path, change: Mapping[str, object], says: str) -> None:
     report = runs(tmp_path / "runs.csv", {}, change)
     assert report.refused == 1 and says in report.results[1].reason
+
+
+# --- a text is read whole or its row is refused ---
+
+
+@pytest.mark.parametrize("column", ["input_len", "output_len", "batch_or_concurrency"])
+@pytest.mark.parametrize("text", ["1,024", "4k", "-1000", "x", "~8 or so", "1.2.3", "1_000", "1e9", "nan"])
+def test_an_amount_that_is_not_a_plain_number_refuses_its_row_alone(tmp_path: Path, column: str, text: str) -> None:
+    good, bad = runs(tmp_path / "runs.csv", {}, {column: text}).results
+    assert good.predicted is not None and bad.predicted is None
+    assert bad.reason.startswith(f"line 3: {column} is '{text}'; it must be") and "\n" not in bad.reason
+
+
+@pytest.mark.parametrize("column", ["input_len", "output_len", "batch_or_concurrency"])
+def test_a_number_is_the_same_in_every_notation(tmp_path: Path, column: str) -> None:
+    plain, *others = predictions(runs(tmp_path / "runs.csv", *({column: text} for text in ("1000", "1e3", "1000.0"))))
+    assert plain is not None and others == [plain, plain]
+
+
+def test_approximate_lengths_and_names_of_data_sets_are_lengths(tmp_path: Path) -> None:
+    texts = ("~294 (OpenOrca mean)", "dataset", "294", "MT-bench", "200")
+    about, named, exact, bench, two_hundred = predictions(
+        runs(tmp_path / "runs.csv", *({"input_len": t} for t in texts))
+    )
+    assert about == named == exact != bench == two_hundred
+
+
+MOE = {"op": "moe_ffn", "m": 64, "n": 14336, "k": 4096}
+ATTENTION = {"op": "prefill_attention", "batch": 1, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"op": "allreduce", "tp": 0.5, "m": 1024}, "tp is '0.5'; it must be a whole number from 1 to 4096"),
+        (MOE | {"notes": "E=8;topk=2;moe_tp=0"}, "'moe_tp=' in notes is '0'"),
+        (MOE | {"notes": "E=8;topk=2;ep=0"}, "'ep=' in notes is '0'"),
+        (MOE | {"notes": "E=0;topk=2"}, "'E=' in notes is '0'"),
+        (MOE | {"notes": "E=8;topk=9"}, "'topk=' in notes is '9'; it must be a whole number from 1 to 8"),
+        (MOE | {"notes": f"E={'9' * 20};topk=2;dist=power_law_1.2"}, "from 1 to 65536"),
+        (MOE | {"notes": "E=8;topk=2;dist=power_law_1.2.3"}, "power_law_ in notes is '1.2.3'"),
+        (MOE | {"notes": "E=8;topk=2;dist=power_law_900"}, "power_law_ in notes is '900'"),
+        (ATTENTION | {"q_len": 1_000_000, "kv_len": 10}, "q_len is 1000000; kv_len, 10"),
+        (ATTENTION | {"q_len": "", "kv_len": 10}, "q_len is ''"),
+    ],
+)
+def test_impossible_amounts_of_an_operator_refuse_its_row(
+    tmp_path: Path, change: Mapping[str, object], says: str
+) -> None:
+    good, bad = gemms(tmp_path / "ops.csv", {}, change).results
+    assert good.predicted is not None and bad.predicted is None and says in bad.reason
+
+
+SPECULATION = {"technique": "speculative", "metric": "decode_tok_s_per_user"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (SPECULATION | {"notes": "accepted tokens 3.5.6"}, "'accepted tokens' in notes is '3.5.6'"),
+        (SPECULATION | {"notes": "acceptance length 0"}, "'acceptance length' in notes is '0'"),
+        ({"notes": "measured average batch ."}, "lack the number behind 'measured average batch'"),
+        ({"notes": "attn DP 1.2.3"}, "'attn DP' in notes is '1.2.3'"),
+        ({"notes": "0 decode ranks"}, "'decode ranks' in notes is '0'"),
+        ({"notes": "foo_tp0_ep0_1;"}, "'tp' in notes is '0'"),
+        ({"tp": 5000}, "tp is '5000'; it must be a whole number from 1 to 4096"),
+        ({"pp": 5000}, "pp is '5000'; it must be a whole number from 1 to 4096"),
+        ({"notes": "attn DP 5000"}, "'attn DP' in notes is '5000'; it must be a whole number from 1 to 4096"),
+        ({"technique": "2:4 sparsity", "metric": "speedup_x", "weight_dtype": ""}, "weight_dtype is ''"),
+        ({"input_len": 512_000_000, "metric": "e2e_latency_ms"}, "input_len is '512000000'; it must be a number from"),
+        ({"input_len": "1e9", "flags": "online"}, "input_len is '1e9'; it must be a number from 0 to"),
+    ],
+)
+def test_impossible_statements_of_a_run_refuse_its_row(tmp_path: Path, change: Mapping[str, object], says: str) -> None:
+    good, bad = runs(tmp_path / "runs.csv", {}, change).results
+    assert good.predicted is not None and bad.predicted is None and says in bad.reason
+
+
+def test_the_full_stop_of_a_sentence_and_prose_are_no_part_of_a_number(tmp_path: Path) -> None:
+    notes = ("mean acceptance length 3.5", "Mean acceptance length 3.5.", "no EP . acceptance length 3.5, at batch 1")
+    plain, *others = predictions(runs(tmp_path / "runs.csv", *(SPECULATION | {"notes": text} for text in notes)))
+    assert plain is not None and others == [plain, plain]
+
+
+def test_a_prediction_that_is_no_number_above_0_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelBatch, "predict", lambda self, p: np.array([-10.5, np.nan, np.inf, 1e-5]))
+    found = gemms(tmp_path / "ops.csv", *({"latency_us": 1e4} for _ in range(4))).results
+    assert [result.judged for result in found] == [False, False, False, True]
+    assert "the prediction is -1.05e+07; not above 0" in found[0].reason
+
+
+def test_what_cannot_be_left_out_is_refused(tmp_path: Path) -> None:
+    of_runs = table(tmp_path / "runs.csv", [RUN], END_TO_END_COLUMNS)
+    with pytest.raises(MemboundError, match="end-to-end runs; leaving out needs a table of operators"):
+        parts_of(of_runs, "device")
+    with pytest.raises(MemboundError, match="has one source at most"):
+        parts_of(table(tmp_path / "ops.csv", [GEMM | {"latency_us": 80.0}]), "source")
 
 
 # --- predictions are blind ---
@@ -248,6 +346,9 @@ def test_rows_are_never_written_over_the_table_nor_into_nowhere(tmp_path: Path) 
     before = report.path.read_bytes()
     with pytest.raises(MemboundError, match="is the table itself"):
         report.write_rows(report.path)
+    (tmp_path / "link.csv").hardlink_to(report.path)
+    with pytest.raises(MemboundError, match="is the table itself"):
+        report.write_rows(tmp_path / "link.csv")
     assert report.path.read_bytes() == before
     with pytest.raises(MemboundError, match="cannot be written"):
         report.write_rows(tmp_path / "no" / "such" / "folder.csv")
@@ -444,12 +545,12 @@ def _is_general(row: Mapping[str, str]) -> bool:
 
 @pytest.fixture(scope="module")
 def by_device(thinned: Path) -> dict[str, Group]:
-    return _overall(leave_out(thinned, "device"))
+    return _overall(leave_out(parts_of(thinned, "device"), "device"))
 
 
 @pytest.fixture(scope="module")
 def by_source(thinned: Path) -> dict[str, Group]:
-    return _overall(leave_out(thinned, "source"))
+    return _overall(leave_out(parts_of(thinned, "source"), "source"))
 
 
 def _overall(found: Sequence[Group]) -> dict[str, Group]:
