@@ -323,5 +323,5 @@ def test_bytes_of_memory_may_be_written_with_an_exponent_and_must_be_whole():
 
 
 def test_all_fields_that_a_data_sheet_lacks_are_named():
-    with pytest.raises(MemboundError, match="fields 'name', 'kind', .* and 'source' are missing"):
+    with pytest.raises(MemboundError, match=r"fields 'name', 'kind', .* and 'source' are missing"):
         parse_hardware({"vendor": "x", "memory_bytes": 1}, "it")
