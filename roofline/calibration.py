@@ -7,13 +7,15 @@ The tables here are measured by `runtime/calibrate.py` on generic shapes, never 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import write_files
+from membound.roofline.scenario import one_sentence
 
 # The working set that the cached columns of a linear table rotate over: beyond the caches that a core has to itself,
 # within those that hold a small model.
@@ -28,7 +30,7 @@ class BandwidthPoint(_Table):
     """Read rate of a working set: below a cache's size the cache's roof, above it that of memory."""
 
     working_set_bytes: int = Field(gt=0)
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: float = Field(ge=1e8, le=1e15)
 
 
 class LinearTable(_Table):
@@ -50,13 +52,19 @@ class LinearTable(_Table):
         for name in ("memory_s", "cache_s"):
             if np.shape(getattr(self, name)) != shape:
                 raise ValueError(f"{name} has shape {np.shape(getattr(self, name))}, not {shape}")
+            if not np.all(np.asarray(getattr(self, name)) > 0):
+                raise ValueError(f"{name} has {np.min(getattr(self, name)):g} seconds; a time is above zero")
+        for name in ("n", "k", "m"):
+            axis = getattr(self, name)
+            if len(axis) < (1 if name == "m" else 2) or axis[0] < 1 or np.any(np.diff(axis) <= 0):
+                raise ValueError(f"{name} is {axis}; a grid rises from 1 or more, n and k over two points or more")
         return self
 
 
 class LinearCost(_Table):
     """Seconds of an operator as a sum of non-negative terms, fitted on a grid of micro-benchmarks."""
 
-    seconds: dict[str, float]
+    seconds: dict[str, Annotated[float, Field(ge=0)]]
 
     def time_s(self, **amounts: float | NDArray[np.float64]) -> float | NDArray[np.float64]:
         """The sum of `amounts[term] * seconds[term]`; a `call` term counts once."""
@@ -83,7 +91,7 @@ class Calibration(_Table):
     threads: int = Field(ge=1, le=4096)
     kernels: str
     versions: dict[str, str]
-    memory_bytes: int = Field(gt=0)
+    memory_bytes: int = Field(ge=10**6, le=10**15)
     bandwidth: list[BandwidthPoint] = Field(min_length=2)
     linear: dict[str, LinearTable]
     operators: dict[str, LinearCost]
@@ -111,10 +119,7 @@ class Calibration(_Table):
 
     def save(self, path: Path) -> None:
         """Writes the calibration beside `path` and then over it, so that a failure leaves the old one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(self.model_dump_json(indent=1))
-        partial.replace(path)
+        write_files({path: self.model_dump_json(indent=1).encode()})
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
@@ -129,6 +134,6 @@ class Calibration(_Table):
             ) from None
         except ValidationError as error:
             raise MemboundError(
-                f"calibration '{path}' is damaged or from another version ({error.error_count()} problems); "
+                f"calibration '{path}' is damaged or from another version ({one_sentence(error)}); "
                 "run `membound calibrate`"
             ) from None

@@ -8,6 +8,7 @@ the published ones wherever that device is predicted.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +18,22 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from membound.roofline.efficiency import ANY, FAMILIES, Family, KernelFit, find_fit, published_fits
 from membound.roofline.errors import MemboundError
-from membound.roofline.fitting import ROW_SCATTER, errors, fit_parameters, prior_parameters
+from membound.roofline.files import expanded, locked, read_bytes, write_files
+from membound.roofline.fitting import PARAMETERS, ROW_SCATTER, errors, fit_parameters, prior_parameters
 from membound.roofline.hardware import (
     HardwareSpec,
     get_hardware,
+    kept_as,
     normalised,
     read_hardware,
     user_hardware_folder,
 )
-from membound.roofline.home import device_fits_path, file_stem, keep_previous
+from membound.roofline.home import calibration_lock_path, device_fits_path, file_stem
+from membound.roofline.scenario import one_sentence
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row, Table, read_table
 
@@ -91,41 +95,62 @@ class DeviceFits(_Part):
             }
         )
 
-    def save(self, path: Path) -> None:
-        """Writes the fits; what lay there before stays beside them as `.previous`."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(self.model_dump_json(indent=1), "utf-8")
-            keep_previous(path)
-            partial.replace(path)
-        except OSError as error:
-            raise MemboundError(
-                f"calibration '{path}' cannot be written ({error.strerror}); set MEMBOUND_HOME to a folder of your own"
-            ) from None
+    @model_validator(mode="after")
+    def _possible(self) -> DeviceFits:
+        for fit in self.fits:
+            where = f"fit {fit.family} {fit.kernel} {fit.library}"
+            if fit.scope != self.device:
+                raise ValueError(f"{where}: scope is '{fit.scope}', not the device '{self.device}'")
+            limits = PARAMETERS[fit.family]
+            if fit.parameters.keys() != limits.keys():
+                raise ValueError(f"{where} has the parameters {', '.join(fit.parameters)}, not {', '.join(limits)}")
+            for name, value in fit.parameters.items():
+                low, high = limits[name].low, limits[name].high
+                if not 0.999 * low <= value <= 1.001 * high:
+                    raise ValueError(f"{where}: {name} is {value:g}, not between {low:g} and {high:g}")
+            if fit.rows < 1 or not (fit.median_error >= 0 and 0 <= fit.spread <= 50):
+                raise ValueError(f"{where}: rows, median_error or spread is not possible")
+        return self
 
     @classmethod
     def load(cls, path: Path) -> DeviceFits:
-        """Reads saved fits; raises MemboundError where they are damaged."""
+        """Reads saved fits; raises MemboundError where they cannot be read, DamagedError where they are damaged."""
+        content = read_bytes(path, "calibration")
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise MemboundError(f"calibration '{path}' cannot be read: {error.strerror}") from None
+            return cls.model_validate_json(content)
         except ValidationError as error:
-            raise MemboundError(
-                f"calibration '{path}' is damaged or from another version ({error.error_count()} problems); "
-                "move it away, or run `membound calibrate --from TABLE.csv` again"
+            raise DamagedError(
+                f"calibration '{path}' is damaged or from another version ({one_sentence(error)}); "
+                "run `membound calibrate --from TABLE.csv` again, which keeps it as `.damaged`"
             ) from None
+
+
+class DamagedError(MemboundError):
+    """A file of fits holds something else."""
 
 
 def fits_for(hardware: HardwareSpec) -> Fits:
     """The fits to predict a device with: its own from a table where the user gave one, then the published ones."""
-    path = device_fits_path(hardware.name)
+    path = _kept_path(hardware.name)
     try:
         state = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return published_fits()
+    except OSError as error:
+        raise MemboundError(f"calibration '{path}' cannot be read: {error.strerror}") from None
     return _merged(path, state.st_mtime_ns, state.st_size)
+
+
+def _kept_path(device: str) -> Path:
+    """Where a device's fits lie; earlier versions wrote `_` for what a file's name cannot hold everywhere."""
+    path = device_fits_path(device)
+    earlier = path.with_name(f"{re.sub(r'[^A-Za-z0-9.+-]', '_', device)}.json")
+    if path == earlier or path.exists() or not earlier.exists():
+        return path
+    try:
+        return earlier if DeviceFits.load(earlier).device == device else path
+    except DamagedError:
+        return path
 
 
 @lru_cache(maxsize=64)
@@ -151,6 +176,7 @@ class ForeignCalibration:
     devices: tuple[DeviceFits, ...]
     paths: tuple[Path, ...]
     left_out: dict[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def calibrate_from(path: Path, device: str | None = None) -> ForeignCalibration:
@@ -166,7 +192,7 @@ def calibrate_from(path: Path, device: str | None = None) -> ForeignCalibration:
             f"table '{path}' holds end-to-end measurements, from which kernels cannot be told apart; "
             f"give a table of single operators with the columns {', '.join(OPERATOR_COLUMNS)}"
         )
-    sheet = Path(device).expanduser() if device and device.endswith((".yaml", ".yml")) else None
+    sheet = expanded(device, "hardware file") if device and device.endswith((".yaml", ".yml")) else None
     rows = table.rows if device is None else _rows_of(table, device, sheet)
     cases, reasons = _cases(rows)
     usable = [batch.only(batch.possible() & batch.usual()) for batch in batches(cases)]
@@ -183,23 +209,44 @@ def calibrate_from(path: Path, device: str | None = None) -> ForeignCalibration:
         unknown = _DESCRIBE if reason.startswith("hardware") and "is unknown" in reason else ""
         raise MemboundError(f"table '{path}' has no row that can be fitted: {reason}{unknown}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    made, paths = [], []
-    for members in by_device.values():
-        hardware = members[0].hardware
-        found = _with_kept(fit_device(hardware, members, path.name, digest))
-        target = device_fits_path(hardware.name)
-        found.save(target)
-        made.append(found)
-        paths.append(target)
+    found = [fit_device(members[0].hardware, members, path.name, digest) for members in by_device.values()]
+    try:
+        with locked(calibration_lock_path()):
+            return _keep(found, sheet, left_out)
+    except OSError as error:
+        raise MemboundError(
+            f"calibration '{device_fits_path(found[0].device).parent}' cannot be written ({error.strerror}); "
+            "set MEMBOUND_HOME to a folder of your own"
+        ) from None
+
+
+def _keep(found: Sequence[DeviceFits], sheet: Path | None, left_out: dict[str, int]) -> ForeignCalibration:
+    """Writes the fits of all devices and the data sheet of one, or nothing; what lay there before is kept aside."""
+    made, contents, aside = [], {}, {}
+    for fits in found:
+        earlier, target = _kept_path(fits.device), device_fits_path(fits.device)
+        aside[target] = "previous"
+        if earlier.exists():
+            try:
+                known = DeviceFits.load(earlier)
+                fits = fits.with_earlier(known) if known.device == fits.device else fits
+            except DamagedError:
+                aside[target] = "damaged"
+        made.append(fits)
+        contents[target] = fits.model_dump_json(indent=1).encode()
+    paths = tuple(contents)
     if sheet is not None:
-        _keep_device(sheet)
-    return ForeignCalibration(tuple(made), tuple(paths), left_out)
-
-
-def _with_kept(found: DeviceFits) -> DeviceFits:
-    path = device_fits_path(found.device)
-    earlier = DeviceFits.load(path) if path.exists() else None
-    return found.with_earlier(earlier) if earlier and earlier.device == found.device else found
+        hardware, content = read_hardware(sheet), read_bytes(sheet, "hardware file")
+        kept = kept_as(hardware) or user_hardware_folder() / f"{file_stem(hardware.name)}.yaml"
+        if not kept.exists() or kept.read_bytes() != content:
+            contents[kept], aside[kept] = content, "previous"
+    moved = write_files(contents, aside)
+    notes = tuple(
+        f"'{path}' was damaged and is replaced; it is kept as '{moved[path].name}'"
+        for path in paths
+        if path in moved and aside[path] == "damaged"
+    )
+    return ForeignCalibration(tuple(made), paths, left_out, notes)
 
 
 def _rows_of(table: Table, device: str, sheet: Path | None) -> tuple[Row, ...]:
@@ -320,17 +367,3 @@ def _median(off: np.ndarray) -> float:
 def _spread(off: np.ndarray) -> float:
     """The 80 % quantile, but never less than what two teams' timings of the same kernel differ by."""
     return max(float(np.quantile(np.abs(off), 0.8)), ROW_SCATTER)
-
-
-def _keep_device(sheet: Path) -> None:
-    """Puts a data sheet among the user's devices, so that its name is known from now on."""
-    target = user_hardware_folder() / f"{file_stem(read_hardware(sheet).name)}.yaml"
-    content = sheet.read_bytes()
-    if target.exists() and target.read_bytes() == content:
-        return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        keep_previous(target)
-        target.write_bytes(content)
-    except OSError as error:
-        raise MemboundError(f"hardware file '{target}' cannot be written: {error.strerror}") from None

@@ -5,17 +5,19 @@ from __future__ import annotations
 import datetime
 import difflib
 import re
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from membound.roofline.calibration import Calibration
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import expanded, read_text, state_of
 from membound.roofline.home import home_folder, local_calibration_path
 from membound.roofline.part import Part
 from membound.roofline.scenario import one_sentence, parse_yaml
@@ -50,6 +52,29 @@ Architecture = Literal[
 MOST_SPARSE_TO_DENSE = 2.05
 
 
+def _within(low: float, high: float, unit: str) -> AfterValidator:
+    """Refuses what no device has: such a figure is in another unit, or a slip of the hand."""
+
+    def checked(value: float) -> float:
+        if not low <= value <= high:
+            raise ValueError(f"give {unit} between {low:g} and {high:g}")
+        return value
+
+    return AfterValidator(checked)
+
+
+def _has_letters(name: str) -> str:
+    if not normalised(name):
+        raise ValueError("a name needs a letter or a digit")
+    return name
+
+
+# Wide enough for a microcontroller and for a rack that is sold as one device.
+Bandwidth = Annotated[float, _within(1e8, 1e15, "bytes/s")]
+Rate = Annotated[float, _within(1e9, 1e18, "FLOP/s")]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_has_letters)]
+
+
 class Link(Part):
     """What connects a device with others or with its host.
 
@@ -58,8 +83,8 @@ class Link(Part):
     """
 
     kind: str = Field(min_length=1, description="NVLink 4, xGMI, PCIe 4.0 x16, InfiniBand NDR and so on")
-    bandwidth_bytes_per_s: float = Field(gt=0)
-    latency_s: float = Field(ge=0, le=1e-2)
+    bandwidth_bytes_per_s: Annotated[float, _within(1e6, 1e15, "bytes/s")]
+    latency_s: Annotated[float, _within(0, 1e-2, "seconds")]
     max_devices: int = Field(ge=2, le=1_000_000)
     topology: Literal["switched", "mesh", "ring", "torus", "pair", "host"]
 
@@ -67,7 +92,7 @@ class Link(Part):
 class Price(Part):
     """What a device-hour cost on demand, from a published list of a day."""
 
-    usd_per_h: float = Field(gt=0)
+    usd_per_h: Annotated[float, _within(1e-4, 1e5, "US dollars an hour")]
     date: datetime.date
     source: str = Field(min_length=1)
 
@@ -81,36 +106,42 @@ class HardwareSpec(Part):
     one its times are the data sheet's with typical efficiencies.
     """
 
-    name: str = Field(min_length=1)
-    aliases: tuple[str, ...] = ()
+    name: Name
+    aliases: tuple[Name, ...] = ()
     variant_of: str | None = Field(None, description="the device with the same chip, whose kernels it runs")
     vendor: str
     kind: Literal["cpu", "gpu", "accelerator"]
     architecture: Architecture = "unknown"
     year: int | None = Field(None, ge=1990, le=2100)
 
-    memory_bytes: int = Field(gt=0)
+    memory_bytes: Annotated[int, _within(1e6, 1e15, "bytes")]
     memory_kind: Literal["HBM", "GDDR", "LPDDR", "DDR", "unknown"] = "unknown"
-    bandwidth_bytes_per_s: float = Field(gt=0)
-    cache_bytes: int | None = Field(None, gt=0, description="the last-level cache that all compute units share")
-    cache_bandwidth_bytes_per_s: float | None = Field(None, gt=0)
+    bandwidth_bytes_per_s: Bandwidth
+    cache_bytes: Annotated[int, _within(1e3, 1e13, "bytes")] | None = Field(
+        None, description="the last-level cache that all compute units share"
+    )
+    cache_bandwidth_bytes_per_s: Annotated[float, _within(1e8, 1e17, "bytes/s")] | None = None
 
-    compute_units: int | None = Field(None, gt=0, description="SMs, CUs, cores: what a kernel's blocks are dealt to")
-    clock_hz: float | None = Field(None, gt=0, le=1e11, description="boost clock")
-    matrix_flops: dict[str, float]
-    sparse_flops: dict[str, float] = {}
-    vector_flops: float | None = Field(None, gt=0, description="fp32 outside the matrix unit")
-    runs_as: dict[str, str] = {}
-    launch_s: float = Field(3e-6, ge=0, description="time of an operator that does nothing, launches captured")
+    compute_units: Annotated[int, _within(1, 1e6, "compute units")] | None = Field(
+        None, description="SMs, CUs, cores: what a kernel's blocks are dealt to"
+    )
+    clock_hz: Annotated[float, _within(1e6, 1e11, "hertz")] | None = Field(None, description="boost clock")
+    matrix_flops: dict[str, Rate]
+    sparse_flops: dict[str, Rate] = Field(default_factory=dict)
+    vector_flops: Rate | None = Field(None, description="fp32 outside the matrix unit")
+    runs_as: dict[str, str] = Field(default_factory=dict)
+    launch_s: Annotated[float, _within(0, 1e-2, "seconds")] = Field(
+        3e-6, description="time of an operator that does nothing, launches captured"
+    )
 
     scale_up: Link | None = Field(None, description="between the devices of a node or rack")
     scale_out: Link | None = Field(None, description="between nodes, per device, as usually deployed")
     host: Link | None = Field(None, description="to the memory of the host")
 
-    power_w: float | None = Field(None, gt=0)
+    power_w: Annotated[float, _within(0.1, 1e6, "watts")] | None = None
     price: Price | None = None
     source: str = Field(min_length=1)
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = Field(default_factory=dict)
     verified: tuple[str, ...] = ()
     notes: str = ""
     calibration: Calibration | None = None
@@ -121,18 +152,16 @@ class HardwareSpec(Part):
         """48e9 is a number of bytes too, which YAML reads as text."""
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return value
         return int(number) if number.is_integer() and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _rates_are_possible(self) -> HardwareSpec:
         for table in ("matrix_flops", "sparse_flops"):
-            for dtype, rate in getattr(self, table).items():
+            for dtype in getattr(self, table):
                 if dtype not in DTYPES:
                     raise ValueError(f"{table} names the dtype '{dtype}'; known are {', '.join(DTYPES)}")
-                if rate <= 0:
-                    raise ValueError(f"{table}.{dtype} is {rate:g}; give a rate in FLOP/s above zero or leave it out")
         for dtype, rate in self.sparse_flops.items():
             dense = self.matrix_flops.get(dtype)
             if dense is None:
@@ -202,28 +231,36 @@ def parse_hardware(document: Any, origin: str) -> HardwareSpec:
 
 def read_hardware(path: Path) -> HardwareSpec:
     """The device that a YAML file describes; raises MemboundError with one sentence."""
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise MemboundError(f"hardware file '{path}' cannot be read: {error.strerror}") from None
+    spec = _read(path)
+    if spec.variant_of is None:
+        return spec
+    wanted = normalised(spec.variant_of)
+    related = {known.name for _, known in _user_files() if wanted in _spellings(known)}
+    related |= {known.name for known in _shipped_as(wanted)}
+    if len(related) != 1:
+        problem = "is unknown" if not related else f"may be {' or '.join(sorted(related))}"
+        raise MemboundError(
+            f"hardware file '{path}': field 'variant_of' is '{spec.variant_of}', which {problem}; "
+            "name a device of the catalog or of your own, or leave the field out"
+        )
+    return spec.model_copy(update={"variant_of": related.pop()})
+
+
+def _read(path: Path) -> HardwareSpec:
+    state = state_of(path, "hardware file")
     return _read_hardware(path, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=64)
 def _read_hardware(path: Path, modified_ns: int, size: int) -> HardwareSpec:
     """The device of a file in one state: it is parsed again when that changes."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise MemboundError(f"hardware file '{path}' cannot be read: {reason}") from None
     origin = f"hardware file '{path}'"
-    return parse_hardware(parse_yaml(text, origin, dates=True), origin)
+    return parse_hardware(parse_yaml(read_text(path, "hardware file"), origin, dates=True), origin)
 
 
 def hardware_of(calibration: Calibration) -> HardwareSpec:
-    """The machine that a calibration describes, as the device `local`."""
-    return HardwareSpec(
+    """The machine that a calibration describes, as the device `local`; raises MemboundError for an impossible one."""
+    document = dict(
         name="local",
         vendor="this machine",
         kind=calibration.kind,
@@ -234,6 +271,7 @@ def hardware_of(calibration: Calibration) -> HardwareSpec:
         source=f"calibrated {calibration.created} on {calibration.machine}, {calibration.threads} threads",
         calibration=calibration,
     )
+    return parse_hardware(document, f"the calibration of '{calibration.machine}'")
 
 
 def local_hardware() -> HardwareSpec:
@@ -254,9 +292,16 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def normalised(name: str) -> str:
     """What two spellings of one device's name have in common: letters and digits, without vendor or brand.
 
-    Names are compared whole: a part of a name is another device (a laptop's RTX 4090 is not an RTX 4090).
+    Letters are those of any script. Names are compared whole: a part of a name is another device (a laptop's RTX 4090
+    is not an RTX 4090).
     """
-    return re.sub(r"[^a-z0-9+]", "", _VENDOR_WORDS.sub(" ", name.lower().replace("_", " ")))
+    folded = unicodedata.normalize("NFC", name.casefold()).replace("_", " ")
+    return _letters(_VENDOR_WORDS.sub(" ", folded)) or _letters(folded)
+
+
+def _letters(text: str) -> str:
+    """Letters with their marks, digits, and the plus that tells two products apart."""
+    return "".join(char for char in text if char.isalnum() or char == "+" or unicodedata.category(char)[0] == "M")
 
 
 def _shipped_files() -> Iterator[Any]:
@@ -296,35 +341,85 @@ def user_hardware_folder() -> Path:
 
 def user_hardware() -> dict[str, HardwareSpec]:
     """The user's own devices by name; raises MemboundError for a file that is not one."""
-    specs = [read_hardware(path) for path in sorted(user_hardware_folder().glob("*.yaml"))]
-    return {spec.name: spec for spec in specs}
+    return {spec.name: read_hardware(path) for path, spec in _user_files()}
+
+
+def _user_files() -> list[tuple[Path, HardwareSpec]]:
+    """The user's own devices with their files."""
+    folder = user_hardware_folder()
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise MemboundError(f"hardware folder '{folder}' cannot be read: {error.strerror}") from None
+    return [(path, _read(path)) for path in paths]
 
 
 def get_hardware(name: str) -> HardwareSpec:
     """The device called `name`: `local`, the path of a YAML file, one of the user's, or one of the catalog.
 
-    A user's device comes before the catalog's of the same name. A memory size in the name must be the device's.
-    Raises MemboundError with the closest names otherwise.
+    A memory size in the name must be the device's. Raises MemboundError with the closest names otherwise, and for a
+    name that two files have.
     """
     if name == "local":
         return local_hardware()
     if name.endswith((".yaml", ".yml")):
-        return read_hardware(Path(name).expanduser())
-    own = user_hardware()
+        return read_hardware(expanded(name, "hardware file"))
+    if not normalised(name):
+        raise MemboundError(
+            f"hardware '{name}' has no letter or digit; give a device's name, or the path of a YAML file"
+        )
+    own = _user_files()
     for wanted, gigabytes in _readings(name):
-        for spec in (*own.values(), *_shipped_as(wanted)):
-            spellings = map(normalised, (spec.name, *spec.aliases))
-            if wanted in spellings and (gigabytes is None or _holds(spec, gigabytes)):
-                return spec
-    raise MemboundError(f"hardware '{name}' is unknown; {_closest(name, own)}")
+        found = [
+            (where, spec)
+            for where, spec in (*own, *(("the catalog", spec) for spec in _shipped_as(wanted)))
+            if wanted in _spellings(spec) and (gigabytes is None or _holds(spec, gigabytes))
+        ]
+        if len(found) > 1:
+            named = " and ".join(f"{spec.name} of {_said(where)}" for where, spec in found)
+            raise MemboundError(f"hardware '{name}' is the name of {named}; rename one, or give the path of its file")
+        if found:
+            where, spec = found[0]
+            return read_hardware(where) if isinstance(where, Path) else spec
+    raise MemboundError(f"hardware '{name}' is unknown; {_closest(name, (spec for _, spec in own))}")
+
+
+def kept_as(sheet: HardwareSpec) -> Path | None:
+    """The file of the user's device that has the name of a data sheet, which it replaces; None where there is none.
+
+    Raises MemboundError where a name or an alias of the sheet is another device's: neither would be found any more.
+    """
+    spellings = _spellings(sheet)
+    others: list[tuple[Path | str, HardwareSpec]] = [*_user_files()]
+    others += [("the catalog", spec) for spelling in spellings for spec in _shipped_as(spelling)]
+    same = [where for where, spec in others if isinstance(where, Path) and spec.name == sheet.name]
+    for where, spec in others:
+        if where not in same[:1] and spellings & _spellings(spec):
+            raise MemboundError(
+                f"a name of the device '{sheet.name}' is already that of {spec.name} of {_said(where)}; "
+                "rename one of them, or its alias"
+            )
+    return same[0] if same else None  # type: ignore[return-value]
+
+
+def _said(where: Path | str) -> str:
+    return f"'{where}'" if isinstance(where, Path) else where
+
+
+def _spellings(spec: HardwareSpec) -> set[str]:
+    return {normalised(name) for name in (spec.name, *spec.aliases)}
 
 
 def _readings(name: str) -> Iterator[tuple[str, int | None]]:
     """The normalised name, and the same without a memory size in it, which then has to be checked."""
     wanted = normalised(name)
     yield wanted, None
-    if sizes := _MEMORY_SIZE.findall(name.lower()):
-        yield normalised(_MEMORY_SIZE.sub(" ", name.lower())), int(sizes[0])
+    sizes = _MEMORY_SIZE.findall(name.lower())
+    without = normalised(_MEMORY_SIZE.sub(" ", name.lower()))
+    if sizes and without:
+        yield without, int(sizes[0])
 
 
 def _holds(spec: HardwareSpec, gigabytes: int) -> bool:
@@ -337,11 +432,11 @@ def _shipped_as(wanted: str) -> tuple[HardwareSpec, ...]:
     return (_shipped(stem),) if stem else ()
 
 
-def _closest(name: str, own: dict[str, HardwareSpec]) -> str:
+def _closest(name: str, own: Iterable[HardwareSpec]) -> str:
     """What somebody who wrote `name` may have meant."""
     spellings = {
         normalised(spelling): spec.name
-        for spec in (*catalog().values(), *own.values())
+        for spec in (*catalog().values(), *own)
         for spelling in (spec.name, *spec.aliases)
     }
     close = difflib.get_close_matches(normalised(name), spellings, n=6, cutoff=0.5)

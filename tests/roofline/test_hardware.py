@@ -251,7 +251,8 @@ def test_a_device_is_read_from_a_path_and_from_the_home_folder(tmp_path: Path, m
     write(tmp_path / "home" / "hardware", aliases=["My Card"])
     assert get_hardware("my-card").bandwidth_bytes_per_s == 1e12
     write(tmp_path / "home" / "hardware", name="H100-SXM5")
-    assert get_hardware("H100-SXM5").vendor == "Somebody"
+    with pytest.raises(MemboundError, match=r"is the name of H100-SXM5 of '.*card.yaml' and H100-SXM5 of the catalog"):
+        get_hardware("H100-SXM5")
 
 
 @pytest.mark.parametrize("name", ["H100-SXM5", "MI300X", "V100-SXM2-16GB", "TPU-v5e"])
@@ -264,11 +265,14 @@ def test_a_device_written_as_yaml_reads_back_equal(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"bandwidth_bytes_per_s": -1.0}, "field 'bandwidth_bytes_per_s' is -1.0: input should be greater than 0"),
+        (
+            {"bandwidth_bytes_per_s": -1.0},
+            "field 'bandwidth_bytes_per_s' is -1.0: give bytes/s between 1e+08",
+        ),
         ({"bandwidth_bytes_per_s": math.nan}, "field 'bandwidth_bytes_per_s' is nan: input should be a finite number"),
         ({"matrix_flops": {"bf16": math.inf}}, "field 'matrix_flops.bf16' is inf: input should be a finite number"),
         ({"matrix_flops": {"fp7": 1e12}}, "matrix_flops names the dtype 'fp7'; known are fp32, tf32, bf16"),
-        ({"matrix_flops": {"bf16": -1e12}}, "matrix_flops.bf16 is -1e+12; give a rate in FLOP/s above zero"),
+        ({"matrix_flops": {"bf16": -1e12}}, "field 'matrix_flops.bf16' is -1000000000000.0: give FLOP/s between"),
         ({"sparse_flops": {"bf16": 4e14}}, "sparse_flops.bf16 is 4e+14, 4.00 times the dense 1e+14"),
         ({"sparse_flops": {"int8": 4e14}}, "sparse_flops.int8 has no dense rate beside it"),
         ({"runs_as": {"fp16": "fp8"}}, "runs_as.fp16 is fp8; it must lead from a dtype without a matrix rate"),
@@ -302,7 +306,7 @@ def test_a_missing_field_and_a_missing_file_are_named(tmp_path: Path) -> None:
 
 
 @given(
-    dense=st.floats(1e9, 1e17),
+    dense=st.floats(1e12, 1e17),
     ratio=st.floats(0.01, 10),
 )
 def test_sparse_rates_are_between_once_and_twice_the_dense(dense: float, ratio: float) -> None:

@@ -332,7 +332,7 @@ def test_sparse_weights_use_the_sparse_rate_where_there_is_one() -> None:
 
 
 def test_a_device_without_any_wide_rate_is_refused() -> None:
-    document = dict(name="x", vendor="v", kind="gpu", memory_bytes=1, bandwidth_bytes_per_s=1, source="test")
+    document = dict(name="x", vendor="v", kind="gpu", memory_bytes=2**30, bandwidth_bytes_per_s=1e12, source="test")
     device = parse_hardware({**document, "matrix_flops": {"int8": 1e12}}, "test")
     with pytest.raises(MemboundError, match="has no bf16 matrix rate; it has int8"):
         compute_dtype(get_precision("bf16"), get_precision("bf16"), device)
