@@ -24,7 +24,8 @@ DATASET_TOKENS = {
     "dataset": 294.0,
 }
 # Published runs go up to 5 times the context that a model was made for (8192 tokens after 512 on BLOOM's 2048).
-_CONTEXTS = 8.0
+# Up to a million tokens it may be more than that; beyond, only what the model was made for.
+_CONTEXTS, _LONG = 8.0, 2.0**20
 # The words for a batch that is not stated as a number: as many sequences as fit, and what a server's load makes of it.
 AS_MANY_AS_FIT, SERVED = ("", "max", "max that fits"), ("server-load",)
 _MOST_SEQUENCES = 1e6
@@ -47,7 +48,8 @@ def tokens(row: Row, column: str, default: float, model: ModelSpec) -> float:
         names = ", ".join(DATASET_TOKENS)
         raise MemboundError(f"{row.at(column)} is '{text}'; it must be a number of tokens or one of {names}")
     least = 0.0 if column == "input_len" else 1.0
-    return max(number(stated, row.at(column), least=least, most=_CONTEXTS * model.max_context), 1.0)
+    most = max(model.max_context, min(_CONTEXTS * model.max_context, _LONG))
+    return max(number(stated, row.at(column), least=least, most=most), 1.0)
 
 
 def batch(row: Row) -> float | None:
