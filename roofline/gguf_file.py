@@ -18,6 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import is_file
 
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -57,7 +58,7 @@ class GgufFile:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
+        if not is_file(self.path):
             raise GgufError(f"{self.path} is not a file: it must be a GGUF.")
         if self.path.stat().st_size < 24:
             raise GgufError(f"{self.path} is not a GGUF: it is shorter than a GGUF header.")

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import is_file, is_folder, read_text
 from membound.roofline.models import ModelError, ModelSpec, get_model
 from membound.roofline.models.spec import build
 from membound.roofline.precision_plan import PrecisionPlan
@@ -30,7 +31,7 @@ def resolve_model(name_or_path: str) -> ModelSpec:
         return ModelSpec.from_gguf_metadata(
             file.metadata, path.stem, tie_embeddings="output.weight" not in file.tensors
         )
-    if path.is_dir() and (path / "config.json").is_file():
+    if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
     if path.suffix == ".json":
         return ModelSpec.from_hf_config(_config(path, name_or_path), path.resolve().parent.name or path.stem)
@@ -72,10 +73,10 @@ def _mapping(path: Path, given: str) -> dict[str, Any]:
     is_json = path.suffix == ".json"
     want = "a Hugging Face config.json" if is_json else "a YAML file with the fields of one model"
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_text(path, "model").removeprefix("\ufeff")
         content = json.loads(text) if is_json else yaml.safe_load(text)
-    except OSError as error:
-        raise ModelError(f"model '{given}' cannot be read: {error.strerror or error}") from None
+    except MemboundError as error:
+        raise ModelError(str(error)) from None
     except (ValueError, RecursionError, yaml.YAMLError):
         raise ModelError(f"model '{given}' is not {path.suffix[1:].upper()}; give the path of {want}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

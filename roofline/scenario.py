@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validat
 from membound.roofline.cluster import Cluster
 from membound.roofline.engine_settings import Engine as Engine
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import expanded, is_file, read_text
 from membound.roofline.model_files import published_formats
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
@@ -46,7 +47,7 @@ class Scenario(Part):
     description: str = ""
     model: str = Field(description="a catalog name, or the path of a config.json or a GGUF")
     weights: str = Field("random", description="'pretrained', 'random', or the path of a GGUF or safetensors folder")
-    hardware: str = "local"
+    hardware: str = Field("local", min_length=1)
     parallel: Parallelism = SINGLE
     engine: Engine = Engine()
     cluster: Cluster | None = None
@@ -173,8 +174,16 @@ def one_sentence(error: ValidationError) -> str:
         return f"field '{field}' has the unknown {_tag(problem)} '{tag}'; known are {known}{more}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
-        return f"field '{field}': {message}{more}"
-    return f"field '{field}' is {reprlib.repr(problem['input'])}: {message[:1].lower()}{message[1:]}{more}"
+        return f"field '{field}': {message}{more}" if problem["loc"] else f"{message}{more}"
+    return f"field '{field}' is {_shown(problem['input'])}: {message[:1].lower()}{message[1:]}{more}"
+
+
+def _shown(value: Any) -> str:
+    """A value, shortened; Python writes no number of thousands of digits."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _path(problem: Any) -> str:
@@ -228,12 +237,8 @@ def shipped_scenarios() -> dict[str, str]:
 def load_scenario(name_or_path: str) -> Scenario:
     """A scenario from a YAML file, or the shipped one of that name; raises MemboundError with one sentence."""
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or _is_file(path):
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise MemboundError(f"scenario file '{name_or_path}' cannot be read: {reason}") from None
+    if path.suffix in (".yaml", ".yml") or is_file(path):
+        text = read_text(path, "scenario file")
     else:
         shipped = shipped_scenarios()
         if name_or_path not in shipped:
@@ -255,8 +260,8 @@ def _beside(scenario: Path, hardware: Any) -> Any:
     """A device's file as it is found from the scenario's folder; a name, and a path that is not there, as they are."""
     if not isinstance(hardware, str) or not hardware.endswith((".yaml", ".yml")):
         return hardware
-    found = scenario.parent / Path(hardware).expanduser()
-    return str(found) if _is_file(found) else hardware
+    found = scenario.parent / expanded(hardware, "hardware file")
+    return str(found) if is_file(found) else hardware
 
 
 def _with_hardware_beside(scenario: Path, point: Any) -> Any:
@@ -297,7 +302,7 @@ def _check_plain(value: Any, origin: str, dates: bool, within: tuple[Any, ...] =
                 _check_plain(inner, origin, dates, (*within, value))
         case str():
             if any("\ud800" <= character <= "\udfff" for character in value):
-                raise MemboundError(f"{origin} has the text {ascii(value[:60])} with half a character; remove it")
+                raise MemboundError(f"{origin} has the text {value[:60]!a} with half a character; remove it")
         case None | bool() | int() | float():
             pass
         case datetime.date() if dates:
@@ -330,10 +335,3 @@ def parse_yaml(text: str, origin: str, *, dates: bool = False) -> Any:
         raise MemboundError(f"{origin} is not valid YAML: it is nested too deep") from None
     except (ValueError, AttributeError, TypeError, OverflowError) as error:
         raise MemboundError(f"{origin} has a value that YAML cannot read ({str(error)[:80]}); quote it") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False

@@ -19,6 +19,7 @@ from membound.roofline.files import locked, write_files
 from membound.roofline.foreign import DeviceFits
 from membound.roofline.hardware import get_hardware, parse_hardware
 from membound.roofline.home import file_stem, home_folder
+from membound.roofline.model_files import resolve_model
 
 DEVICE: dict[str, Any] = dict(
     name="昇腾",
@@ -82,6 +83,12 @@ def test_an_impossible_figure_is_named_with_its_unit(changes: dict[str, Any], sa
     with pytest.raises(MemboundError) as error:
         parse_hardware({**DEVICE, **changes}, "it")
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".yaml", "x" * 300 + ".gguf", "\0.json"])
+def test_a_model_whose_path_cannot_be_is_one_sentence(name: str) -> None:
+    with pytest.raises(MemboundError, match=r"model|GGUF"):
+        resolve_model(name)
 
 
 def test_a_variant_of_nothing_is_refused(home: Path) -> None:
