@@ -267,7 +267,7 @@ def _scenario(name: str, assignments: list[str] | None = None, hardware: str | N
         if not separator:
             raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
         scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
-    return scenario.with_value("hardware", hardware) if hardware else scenario
+    return scenario.with_value("hardware", hardware) if hardware is not None else scenario
 
 
 def _phase_log(timeline: Path | None, from_s: float | None, to_s: float | None) -> PhaseLog | None:
@@ -322,6 +322,8 @@ def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
     from membound.roofline.foreign import calibrate_from
 
     found = calibrate_from(table, device)
+    for note in found.notes:
+        typer.echo(note, err=True)
     devices = [
         {"device": fits.device, "file": str(path), "rows": fits.tables[-1].rows, **fits.model_dump(mode="json")}
         for fits, path in zip(found.devices, found.paths, strict=True)
@@ -397,7 +399,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
-        typer.echo(f"membound: cannot write the result: {error.strerror or error}", err=True)
+        tried = f"'{str(error.filename)[:200]}' cannot be used" if error.filename else "cannot write the result"
+        typer.echo(f"membound: {tried}: {error.strerror or error}", err=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
 
