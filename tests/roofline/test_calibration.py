@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,26 @@ def test_a_table_of_another_shape_than_its_grid_is_refused() -> None:
 def test_a_cost_sums_its_terms_and_ignores_amounts_without_one() -> None:
     cost = LinearCost(seconds={"call": 2.0, "elements": 3.0})
     assert cost.time_s(elements=10.0, flops=5.0) == 32.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "said"),
+    [
+        (("operators", "rms_norm", "seconds", "call"), -1.0, "rms_norm.seconds.call' is -1.0"),
+        (("linear", "bf16", "n"), [256, 128], "n is \\[256, 128\\]"),
+        (("linear", "bf16", "memory_s"), [[[0.0, 1.0]] * 2] * 2, "memory_s has 0 seconds"),
+        (("bandwidth",), [{"working_set_bytes": 1, "bytes_per_s": 1e9}], "bandwidth"),
+    ],
+)
+def test_a_calibration_that_holds_nonsense_names_it(
+    calibration: Calibration, tmp_path: Path, keys: tuple[str, ...], value: object, said: str
+) -> None:
+    document = calibration.model_dump(mode="json")
+    node = document
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    path = tmp_path / "local.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(MemboundError, match=f"local.json' is damaged.*{said}"):
+        Calibration.load(path)

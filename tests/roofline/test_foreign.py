@@ -236,3 +236,14 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
     path.write_text('{"schema_version": 7}')
     with pytest.raises(MemboundError, match=r"damaged or from another version.*calibrate --from TABLE.csv"):
         fits_for(device)
+
+
+def test_a_damaged_file_is_kept_aside_when_the_table_is_fitted_again(tmp_path: Path) -> None:
+    path = device_fits_path("H200-SXM")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    rows = [*gemms(get_hardware("A100-SXM4-80GB")), *gemms(get_hardware("H200-SXM"))]
+    result = calibrate_from(table(tmp_path / "ops.csv", rows))
+    assert path.with_name("H200-SXM.json.damaged").read_text() == "{"
+    assert "H200-SXM.json.damaged" in result.notes[0]
+    assert [DeviceFits.load(kept).device for kept in result.paths] == ["A100-SXM4-80GB", "H200-SXM"]
