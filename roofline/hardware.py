@@ -372,9 +372,11 @@ def get_hardware(name: str) -> HardwareSpec:
         )
     own = _user_files()
     for wanted, gigabytes in _readings(name):
+        known: list[tuple[Path | str, HardwareSpec]] = [*own]
+        known += [("the catalog", spec) for spec in _shipped_as(wanted)]
         found = [
             (where, spec)
-            for where, spec in (*own, *(("the catalog", spec) for spec in _shipped_as(wanted)))
+            for where, spec in known
             if wanted in _spellings(spec) and (gigabytes is None or _holds(spec, gigabytes))
         ]
         if len(found) > 1:
@@ -401,7 +403,7 @@ def kept_as(sheet: HardwareSpec) -> Path | None:
                 f"a name of the device '{sheet.name}' is already that of {spec.name} of {_said(where)}; "
                 "rename one of them, or its alias"
             )
-    return same[0] if same else None  # type: ignore[return-value]
+    return same[0] if same else None
 
 
 def _said(where: Path | str) -> str:
