@@ -278,7 +278,7 @@ class _Loader(yaml.SafeLoader):
     """Reads plain data and refuses a key that a mapping has twice."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
@@ -323,9 +323,9 @@ def parse_yaml(text: str, origin: str, *, dates: bool = False) -> Any:
     except MemboundError:
         raise
     except _TwiceError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        again = error.problem_mark.line + 1 if error.problem_mark else 0
         raise MemboundError(
-            f"{origin} has the key {reprlib.repr(error.problem)} twice in one mapping, again at line {line}; keep one"
+            f"{origin} has the key {reprlib.repr(error.problem)} twice in one mapping, again at line {again}; keep one"
         ) from None
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
