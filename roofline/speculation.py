@@ -280,7 +280,7 @@ def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Specul
 
 
 def checked_speculation(scenario: Scenario, model: ModelSpec) -> Speculation | None:
-    """The speculation of the scenario's replica; raises MemboundError where the model cannot be so divided or drafted."""
+    """The speculation of the scenario's replica; raises MemboundError where it cannot be divided or drafted so."""
     check_parallel(model, scenario.setup)
     speculation = speculation_of(scenario, model)
     if speculation is not None:
