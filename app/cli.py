@@ -7,16 +7,20 @@ progress and words go to standard error. Bad input is one sentence and exit code
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import ValidationError
 
 from membound.app import kernels, planning
+from membound.app.outputs import check_output
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
     from membound.roofline.scenario import Scenario
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
+
+# Of click, which typer brings along under a private name: what every mistake on the command line is.
+UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="membound",
@@ -96,7 +103,9 @@ def simulate(
     from membound.simulator.run import run
 
     log = _phase_log(timeline, from_, to)
-    chosen, parameters = with_best_drafts(_scenario(scenario, set_, hardware))
+    asked = _scenario(scenario, set_, hardware)
+    check_output("option --timeline", timeline, [scenario, asked.model_dump(mode="json")])
+    chosen, parameters = with_best_drafts(asked)
     result = run(chosen, observer=log)
     if parameters is not None and not parameters.get("replayed"):
         result.provenance.notes.append(drafting(parameters))
@@ -123,6 +132,7 @@ def measure(
 
     log = _phase_log(timeline, from_, to)
     chosen = _scenario(scenario, set_)
+    check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
     _ensure_calibrated()
     with _measuring("membound measure") as listener:
         hardware, runtime = machine_for(chosen)
@@ -227,15 +237,15 @@ def record(
     """Record what a model writes after each prompt: the content that simulations replay."""
     from membound.app.tasks import need_torch
 
+    written = output or prompts.with_suffix(".jsonl")
+    check_output("option --output", written, [prompts, scenario])
     need_torch()
     from membound.runtime.engine import Runtime
     from membound.runtime.record import record as run_record
 
     chosen = _scenario(scenario).with_techniques(())
     with _progress() as listener:
-        count = run_record(
-            prompts, output or prompts.with_suffix(".jsonl"), Runtime(), chosen, tokens, listener.progress
-        )
+        count = run_record(prompts, written, Runtime(), chosen, tokens, listener.progress)
     typer.echo(f"recorded {count} prompts", err=True)
 
 
@@ -376,7 +386,8 @@ def _print(document: Any, as_json: bool, render: Any) -> None:
     if as_json:
         if sys.stdout is None:
             raise MemboundError("standard output is closed, so the result cannot be printed")
-        sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+        unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
+        sys.stdout.write(json.dumps(document, ensure_ascii=not unicode, allow_nan=False) + "\n")
         sys.stdout.flush()
         return
     from rich.console import Console
@@ -388,10 +399,32 @@ planning.add_commands(app)
 app.add_typer(kernels.app)
 
 
+def _misused(error: Any) -> str:
+    """An error of the command line as one sentence; the help where there was nothing but the command's name."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.format_message())
+    said = str(error.format_message()).rstrip(".")
+    cause, param = error.__cause__, getattr(error, "param", None)
+    if isinstance(cause, ValidationError) and param is not None:
+        problem = cause.errors()[0]
+        option = f"option {param.opts[0]}" if param.opts[0].startswith("-") else param.human_readable_name
+        said = f"{option} is {reprlib.repr(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+    return f"membound: {said[:1].lower()}{said[1:]}"
+
+
 def main() -> None:
     """The console script: known errors are one sentence on standard error and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # not every terminal has every character
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
+    except UsageError as error:
+        typer.echo(_misused(error), err=True)
+        sys.exit(2)
     except MemboundError as error:
         typer.echo(f"membound: {error}", err=True)
         sys.exit(2)

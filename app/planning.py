@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from membound.app.outputs import check_output
 from membound.roofline.errors import MemboundError
+from membound.roofline.part import MAX_TOKENS
 
 if TYPE_CHECKING:
     from membound.roofline.techniques import GainMetric
@@ -76,9 +79,12 @@ def stack(
 
 def advise(
     scenario: ScenarioArgument,
-    batch: Annotated[int | None, typer.Option(metavar="N", min=1, help="sequences under way instead")] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=MAX_TOKENS, help="sequences under way instead")
+    ] = None,
     context: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="tokens that a decode step attends to, instead")
+        int | None,
+        typer.Option(metavar="N", min=2, max=MAX_TOKENS, help="tokens attended to in a decode step, instead"),
     ] = None,
     metric: MetricOption = None,
     simulate: SimulateOption = False,
@@ -143,6 +149,10 @@ def plan(
     aim = next((aim for aim in aims if aim == objective), None)
     if aim is None:
         raise MemboundError(f"option --objective is '{objective}'; give {' or '.join(aims)}")
+    if most_rate and devices is not None:
+        raise MemboundError(
+            f"option --devices is '{devices}', but --max-rate is of the scenario's own device; leave one of them out"
+        )
     with cli._progress() as listener:
         if most_rate:
             rate, summary = planner.max_rate(chosen, progress=listener.progress)
@@ -188,6 +198,7 @@ def sweep(
     from membound.simulator.sweep import sweep as run_sweep
 
     chosen = cli._scenario(scenario, set_, hardware)
+    check_output("option --csv", table, [scenario, chosen.model_dump(mode="json")])
     axes = [parse_axis(text) for text in over]
     with cli._progress() as listener:
         points = run_sweep(
@@ -199,6 +210,8 @@ def sweep(
         )
     if table is not None:
         _write_csv(table, points)
+    if all(point.summary is None for point in points):
+        raise MemboundError(f"no point of the sweep can be served; of the first, {points[0].reason}")
     cli._print(to_json(chosen, points, not closed_form), as_json, report_planning.sweep)
 
 
@@ -236,8 +249,10 @@ def _counts(text: str | None, option: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 1:
-        raise MemboundError(f"option {option} is '{text}'; give whole numbers above 0, such as 1,8,64")
+    if not counts or min(counts) < 1 or max(counts) > MAX_TOKENS:
+        raise MemboundError(
+            f"option {option} is {reprlib.repr(text)}; give whole numbers from 1 to {MAX_TOKENS:,}, such as 1,8,64"
+        )
     return counts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision import PRECISIONS, Precision, Role, get_precision, sparse24
@@ -54,11 +55,11 @@ def parse_precision(text: str, role: Role = "weights") -> Precision | None:
         return None
     name, *remarks = re.findall(r"[\w.:+]+", text.lower()) or [""]
     if stray := [word for word in remarks if not _REMARKS.fullmatch(word)]:
-        raise MemboundError(f"{role} precision '{text}' is not understood: '{stray[0]}' is no known remark")
+        raise MemboundError(f"{role} precision {reprlib.repr(text)} is not understood: '{stray[0]}' is no known remark")
     try:
         format = _format(name, [word for word in remarks if word not in _SPARSE], role)
     except MemboundError as error:
-        raise MemboundError(f"{role} precision '{text}' is not understood: {error}") from None
+        raise MemboundError(f"{role} precision {reprlib.repr(text)} is not understood: {error}") from None
     return sparse24(format) if "2:4" in remarks else format
 
 

@@ -6,6 +6,7 @@ search a plan; queues, bursts and tails are the simulator's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,6 +24,20 @@ from membound.roofline.times import RoofTimes, times_for
 RESERVED_BYTES = 2e9
 # Tokens that an engine takes into one step at most where nobody says: vLLM's and TensorRT-LLM's default for serving.
 CHUNK_TOKENS = 8192
+# Chunks of a prompt that are costed one by one; of more, so many stand for all. A chunk's time is nearly linear in the
+# tokens before it, for which the middle of a range is exact.
+MOST_CHUNKS = 64
+
+
+def chunks(prompt_tokens: float, chunk_tokens: float) -> Iterator[tuple[float, float, float]]:
+    """The steps of a prompt that takes several: tokens of one, those cached before it, and how many are like it."""
+    whole, rest = divmod(prompt_tokens, chunk_tokens)
+    costed = min(whole, float(MOST_CHUNKS))
+    like_it = whole / max(costed, 1.0)
+    for index in range(int(costed)):
+        yield float(chunk_tokens), (index * like_it + (like_it - 1.0) / 2.0) * chunk_tokens, like_it
+    if rest:
+        yield rest, whole * chunk_tokens, 1.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class Deployment:
 
     def prefill_s(self, batch: float, prompt_tokens: float) -> float:
         """Seconds to process `batch` prompts, in steps of at most `chunk_tokens` tokens."""
-        total, done = 0.0, 0.0
+        total = 0.0
         if batch * prompt_tokens <= self.chunk_tokens:
             return self._prefill_step_s(batch, prompt_tokens)
         if prompt_tokens <= self.chunk_tokens:
@@ -80,10 +95,8 @@ class Deployment:
             whole, rest = divmod(batch, at_once)
             total = whole * self._prefill_step_s(at_once, prompt_tokens)
             return total + (self._prefill_step_s(rest, prompt_tokens) if rest else 0.0)
-        while done < prompt_tokens:
-            chunk = min(float(self.chunk_tokens), prompt_tokens - done)
-            total += self._prefill_step_s(1.0, chunk, done)
-            done += chunk
+        for chunk, cached, times in chunks(prompt_tokens, self.chunk_tokens):
+            total += times * self._prefill_step_s(1.0, chunk, cached)
         return total * batch
 
     def largest_batch(self, context: float) -> float:
@@ -162,11 +175,9 @@ class SteadyLoad:
         )
         others = StepShape.decode(max(self.batch - 1.0, 1e-3), self._context)
         plain_s = self.deployment.step_s(others)
-        total_s, done = 0.0, 0.0
-        while done < self.prompt_tokens:
-            chunk = min(chunk_tokens, self.prompt_tokens - done)
-            total_s += self.deployment.step_s(others + StepShape.prefill(together, chunk, done)) - plain_s
-            done += chunk
+        total_s = 0.0
+        for chunk, cached, times in chunks(self.prompt_tokens, chunk_tokens):
+            total_s += times * (self.deployment.step_s(others + StepShape.prefill(together, chunk, cached)) - plain_s)
         return max(total_s, 0.0) / together
 
     @property

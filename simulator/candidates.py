@@ -23,6 +23,7 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, Slo
+from membound.roofline.serving import chunks
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import W8A8, ContinuousBatching, KvQuantization, Technique, WeightQuantization
 from membound.simulator.steady import Lengths, SpeculatingDeployment, deployment_of
@@ -337,11 +338,9 @@ def _decode_s(deployment: SpeculatingDeployment, batches: Values, context: float
 def _prompt_s(deployment: SpeculatingDeployment, batches: Values, lengths: Lengths) -> Values:
     """Seconds that a prompt of mean length adds to the steps that it joins; a pipeline's stages share them."""
     others = StepShape.decode(batches, np.full(len(batches), lengths.context))
-    plain, total, done = _seconds(deployment, others), np.zeros(len(batches)), 0.0
-    while done < lengths.prompt_tokens:
-        chunk = min(float(deployment.chunk_tokens), lengths.prompt_tokens - done)
-        total = total + _seconds(deployment, others + StepShape.prefill(1.0, chunk, done)) - plain
-        done += chunk
+    plain, total = _seconds(deployment, others), np.zeros(len(batches))
+    for chunk, cached, times in chunks(lengths.prompt_tokens, float(deployment.chunk_tokens)):
+        total = total + times * (_seconds(deployment, others + StepShape.prefill(1.0, chunk, cached)) - plain)
     return np.maximum(total, 0.0) / np.minimum(float(deployment.setup.parallel.pp), batches)
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -23,6 +26,7 @@ from membound.simulator.steady import Steady, deployment_of, load_of
 Backend = Literal["loky", "threading", "sequential", "ray", "dask"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MOST_POINTS = 1_000_000
+MOST_JOBS = 1024
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,8 +51,8 @@ class Workers:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise MemboundError(f"backend is '{self.backend}'; give {', '.join(BACKENDS)}")
-        if self.jobs is not None and self.jobs < 1:
-            raise MemboundError(f"jobs is {self.jobs}; give 1 or more")
+        if self.jobs is not None and not 1 <= self.jobs <= MOST_JOBS:
+            raise MemboundError(f"jobs is {self.jobs}; give 1 to {MOST_JOBS}")
         if self.address is not None and self.backend not in ("ray", "dask"):
             raise MemboundError(f"the address of a cluster is for backend ray or dask, not '{self.backend}'")
 
@@ -64,14 +68,17 @@ class Workers:
 
     def _results(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         jobs = self.jobs or (_cores() if self.address is None else -1)
-        alone = len(items) < 2 or (self.backend == "loky" and jobs == 1)
-        if alone or self.backend == "sequential":
+        is_here = self.backend in ("loky", "threading")
+        if self.backend == "sequential" or (is_here and min(jobs, len(items)) < 2):
             yield from map(function, items)
             return
         from joblib import Parallel, delayed, parallel_config
 
+        jobs = min(jobs, len(items)) if is_here else jobs
         with self._cluster(), parallel_config(backend=self.backend, n_jobs=jobs):
-            yield from Parallel(return_as="generator")(delayed(function)(item) for item in items)
+            with _interrupts_later():
+                results = Parallel(return_as="generator")(delayed(function)(item) for item in items)
+            yield from results
 
     @contextlib.contextmanager
     def _cluster(self) -> Iterator[None]:
@@ -90,6 +97,19 @@ class Workers:
                 yield
         else:
             yield
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Holds Ctrl-C back while workers start: they inherit that for good, so that this process alone answers it."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _imported(name: str) -> Any:
@@ -122,6 +142,8 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
     if not separator or not path or not values.strip():
         raise MemboundError(f"option --over is '{text}'; give KEY=A,B,C, such as workload.arrivals.concurrency=1,8,64")
     listed = parse_yaml(f"[{values}]", f"option --over {path}")
+    if wrong := [value for value in listed if isinstance(value, float) and not math.isfinite(value)]:
+        raise MemboundError(f"option --over {path} has the value {wrong[0]}; give finite numbers")
     return path, listed
 
 

@@ -31,7 +31,8 @@ class Scheduler:
 
     With `itemized` each step lists the work of every sequence, which an engine that computes needs, and drafts do.
     Without, steps cost nothing for each sequence, and equal steps are planned as one. The decisions are the same.
-    `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the class, priority and deadline of one that arrives.
+    `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the
+    class, priority and deadline of one that arrives.
     """
 
     def __init__(
