@@ -30,8 +30,7 @@ lint:
 	@mkdir -p build/typing && ln -sfn ../.. build/typing/membound
 	.venv/bin/mypy
 
-gpu-check:
-	@.ci/bootstrap.sh test
+gpu-check: setup
 	@failed=0; for what in check resources bench; do .venv/bin/membound kernels $$what || failed=1; done; exit $$failed
 
 clean:
