@@ -225,3 +225,45 @@ def test_sweep_writes_every_point(asked: str, tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_sentence(asked: str, arguments: tuple[str, ...], said: str) -> None:
     assert said in refused(arguments[0], asked, *arguments[1:])
+
+
+@pytest.mark.parametrize("command", ["simulate", "stack", "advise", "predict"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("parallel={tp: 2, ep: 2}", "parallel.ep is 2"),
+        ("parallel.pp=33", "parallel.pp is 33"),
+        ("workload.requests=true", "workload.requests"),
+    ],
+)
+def test_every_command_refuses_what_cannot_be(asked: str, command: str, given: str, said: str) -> None:
+    assert said in refused(command, asked, "--set", given)
+
+
+@pytest.mark.parametrize(
+    ("technique", "said"),
+    [("{name: draft_model_speculation, draft: nope}", "model 'nope'"), ("mtp", "multi-token prediction")],
+)
+def test_a_drafter_that_the_model_cannot_have_is_never_simulated(asked: str, technique: str, said: str) -> None:
+    assert said in refused("simulate", asked, "--set", f"techniques=[{technique}]")
+
+
+def test_requests_longer_than_the_context_are_not_served(asked: str) -> None:
+    longer = ("--set", "workload.output_tokens.tokens=200000")
+    for command in ("stack", "advise", "simulate"):
+        assert "more than the 131072 tokens" in refused(command, asked, *longer)
+
+
+def test_a_key_that_stands_twice_is_refused(asked: str) -> None:
+    Path(asked).write_text(Path(asked).read_text() + "model: Llama-2-7B\n")
+    assert "'model' twice" in refused("predict", asked)
+
+
+def test_no_output_replaces_its_input(asked: str, tmp_path: Path) -> None:
+    before = Path(asked).read_text()
+    link = tmp_path / "link.csv"
+    link.hardlink_to(asked)
+    assert "give another file" in refused("sweep", asked, "--over", "parallel.tp=1,2", "--csv", asked)
+    for command in (("sweep", "--over", "parallel.tp=1,2", "--csv"), ("simulate", "--timeline")):
+        assert "give another file" in refused(command[0], asked, *command[1:], str(link))
+    assert Path(asked).read_text() == before
