@@ -6,13 +6,10 @@ progress and words go to standard error. Bad input is one sentence and exit code
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import os
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,11 +18,20 @@ from pydantic import ValidationError
 
 from membound.app import kernels, planning
 from membound.app.outputs import check_output
+from membound.app.terminal import (
+    HardwareOption,
+    JsonOption,
+    ScenarioArgument,
+    SetOption,
+    measuring,
+    print_result,
+    progress,
+    scenario_of,
+)
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
     from membound.roofline.result import RunResult
-    from membound.roofline.scenario import Scenario
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
 
@@ -40,12 +46,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="a YAML file, or a shipped scenario's name")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document to standard output")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
-]
-HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
 TimelineOption = Annotated[
     Path | None,
     typer.Option(metavar="OUT", help="write what happened when: .json for Perfetto or Chrome, .csv, .parquet"),
@@ -80,10 +80,10 @@ def predict(
     from membound.app import report
     from membound.roofline.operating_point import OperatingPoint
 
-    chosen = _scenario(scenario, set_, hardware)
+    chosen = scenario_of(scenario, set_, hardware)
     point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
     document = {"scenario": chosen.model_dump(mode="json"), **point.to_json()}
-    _print(document, as_json, report.operating_point)
+    print_result(document, as_json, report.operating_point)
 
 
 @app.command()
@@ -103,14 +103,14 @@ def simulate(
     from membound.simulator.run import run
 
     log = _phase_log(timeline, from_, to)
-    asked = _scenario(scenario, set_, hardware)
+    asked = scenario_of(scenario, set_, hardware)
     check_output("option --timeline", timeline, [scenario, asked.model_dump(mode="json")])
     chosen, parameters = with_best_drafts(asked)
     result = run(chosen, observer=log)
     if parameters is not None and not parameters.get("replayed"):
         result.provenance.notes.append(drafting(parameters))
     _write_timeline(result, log, timeline, from_, to)
-    _print(result.to_json(), as_json, report.run)
+    print_result(result.to_json(), as_json, report.run)
 
 
 @app.command()
@@ -131,10 +131,10 @@ def measure(
     from membound.app.tasks import machine_for
 
     log = _phase_log(timeline, from_, to)
-    chosen = _scenario(scenario, set_)
+    chosen = scenario_of(scenario, set_)
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
     _ensure_calibrated()
-    with _measuring("membound measure") as listener:
+    with measuring("membound measure") as listener:
         hardware, runtime = machine_for(chosen)
         live = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
 
@@ -146,7 +146,7 @@ def measure(
         result = runtime.run(chosen, hardware, observer=observer)
     keep_run(Store(membound_home()), "measure", chosen, result)
     _write_timeline(result, log, timeline, from_, to)
-    _print(result.to_json(), as_json, report.run)
+    print_result(result.to_json(), as_json, report.run)
 
 
 @app.command()
@@ -159,13 +159,13 @@ def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
-    chosen = _scenario(scenario, set_)
+    chosen = scenario_of(scenario, set_)
     _ensure_calibrated()
-    with _measuring("membound compare") as listener:
+    with measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)
         result = run_compare(chosen, hardware, runtime, listener)
     keep_comparison(Store(membound_home()), chosen, result)
-    _print(result.to_json(), as_json, report.comparison)
+    print_result(result.to_json(), as_json, report.comparison)
 
 
 @app.command()
@@ -191,11 +191,11 @@ def calibrate(
     if table is not None:
         if threads is not None:
             raise MemboundError("option --threads is for measuring this machine; leave it out with --from")
-        _print(_calibrate_from(table, device), as_json, report.foreign_calibration)
+        print_result(_calibrate_from(table, device), as_json, report.foreign_calibration)
         return
     if device not in (None, "cpu", "cuda"):
         raise MemboundError("option --device needs --from TABLE.csv, except for cpu and cuda, which are measured here")
-    _print(_calibrate(threads, device or "cpu").model_dump(mode="json"), as_json, report.calibration)
+    print_result(_calibrate(threads, device or "cpu").model_dump(mode="json"), as_json, report.calibration)
 
 
 @app.command()
@@ -224,7 +224,7 @@ def validate(
     if parts is not None and leave_out is not None:
         typer.echo(f"fitting without each {leave_out} in turn", err=True)
         unseen = generalisation.leave_out(parts, leave_out)
-    _print(document(found, unseen), as_json, report.validation)
+    print_result(document(found, unseen), as_json, report.validation)
 
 
 @app.command()
@@ -243,8 +243,8 @@ def record(
     from membound.runtime.engine import Runtime
     from membound.runtime.record import record as run_record
 
-    chosen = _scenario(scenario).with_techniques(())
-    with _progress() as listener:
+    chosen = scenario_of(scenario).with_techniques(())
+    with progress() as listener:
         count = run_record(prompts, written, Runtime(), chosen, tokens, listener.progress)
     typer.echo(f"recorded {count} prompts", err=True)
 
@@ -256,7 +256,7 @@ def scenarios(as_json: JsonOption = False) -> None:
     from membound.roofline.scenario import load_scenario, shipped_scenarios
 
     listed = [{"name": name, "description": load_scenario(name).description} for name in shipped_scenarios()]
-    _print({"scenarios": listed}, as_json, report.scenarios)
+    print_result({"scenarios": listed}, as_json, report.scenarios)
 
 
 @app.command()
@@ -265,19 +265,7 @@ def doctor(as_json: JsonOption = False) -> None:
     from membound.app import doctor as checks
 
     found = checks.report()
-    _print(found, as_json, checks.render)
-
-
-def _scenario(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
-    from membound.roofline.scenario import load_scenario, parse_yaml
-
-    scenario = load_scenario(name)
-    for assignment in assignments or []:
-        key, separator, value = assignment.partition("=")
-        if not separator:
-            raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
-        scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
-    return scenario.with_value("hardware", hardware) if hardware is not None else scenario
+    print_result(found, as_json, checks.render)
 
 
 def _phase_log(timeline: Path | None, from_s: float | None, to_s: float | None) -> PhaseLog | None:
@@ -322,7 +310,7 @@ def _calibrate(threads: int | None, device: str = "cpu") -> Any:
 
     if device == "cuda":
         kernels.need_gpu()
-    with _measuring("membound calibrate") as listener:
+    with measuring("membound calibrate") as listener:
         calibration = run_calibrate(device=device, threads=threads, progress=listener.progress)
     calibration.save(local_calibration_path())
     return calibration
@@ -339,60 +327,6 @@ def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
         for fits, path in zip(found.devices, found.paths, strict=True)
     ]
     return {"devices": devices, "left_out": found.left_out}
-
-
-class _TerminalListener:
-    """Shows a bar on standard error; never asks to stop, because Ctrl-C does."""
-
-    def __init__(self, bar: Any, task: Any) -> None:
-        self.bar = bar
-        self.task = task
-
-    def progress(self, fraction: float, message: str = "") -> None:
-        self.bar.update(self.task, completed=fraction, description=message)
-
-    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
-        pass
-
-    def check_cancelled(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[_TerminalListener]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _TerminalListener(bar, bar.add_task("", total=1.0))
-
-
-@contextlib.contextmanager
-def _measuring(holder: str) -> Iterator[_TerminalListener]:
-    """The bar of a measurement, which waits until no other one runs on this machine."""
-    from membound.app.jobs import measurement_slot
-
-    with _progress() as listener:
-
-        def on_wait(ahead: str) -> None:
-            listener.progress(0.0, f"waiting for {ahead} to finish")
-
-        with measurement_slot(holder, on_wait):
-            yield listener
-
-
-def _print(document: Any, as_json: bool, render: Any) -> None:
-    if as_json:
-        if sys.stdout is None:
-            raise MemboundError("standard output is closed, so the result cannot be printed")
-        unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
-        sys.stdout.write(json.dumps(document, ensure_ascii=not unicode, allow_nan=False) + "\n")
-        sys.stdout.flush()
-        return
-    from rich.console import Console
-
-    Console(markup=False, emoji=False).print(render(document))
 
 
 planning.add_commands(app)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from membound.app import text
+from membound.app.terminal import JsonOption, measuring, print_result, progress
 from membound.roofline.errors import MemboundError
 from membound.roofline.home import home_folder
 
@@ -37,7 +38,6 @@ OutOption = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="for the JSON and Markdown; data/measurements or the home folder if not given"),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document to standard output")]
 
 INTERPRETER = "Triton's interpreter"
 ELSEWHERE = "sm90"  # compiled for where there is no GPU, or one that nothing is known of
@@ -54,8 +54,6 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Every kernel against its fp32 reference, on fresh random inputs; exit code 1 if one is off."""
-    from membound.app import cli
-
     if interpret:
         _interpret()
     device = _device(interpreted=interpret)
@@ -64,7 +62,7 @@ def check(
 
     cases = [case for case in _chosen(CASES, kernel) if case.small or not interpret]
     seed = time.time_ns() % 2**31 if seed is None else seed
-    with cli._progress() as listener:
+    with progress() as listener:
         found = run_check(cases, device, seed, listener.progress)
     name = INTERPRETER if interpret else _gpu_name(device)
     wrong = sum(not row.right for row in found)
@@ -91,8 +89,6 @@ def bench(
     kernel: KernelOption = None, seed: SeedOption = None, out: OutOption = None, as_json: JsonOption = False
 ) -> None:
     """Every kernel timed on a GPU: its share of the bandwidth and matmul ceilings, beside what else is installed."""
-    from membound.app import cli
-
     device = _device(interpreted=False)
     from membound.kernels.bench import benchmark
     from membound.kernels.bench.check import CASES
@@ -102,7 +98,7 @@ def bench(
     name, before = _gpu_name(device), _conditions(device, _gpu_name(device))
     seed = time.time_ns() % 2**31 if seed is None else seed
     timer, l2_bytes = benchmark.cuda_timer(device), _l2_bytes(device)
-    with cli._measuring("membound kernels bench") as listener:
+    with measuring("membound kernels bench") as listener:
         listener.progress(0.0, "ceilings: copies and matrix products")
         ceilings = benchmark.ceilings(device, timer)
         rows = list(benchmark.bench(cases, device, seed, timer, l2_bytes, listener.progress))
@@ -135,7 +131,6 @@ def resources(
     as_json: JsonOption = False,
 ) -> None:
     """Registers, spills and shared memory of every kernel, compiled ahead of time."""
-    from membound.app import cli
     from membound.app.tasks import need_torch
 
     need_torch()
@@ -150,7 +145,7 @@ def resources(
     names = {case.split()[0] for case in CASES}
     _known(kernel, names)
     cases = [case for case in CASES if not kernel or case.split()[0] in kernel]
-    with cli._progress() as listener:
+    with progress() as listener:
         found = compile_all(arch, cases, listener.progress)
     document = {
         "title": f"Kernels compiled for {arch}",
@@ -275,13 +270,12 @@ def _finish(
     keep: bool = True,
 ) -> None:
     """Writes both files where they are asked for or kept, and prints the table last."""
-    from membound.app import cli
     from membound.kernels.bench import record
 
     if out is not None or keep:
         for path in record.write(out or _measurements(), record.slug(name), document, rows):
             typer.echo(f"written to {path}", err=True)
-    cli._print(record.finite(document), as_json, lambda found: _table(found, rows))
+    print_result(record.finite(document), as_json, lambda found: _table(found, rows))
 
 
 def _measurements() -> Path:

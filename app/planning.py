@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from membound.app.outputs import check_output
+from membound.app.terminal import (
+    HardwareOption,
+    JsonOption,
+    ScenarioArgument,
+    SetOption,
+    print_result,
+    progress,
+    scenario_of,
+)
 from membound.roofline.errors import MemboundError
 from membound.roofline.part import MAX_TOKENS
 
@@ -18,12 +27,6 @@ if TYPE_CHECKING:
     from membound.roofline.techniques import GainMetric
     from membound.simulator.sweep import Swept, Workers
 
-ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="a YAML file, or a shipped scenario's name")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document to standard output")]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
-]
-HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
 MetricOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="what a gain is of: tpot_s or output_tokens_per_s")
 ]
@@ -56,13 +59,13 @@ def stack(
     as_json: JsonOption = False,
 ) -> None:
     """Techniques alone, one on top of the other and together: the product of gains against the real gain."""
-    from membound.app import cli, report_planning
+    from membound.app import report_planning
     from membound.simulator.stacking import chosen_techniques, to_json
     from membound.simulator.stacking import stack as run_stack
 
-    chosen = cli._scenario(scenario, set_, hardware)
+    chosen = scenario_of(scenario, set_, hardware)
     names = None if techniques is None else _names(techniques, "--techniques")
-    with cli._progress() as listener:
+    with progress() as listener:
         stacks = run_stack(
             chosen,
             techniques=names,
@@ -74,7 +77,7 @@ def stack(
             progress=listener.progress,
         )
     document = {"scenario": chosen.model_dump(mode="json"), **to_json(stacks, chosen_techniques(chosen, names))}
-    cli._print(document, as_json, report_planning.stacks)
+    print_result(document, as_json, report_planning.stacks)
 
 
 def advise(
@@ -96,12 +99,12 @@ def advise(
     as_json: JsonOption = False,
 ) -> None:
     """Which technique should come next at this operating point, why, and at what price in quality."""
-    from membound.app import cli, report_planning
+    from membound.app import report_planning
     from membound.simulator.advisor import advise as run_advise
     from membound.simulator.advisor import to_json
 
-    chosen = cli._scenario(scenario, set_, hardware)
-    with cli._progress() as listener:
+    chosen = scenario_of(scenario, set_, hardware)
+    with progress() as listener:
         advice = run_advise(
             chosen,
             batch=batch,
@@ -111,7 +114,7 @@ def advise(
             workers=_workers(backend, jobs, address),
             progress=listener.progress,
         )
-    cli._print(to_json(advice), as_json, report_planning.advice)
+    print_result(to_json(advice), as_json, report_planning.advice)
 
 
 def plan(
@@ -140,11 +143,11 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput."""
-    from membound.app import cli, report_planning
+    from membound.app import report_planning
     from membound.simulator import planner
     from membound.simulator.search import Objective
 
-    chosen = cli._scenario(scenario, set_)
+    chosen = scenario_of(scenario, set_)
     aims: tuple[Objective, ...] = get_args(Objective)
     aim = next((aim for aim in aims if aim == objective), None)
     if aim is None:
@@ -153,7 +156,7 @@ def plan(
         raise MemboundError(
             f"option --devices is '{devices}', but --max-rate is of the scenario's own device; leave one of them out"
         )
-    with cli._progress() as listener:
+    with progress() as listener:
         if most_rate:
             rate, summary = planner.max_rate(chosen, progress=listener.progress)
         else:
@@ -169,9 +172,9 @@ def plan(
             )
     if most_rate:
         document = {"max_rate_rps": rate, "summary": summary.model_dump(mode="json"), "scenario": chosen.name}
-        cli._print(document, as_json, report_planning.max_rate)
+        print_result(document, as_json, report_planning.max_rate)
         return
-    cli._print(planner.to_json(found), as_json, report_planning.plan)
+    print_result(planner.to_json(found), as_json, report_planning.plan)
 
 
 def sweep(
@@ -193,14 +196,14 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """The scenario at every point of a product of values, on all cores or on a cluster."""
-    from membound.app import cli, report_planning
+    from membound.app import report_planning
     from membound.simulator.sweep import parse_axis, to_json
     from membound.simulator.sweep import sweep as run_sweep
 
-    chosen = cli._scenario(scenario, set_, hardware)
+    chosen = scenario_of(scenario, set_, hardware)
     check_output("option --csv", table, [scenario, chosen.model_dump(mode="json")])
     axes = [parse_axis(text) for text in over]
-    with cli._progress() as listener:
+    with progress() as listener:
         points = run_sweep(
             chosen,
             axes,
@@ -212,7 +215,7 @@ def sweep(
         _write_csv(table, points)
     if all(point.summary is None for point in points):
         raise MemboundError(f"no point of the sweep can be served; of the first, {points[0].reason}")
-    cli._print(to_json(chosen, points, not closed_form), as_json, report_planning.sweep)
+    print_result(to_json(chosen, points, not closed_form), as_json, report_planning.sweep)
 
 
 def catalog(
@@ -221,12 +224,11 @@ def catalog(
 ) -> None:
     """List what a scenario can name: techniques with their parameters, engine profiles, devices, models."""
     from membound.app import catalog as catalogs
-    from membound.app import cli
 
     chosen = next((known for known in catalogs.KINDS if known == kind), None)
     if chosen is None:
         raise MemboundError(f"catalog '{kind}' is unknown; give {', '.join(catalogs.KINDS)}")
-    cli._print(catalogs.listing(chosen), as_json, catalogs.render)
+    print_result(catalogs.listing(chosen), as_json, catalogs.render)
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -8,7 +8,7 @@ over devices is no technique: it is the scenario's `parallel`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import TYPE_CHECKING, Annotated, Union, get_args
 
 from pydantic import Field
 
@@ -96,24 +96,9 @@ AnyTechnique = Annotated[
     Field(discriminator="name"),
 ]
 
-# In the order in which they apply: sparsity makes sparse what quantization left.
+# In the order of the union, in which they apply: sparsity makes sparse what quantization left.
 TECHNIQUES: dict[str, type[Technique]] = {
-    cls.model_fields["name"].default: cls
-    for cls in (
-        Int8Weights,
-        WeightQuantization,
-        W8A8,
-        Sparsity24,
-        KvQuantization,
-        FlashAttention,
-        MlaAbsorption,
-        ContinuousBatching,
-        NgramSpeculation,
-        DraftModelSpeculation,
-        Medusa,
-        Eagle,
-        Mtp,
-    )
+    cls.model_fields["name"].default: cls for cls in get_args(get_args(AnyTechnique)[0])
 }
 
 

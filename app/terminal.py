@@ -1,0 +1,92 @@
+"""What do all commands take alike, and how do they show progress and print their result?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from membound.roofline.errors import MemboundError
+
+if TYPE_CHECKING:
+    from membound.roofline.scenario import Scenario
+
+ScenarioArgument = Annotated[str, typer.Argument(metavar="SCENARIO", help="a YAML file, or a shipped scenario's name")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document to standard output")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
+]
+HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
+
+
+def scenario_of(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
+    """The scenario of that name or file, with what `--set` and `--hardware` say instead."""
+    from membound.roofline.scenario import load_scenario, parse_yaml
+
+    scenario = load_scenario(name)
+    for assignment in assignments or []:
+        key, separator, value = assignment.partition("=")
+        if not separator:
+            raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
+        scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
+    return scenario.with_value("hardware", hardware) if hardware is not None else scenario
+
+
+class TerminalListener:
+    """Shows a bar on standard error; never asks to stop, because Ctrl-C does."""
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self.bar = bar
+        self.task = task
+
+    def progress(self, fraction: float, message: str = "") -> None:
+        self.bar.update(self.task, completed=fraction, description=message)
+
+    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
+        pass
+
+    def check_cancelled(self) -> None:
+        pass
+
+
+@contextmanager
+def progress() -> Iterator[TerminalListener]:
+    """A bar while the block runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield TerminalListener(bar, bar.add_task("", total=1.0))
+
+
+@contextmanager
+def measuring(holder: str) -> Iterator[TerminalListener]:
+    """The bar of a measurement, which waits until no other one runs on this machine."""
+    from membound.app.jobs import measurement_slot
+
+    with progress() as listener:
+
+        def on_wait(ahead: str) -> None:
+            listener.progress(0.0, f"waiting for {ahead} to finish")
+
+        with measurement_slot(holder, on_wait):
+            yield listener
+
+
+def print_result(document: Any, as_json: bool, render: Any) -> None:
+    """One JSON document on standard output, or what `render` makes of it for people."""
+    if as_json:
+        if sys.stdout is None:
+            raise MemboundError("standard output is closed, so the result cannot be printed")
+        unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "") == "utf8"
+        sys.stdout.write(json.dumps(document, ensure_ascii=not unicode, allow_nan=False) + "\n")
+        sys.stdout.flush()
+        return
+    from rich.console import Console
+
+    Console(markup=False, emoji=False).print(render(document))
