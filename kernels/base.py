@@ -43,6 +43,9 @@ class RaggedBatch:
     Sequence `i` brings query tokens `query_start[i] : query_start[i + 1]`, which are the last of its
     `context_len[i]` tokens, and attends causally to all of those. Its token `t` is stored in block
     `block_table[i, t // block_size]` at offset `t % block_size`.
+
+    With a `tree` (at most 64 new tokens a sequence) a token sees the whole context before the new tokens, and of the
+    new tokens its ancestors and itself. A sequence whose first query has position 0 starts with a fresh state.
     """
 
     positions: Tensor  # [tokens] int64, position of each token in its sequence
@@ -51,6 +54,8 @@ class RaggedBatch:
     context_len: Tensor  # [sequences] int32, tokens of the sequence including this step's
     block_table: Tensor  # [sequences, max_blocks] int32, unused entries are 0
     most_queries: int | None = None  # the most tokens that a sequence brings, where the host knows it
+    seats: Tensor | None = None  # [sequences] int64, where each sequence's state of constant size lies
+    tree: Tensor | None = None  # [tokens] int64, bit j: the token sees new token j of its sequence; None: causal
 
     def to(self, device: torch.device) -> RaggedBatch:
         """The same batch on a device."""
@@ -63,6 +68,8 @@ class RaggedBatch:
             context_len=self.context_len.to(device),
             block_table=self.block_table.to(device),
             most_queries=self.most_queries,
+            seats=None if self.seats is None else self.seats.to(device),
+            tree=None if self.tree is None else self.tree.to(device),
         )
 
     @property
