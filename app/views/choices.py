@@ -33,24 +33,24 @@ def operating_point() -> OperatingPoint:
     with st.container(border=True):
         left, middle, right = st.columns([2, 2, 3])
         with left:
-            model = _model(t)
+            model = choose_model(t)
         with middle:
-            device = _device(t)
+            device = choose_device(t)
         with right:
             techniques = _techniques(t)
         contexts = [context for context in CONTEXTS if context <= model.max_context]
         with st.container(horizontal=True):
-            phase = _one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
-            context = _one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, _short)
-            batch = _one_of("batch", BATCHES, BATCH, t, str)
+            phase = one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
+            context = one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
+            batch = one_of("batch", BATCHES, BATCH, t, str)
             setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques], published=model.published)
-            tp = _one_of("tp", _divisors(model, setup), 1, t, str)
+            tp = one_of("tp", divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA
     setup = replace(setup, parallel=Parallelism(tp=tp))
     return OperatingPoint(model, hardware.get_hardware(device), setup, phase, batch, context, gamma)
 
 
-def _divisors(model: models.ModelSpec, setup: EngineSetup) -> list[int]:
+def divisors(model: models.ModelSpec, setup: EngineSetup) -> list[int]:
     """The degrees of tensor parallelism that divide a model."""
     return [tp for tp in DEGREES if _divides(model, replace(setup, parallel=Parallelism(tp=tp)))]
 
@@ -63,7 +63,8 @@ def _divides(model: models.ModelSpec, setup: EngineSetup) -> bool:
     return True
 
 
-def _model(t: Translate) -> models.ModelSpec:
+def choose_model(t: Translate) -> models.ModelSpec:
+    """A model of the catalog."""
     known = models.catalog()
     linked.seed("model", list(known), MODEL)
     name = st.selectbox(
@@ -77,7 +78,8 @@ def _model(t: Translate) -> models.ModelSpec:
     return known[name or MODEL]
 
 
-def _device(t: Translate) -> str:
+def choose_device(t: Translate) -> str:
+    """A device of the catalog, or this machine."""
     names = ["local", *hardware.catalog()]
     linked.seed("hw", names, DEVICE)
     name = st.selectbox(
@@ -109,7 +111,8 @@ def _techniques(t: Translate) -> list[str]:
     return chosen
 
 
-def _one_of(key: str, options: Sequence[Any], default: object, t: Translate, shown: Callable[[Any], str]) -> Any:
+def one_of(key: str, options: Sequence[Any], default: object, t: Translate, shown: Callable[[Any], str]) -> Any:
+    """One of a few options, beside each other; its words are `choice.KEY` and `help.KEY`."""
     linked.seed(key, options, default)
     value = st.segmented_control(
         t(f"choice.{key}"),
@@ -134,5 +137,6 @@ def _gamma(t: Translate) -> int:
     return int(gamma)
 
 
-def _short(context: int) -> str:
+def short_count(context: int) -> str:
+    """`2048` as "2k"."""
     return f"{context // 1024}k" if context >= 1024 else str(context)
