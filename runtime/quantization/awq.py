@@ -1,0 +1,91 @@
+"""AWQ: which input channels does a weight have to keep exact, and by how much are they scaled up for that?
+
+Lin et al., AWQ: activation-aware weight quantization, 2023, arXiv 2306.00978, section 3.2. A channel's weights are
+multiplied by its scale before they are rounded, and its inputs are divided by it. The output error that the search
+minimizes is exact, as the inputs' second moments give it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from membound.runtime.quantization.quantized import Grid, Quantized, checked, grouped
+from membound.runtime.quantization.rtn import round_to_nearest
+from membound.runtime.quantization.statistics import InputStatistics
+
+EXPONENTS = 20  # of the mean magnitude that are tried, from 0 to below 1
+SHRINKS = tuple(1 - step / 20 for step in range(10))  # of a group's range, from 1 to 0.55
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A quantized weight whose inputs have to be divided by `input_scale` [k] first."""
+
+    weight: Quantized
+    input_scale: Tensor
+
+    def dequantized(self) -> Tensor:
+        """The values [n, k] that multiply the inputs as they were."""
+        return self.weight.dequantized() / self.input_scale
+
+
+def awq(weight: Tensor, inputs: InputStatistics, grid: Grid) -> Scaled:
+    """Weight [n, k] with the scales that `search_scales` finds and ranges that `search_shrinks` finds, rounded."""
+    weight = checked(weight)
+    scales = search_scales(weight, inputs, grid)
+    return Scaled(round_clipped(weight * scales, inputs.scaled(1 / scales), grid), scales)
+
+
+def round_clipped(weight: Tensor, inputs: InputStatistics, grid: Grid) -> Quantized:
+    """Weight [n, k] rounded to nearest on the ranges that cost its output least."""
+    return round_to_nearest(weight, grid, search_shrinks(checked(weight), inputs.moments, grid))
+
+
+def search_scales(weight: Tensor, inputs: InputStatistics, grid: Grid, magnitude: Tensor | None = None) -> Tensor:
+    """The scales [k] = magnitude^exponent, their extremes around 1, with the least output error.
+
+    `magnitude` [k] is the mean |x| unless channels have to share their scales and so bring a common one.
+    """
+    weight = checked(weight)
+    magnitude = inputs.mean_abs if magnitude is None else magnitude
+    magnitude = magnitude.clamp(min=1e-4 * float(magnitude.max()) + 1e-12)
+    best, least = torch.ones_like(magnitude), float("inf")
+    for step in range(EXPONENTS):
+        scales = magnitude ** (step / EXPONENTS)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        rounded = round_to_nearest(weight * scales, grid).dequantized() / scales
+        error = output_error(weight - rounded, inputs.moments)
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def search_shrinks(weight: Tensor, second_moments: Tensor, grid: Grid) -> Tensor:
+    """How far each group's grid reaches [n, groups], as a share of its range, with the least output error of its own.
+
+    Groups are searched by themselves: what two of them do to the same output is left out, as in the authors' code.
+    """
+    n, k = weight.shape
+    group = grid.columns(k)
+    blocks = grouped(weight, group)  # [n, groups, group]
+    moments = torch.zeros(blocks.shape[1], group, group)
+    for i in range(blocks.shape[1]):
+        part = second_moments[i * group : (i + 1) * group, i * group : (i + 1) * group]
+        moments[i, : len(part), : len(part)] = part
+    best, least = torch.ones(n, blocks.shape[1]), torch.full((n, blocks.shape[1]), float("inf"))
+    for shrink in SHRINKS:
+        scale, offset = grid.fit(blocks, shrink)
+        error = blocks - grid.nearest(blocks, scale[..., None], None if offset is None else offset[..., None])
+        through = torch.bmm(error.transpose(0, 1), moments).transpose(0, 1)  # [n, groups, group]
+        loss = (through * error).sum(-1)
+        best = torch.where(loss < least, shrink, best)
+        least = torch.minimum(loss, least)
+    return best
+
+
+def output_error(difference: Tensor, second_moments: Tensor) -> float:
+    """Mean over tokens of the squared length of `difference` [n, k] times an input."""
+    return float(((difference @ second_moments) * difference).sum())
