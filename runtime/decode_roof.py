@@ -9,7 +9,7 @@ import torch
 from membound.kernels.base import RaggedBatch
 from membound.kernels.bench.benchmark import Failed, Timed, Timer
 from membound.kernels.dispatch import kernels_for
-from membound.roofline.models import get_model
+from membound.roofline.models import GroupedQueryAttention, get_model
 from membound.runtime.cuda_graphs import Replay
 from membound.runtime.decoder import Decoder
 from membound.runtime.weights import random_weights
@@ -33,7 +33,8 @@ def decode_roof(device: torch.device, timer: Timer, layers: int | None = None) -
         samples = sorted(timer([decode_step(decoder, CONTEXT)]))
     except (RuntimeError, MemoryError) as failure:
         return Failed(f"decode of {MODEL}", case, f"{type(failure).__name__}: {failure}".splitlines()[0])
-    attention = decoder.attention
+    attention = spec.attention
+    assert isinstance(attention, GroupedQueryAttention)
     kv_bytes = count * CONTEXT * 2 * attention.kv_heads * attention.head_dim * decoder.kernels.kv_dtype.itemsize
     middle = samples[len(samples) // 4 : -(-3 * len(samples) // 4)]
     return Timed(
@@ -53,7 +54,7 @@ def decode_roof(device: torch.device, timer: Timer, layers: int | None = None) -
 def decode_step(decoder: Decoder, context: int) -> Replay:
     """The step of one sequence's token number `context`; called again it computes the same one."""
     blocks = -(-context // BLOCK_SIZE)
-    kv, device = decoder.kv_cache(blocks, BLOCK_SIZE), decoder.device
+    kv, device = decoder.new_cache(blocks, BLOCK_SIZE), decoder.device
     last = torch.tensor([context - 1], device=device)
     batch = RaggedBatch(
         positions=last,

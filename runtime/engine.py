@@ -152,7 +152,7 @@ class Runtime:
         memory, times = kv_memory(scenario, decoder.spec, hardware.memory_bytes, longest), times_for(hardware)
         blocks = memory.num_blocks
         scheduler = build_scheduler(scenario, decoder.spec, times, memory, content_known=True, numbered_blocks=True)
-        kv = decoder.kv_cache(blocks, scenario.engine.block_size)
+        kv = decoder.new_cache(blocks, scenario.engine.block_size, scenario.engine.max_num_seqs)
         sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
         _warm_up(decoder, scenario)
         longest_blocks = -(-longest // scenario.engine.block_size)

@@ -35,9 +35,11 @@ class TorchExecutor:
         self.sampler = sampler
         self.clock = clock
         self.graphs = graphs
+        self.seats = Seats()
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         start_s = self.clock.now_s()
+        self.seats.update(step, sequences)
         token_ids, batch, logits_rows = self._inputs(step, sequences)
         if self.graphs is not None and self.graphs.takes(batch):
             logits = self.graphs.run(token_ids, batch, logits_rows)  # [rows, vocab]
@@ -76,5 +78,22 @@ class TorchExecutor:
             context_len=torch.tensor([work.context for work in step.work], dtype=torch.int32),
             block_table=torch.from_numpy(table),
             most_queries=max(map(len, positions)),
+            seats=torch.tensor([self.seats.of[work.sequence] for work in step.work]),
         )
         return torch.tensor(tokens), batch, torch.from_numpy(np.concatenate(rows))
+
+
+class Seats:
+    """Which place of the layers' constant-size states each sequence has, from its first step until it leaves."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def update(self, step: Step, sequences: dict[int, Sequence]) -> None:
+        """Frees the seats of those that ended or lost their blocks, then seats those of the step that have none."""
+        gone = [id for id in self.of if id not in sequences or id in step.preempted]
+        self._free += [self.of.pop(id) for id in gone]
+        for work in step.work:
+            if work.sequence not in self.of:
+                self.of[work.sequence] = self._free.pop() if self._free else len(self.of)

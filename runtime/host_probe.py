@@ -89,7 +89,7 @@ class HostProbe:
             tables=BlockTables(blocks, BLOCK_SIZE),
         )
         clock = WallClock()
-        executor = TorchExecutor(decoder, decoder.kv_cache(blocks, BLOCK_SIZE), BLOCK_SIZE, GreedySampler(), clock)
+        executor = TorchExecutor(decoder, decoder.new_cache(blocks, BLOCK_SIZE), BLOCK_SIZE, GreedySampler(), clock)
         recorder = Recorder()
         stand_in.away_s = []
         for _ in serve(scheduler, client_for(ClosedLoop(concurrency=sequences), requests), executor, clock, recorder):

@@ -26,7 +26,7 @@ def generate_plain(
     It does not stop at an end token; the caller does.
     """
     num_blocks = -(-(len(prompt_ids) + max_tokens) // BLOCK_SIZE)
-    kv = decoder.kv_cache(num_blocks, BLOCK_SIZE)
+    kv = decoder.new_cache(num_blocks, BLOCK_SIZE)
     tokens, start = list(prompt_ids), 0
     for _ in range(max_tokens):
         batch = single_sequence(start, len(tokens), num_blocks, decoder.device)

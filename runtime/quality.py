@@ -47,4 +47,4 @@ def _logits(decoder: Decoder, token_ids: tuple[int, ...]) -> Tensor:
     blocks = -(-len(token_ids) // BLOCK_SIZE)
     batch: RaggedBatch = single_sequence(0, len(token_ids), blocks, decoder.device)
     ids = torch.tensor(token_ids, device=decoder.device)
-    return decoder.forward(ids, batch, decoder.kv_cache(blocks, BLOCK_SIZE), torch.arange(len(token_ids)))
+    return decoder.forward(ids, batch, decoder.new_cache(blocks, BLOCK_SIZE), torch.arange(len(token_ids)))

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,9 @@ class WeightsError(MemboundError):
     """Weights that are missing, unreadable or not in the shape that their model needs."""
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer: matrices [n, k] in bf16, norms and biases in fp32; q and k rows in rotate-half order."""
-
-    attn_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    o: Tensor  # [hidden, heads * head_dim]
-    ffn_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
-    qkv_bias: Tensor | None = None  # [(heads + 2 * kv_heads) * head_dim]
-    q_norm: Tensor | None = None  # [head_dim]
-    k_norm: Tensor | None = None  # [head_dim]
+# One layer's tensors by the part that they belong to: matrices [n, k] in bf16 by the names of `roofline.models`, norms
+# ("mixer_norm", "ffn_norm", "q_norm", "k_norm") and biases ("qkv_bias") in fp32; q and k rows in rotate-half order.
+LayerWeights = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,21 +47,14 @@ class Weights:
 
     def to(self, device: torch.device | str) -> Weights:
         """The same weights on `device`, still tied if they were."""
-
-        def moved(tensor: Tensor | None) -> Any:
-            return None if tensor is None else tensor.to(device)
-
         embed = self.embed.to(device)
         return replace(
             self,
             embed=embed,
-            layers=tuple(
-                replace(layer, **{field.name: moved(getattr(layer, field.name)) for field in fields(layer)})
-                for layer in self.layers
-            ),
+            layers=tuple({name: tensor.to(device) for name, tensor in layer.items()} for layer in self.layers),
             final_norm=self.final_norm.to(device),
             lm_head=embed if self.lm_head is self.embed else self.lm_head.to(device),
-            rope_factors=moved(self.rope_factors),
+            rope_factors=None if self.rope_factors is None else self.rope_factors.to(device),
         )
 
 
@@ -148,14 +131,12 @@ def random_weights(spec: ModelSpec, seed: int, layers: int | None = None) -> Wei
         return flat.view(n, k)
 
     def layer() -> LayerWeights:
-        return LayerWeights(
-            attn_norm=torch.ones(spec.hidden),
-            ffn_norm=torch.ones(spec.hidden),
-            qkv_bias=0.1 * torch.randn(attention.qkv_rows, generator=generator) if attention.qkv_bias else None,
-            q_norm=torch.ones(attention.head_dim) if attention.qk_norm else None,
-            k_norm=torch.ones(attention.head_dim) if attention.qk_norm else None,
-            **{name: matrix(n, k) for name, n, k in spec.layer_linears()},
-        )
+        tensors = {"mixer_norm": torch.ones(spec.hidden), "ffn_norm": torch.ones(spec.hidden)}
+        if attention.qkv_bias:
+            tensors["qkv_bias"] = 0.1 * torch.randn(attention.qkv_rows, generator=generator)
+        if attention.qk_norm:
+            tensors |= {name: torch.ones(attention.head_dim) for name in ("q_norm", "k_norm")}
+        return tensors | {name: matrix(n, k) for name, n, k in spec.layer_linears()}
 
     embed = matrix(spec.vocab, spec.hidden)
     return Weights(
@@ -173,7 +154,7 @@ _GGUF_NAMES = {
     "final_norm": "output_norm.weight",
     "lm_head": "output.weight",
     "layer": "blk.{}.",
-    "attn_norm": "attn_norm.weight",
+    "mixer_norm": "attn_norm.weight",
     "q": "attn_q.weight",
     "k": "attn_k.weight",
     "v": "attn_v.weight",
@@ -193,7 +174,7 @@ _HF_NAMES = {
     "final_norm": "model.norm.weight",
     "lm_head": "lm_head.weight",
     "layer": "model.layers.{}.",
-    "attn_norm": "input_layernorm.weight",
+    "mixer_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
@@ -208,6 +189,9 @@ _HF_NAMES = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+
+
+_FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
 def _assemble(
@@ -232,23 +216,13 @@ def _assemble(
             whole = torch.cat([read(name).to(dtype) for name in wanted])
             return arena.like(_checked(origin, " + ".join(wanted), whole, shape), dtype)
 
-        def norm_or_none(name: str) -> Tensor | None:
-            return vector(prefix + names[name], attention.head_dim) if attention.qk_norm else None
-
-        def bias() -> Tensor:
-            return fused((attention.qkv_rows,), "q_bias", "k_bias", "v_bias", dtype=torch.float32)
-
-        return LayerWeights(
-            attn_norm=vector(prefix + names["attn_norm"], spec.hidden),
-            qkv=fused(linears["qkv"], "q", "k", "v"),
-            o=fused(linears["o"], "o"),
-            ffn_norm=vector(prefix + names["ffn_norm"], spec.hidden),
-            gate_up=fused(linears["gate_up"], "gate", "up"),
-            down=fused(linears["down"], "down"),
-            qkv_bias=bias() if attention.qkv_bias else None,
-            q_norm=norm_or_none("q_norm"),
-            k_norm=norm_or_none("k_norm"),
-        )
+        tensors = {name: vector(prefix + names[name], spec.hidden) for name in ("mixer_norm", "ffn_norm")}
+        if attention.qkv_bias:
+            bias = fused((attention.qkv_rows,), "q_bias", "k_bias", "v_bias", dtype=torch.float32)
+            tensors["qkv_bias"] = bias
+        if attention.qk_norm:
+            tensors |= {name: vector(prefix + names[name], attention.head_dim) for name in ("q_norm", "k_norm")}
+        return tensors | {name: fused(linears[name], *parts) for name, parts in _FUSED.items()}
 
     def table(name: str) -> Tensor:
         return arena.like(_checked(origin, names[name], read(names[name]), (spec.vocab, spec.hidden)), torch.bfloat16)

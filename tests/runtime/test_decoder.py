@@ -10,6 +10,7 @@ Four tolerances, on logits that spread over about 20 (SmolLM2) or 10 (tiny model
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def last_logits(decoder: Decoder, ids: list[int], rows: int) -> Tensor:
     """Logits [rows, vocab] of the last positions, all of `ids` in one step."""
     num_blocks = -(-len(ids) // 16)
     batch = single_sequence(0, len(ids), num_blocks, decoder.device)
-    return decoder.forward(torch.tensor(ids), batch, decoder.kv_cache(num_blocks, 16), torch.arange(-rows, 0))
+    return decoder.forward(torch.tensor(ids), batch, decoder.new_cache(num_blocks, 16), torch.arange(-rows, 0))
 
 
 def assert_agrees(logits: Tensor, expected: list[dict[str, list[Any]]], tolerance: float) -> None:
@@ -111,7 +112,7 @@ def test_chunks_and_neighbours_do_not_change_a_sequence(name: str, reference: Pa
     decoder = Decoder(*load_safetensors(reference / name), ExactKernels(), "fp32")
     a, b = list(range(3, 24)), list(range(90, 101))
     table = torch.tensor([[5, 2, 7], [1, 6, 0]], dtype=torch.int32)  # blocks of 8
-    kv = decoder.kv_cache(8, 8)
+    kv = decoder.new_cache(8, 8)
 
     def step(*pieces: tuple[int, list[int], int, int]) -> Tensor:
         positions = [p for _, _, start, end in pieces for p in range(start, end)]
@@ -154,8 +155,34 @@ def test_random_weights_give_finite_logits_of_a_sensible_size() -> None:
     assert 0.3 < logits.std().item() < 3
 
 
-def test_the_kv_cache_has_a_pair_of_blocks_for_each_layer() -> None:
+def test_the_cache_of_a_layer_is_its_k_and_v_blocks() -> None:
     spec = get_model("SmolLM2-135M").model_copy(update={"vocab": 64})
-    kv = Decoder(spec, random_weights(spec, seed=0, layers=2), TorchKernels(), "bf16").kv_cache(5, 16)
-    assert [k.shape for k, _ in kv] == [(5, 16, 3, 64)] * 2
-    assert kv[0][0].dtype == torch.bfloat16 and kv[0][0].data_ptr() != kv[0][1].data_ptr()
+    cache = Decoder(spec, random_weights(spec, seed=0, layers=2), TorchKernels(), "bf16").new_cache(5, 16)
+    assert [layer.nbytes for layer in cache] == [2 * 2 * 5 * 16 * 3 * 64] * 2
+
+
+def test_blocks_that_are_read_and_written_elsewhere_carry_a_sequence_with_them(reference: Path) -> None:
+    """A sequence whose blocks are copied to others of another cache goes on as if nothing had happened."""
+    decoder = Decoder(*load_safetensors(reference / "tiny_qwen3"), ExactKernels(), "fp32")
+    ids = list(range(3, 36))
+    here, there = decoder.new_cache(5, 16), decoder.new_cache(7, 16)
+    decoder.forward(torch.tensor(ids[:-1]), single_sequence(0, 32, 5, decoder.device), here, torch.tensor([0]))
+    for source, target in zip(here, there, strict=True):
+        target.write_blocks([6, 3], source.read_blocks([0, 1]))
+    moved = replace(
+        single_sequence(32, 33, 3, decoder.device),
+        slots=torch.tensor([1 * 16]),
+        block_table=torch.tensor([[6, 3, 1]], dtype=torch.int32),
+    )
+    logits = decoder.forward(torch.tensor(ids[-1:]), moved, there, torch.tensor([0]))
+    torch.testing.assert_close(logits, last_logits(decoder, ids, 1), rtol=0, atol=1e-4)
+
+
+def test_the_hidden_states_after_some_layers_are_those_of_a_shorter_model(reference: Path) -> None:
+    spec, weights = load_safetensors(reference / "tiny_qwen3")
+    whole = Decoder(spec, weights, ExactKernels(), "fp32")
+    short = Decoder(spec, replace(weights, layers=weights.layers[:1]), ExactKernels(), "fp32")
+    ids, batch = torch.arange(3, 20), single_sequence(0, 17, 2, whole.device)
+    early = whole.hidden(ids, batch, whole.new_cache(2, 16), layers=1)
+    torch.testing.assert_close(early.normed, short.hidden(ids, batch, short.new_cache(2, 16)).normed)
+    assert not torch.allclose(early.normed, whole.hidden(ids, batch, whole.new_cache(2, 16)).normed)

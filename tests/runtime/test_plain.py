@@ -20,7 +20,7 @@ def test_each_token_is_the_greedy_choice_after_all_before_it(reference: Path) ->
     tokens = list(generate_plain(decoder, PROMPT, 30))
     ids = PROMPT + tokens
     batch = single_sequence(0, len(ids), 3, decoder.device)
-    logits = decoder.forward(torch.tensor(ids), batch, decoder.kv_cache(3, 16), torch.arange(len(ids)))
+    logits = decoder.forward(torch.tensor(ids), batch, decoder.new_cache(3, 16), torch.arange(len(ids)))
     assert logits[len(PROMPT) - 1 : -1].argmax(1).tolist() == tokens
 
 

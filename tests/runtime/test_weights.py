@@ -71,7 +71,7 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
 def assert_same(left: Weights, right: Weights) -> None:
     def named(weights: Weights) -> dict[str, Tensor | None]:
         top = {key: value for key, value in vars(weights).items() if key not in ("layers", "origin")}
-        return top | {f"{i}.{k}": v for i, layer in enumerate(weights.layers) for k, v in vars(layer).items()}
+        return top | {f"{i}.{k}": v for i, layer in enumerate(weights.layers) for k, v in layer.items()}
 
     ours, theirs = named(left), named(right)
     assert ours.keys() == theirs.keys()
@@ -95,11 +95,11 @@ def test_shapes_precisions_and_tying_are_as_promised(smollm2: tuple[ModelSpec, W
     spec, weights = smollm2
     assert weights.lm_head is weights.embed and weights.embed.shape == (49152, 576)
     layer = weights.layers[-1]
-    assert {name: tuple(getattr(layer, name).shape) for name, _, _ in spec.layer_linears()} == {
+    assert {name: tuple(layer[name].shape) for name, _, _ in spec.layer_linears()} == {
         name: (n, k) for name, n, k in spec.layer_linears()
     }
-    assert {layer.qkv.dtype, layer.o.dtype, layer.gate_up.dtype, layer.down.dtype} == {torch.bfloat16}
-    assert {layer.attn_norm.dtype, layer.ffn_norm.dtype, weights.final_norm.dtype} == {torch.float32}
+    assert {layer[name].dtype for name, _, _ in spec.layer_linears()} == {torch.bfloat16}
+    assert {layer["mixer_norm"].dtype, layer["ffn_norm"].dtype, weights.final_norm.dtype} == {torch.float32}
     assert weights.origin == "SmolLM2-135M-Instruct.Q4_1.gguf, dequantized to bf16: these weights were 4-bit once"
 
 
@@ -127,9 +127,9 @@ def test_random_weights_have_the_shapes_and_the_number_of_layers_asked_for() -> 
     weights = random_weights(spec, seed=1, layers=2)
     assert len(weights.layers) == 2 and weights.lm_head is not weights.embed
     for layer in weights.layers:
-        assert {(name, *getattr(layer, name).shape) for name, _, _ in spec.layer_linears()} == set(spec.layer_linears())
-        assert layer.q_norm is not None and layer.qkv_bias is None
-    down = weights.layers[0].down.float()
+        assert {(name, *layer[name].shape) for name, _, _ in spec.layer_linears()} == set(spec.layer_linears())
+        assert "q_norm" in layer and "qkv_bias" not in layer
+    down = weights.layers[0]["down"].float()
     assert down.std().item() == pytest.approx(spec.ffn.intermediate**-0.5, rel=0.02)
     assert "2 of 36 layers" in weights.origin
 

@@ -64,10 +64,10 @@ def decode_batch(contexts, new=1):
 
 def test_captured_steps_are_the_steps_and_their_padding_stores_nothing(decoder, device):
     capture = CudaCapture(device) if device.type == "cuda" else call_again
-    plain, captured = (decoder.kv_cache(8, BLOCK_SIZE) for _ in range(2))
+    plain, captured = (decoder.new_cache(8, BLOCK_SIZE) for _ in range(2))
     graphs = DecodeGraphs(decoder, captured, max_blocks=3, buckets=[1, 2, 4], capture=capture)
     assert graphs.buckets == [1, 2, 4]
-    assert all((blocks == 0).all() for pair in captured for blocks in pair)
+    assert all((store.k_blocks == 0).all() and (store.v_blocks == 0).all() for store in captured)
     # Three sequences, then one that is in the middle of the others' rows, then two: what was padding becomes a row.
     for step, contexts in enumerate([[1, 1, 1], [2], [3, 2]]):
         ids, batch = torch.arange(len(contexts)) + 7 * step, decode_batch(contexts)
@@ -76,8 +76,8 @@ def test_captured_steps_are_the_steps_and_their_padding_stores_nothing(decoder, 
         assert graphs.takes(batch)
         # Other splits of the context, so other roundings: as far as bf16's, not equal bits.
         assert torch.allclose(graphs.run(ids, batch, rows), logits, atol=0.1)
-        for pair, expected in zip(captured, plain, strict=True):
-            for blocks, other in zip(pair, expected, strict=True):
+        for store, expected in zip(captured, plain, strict=True):
+            for blocks, other in ((store.k_blocks, expected.k_blocks), (store.v_blocks, expected.v_blocks)):
                 assert torch.allclose(blocks.float(), other.float(), atol=0.1)
                 assert torch.equal(blocks == 0, other == 0)
     few = graphs.run(ids, batch, torch.tensor([1]))
@@ -85,7 +85,7 @@ def test_captured_steps_are_the_steps_and_their_padding_stores_nothing(decoder, 
 
 
 def test_drafts_prompts_and_what_is_too_large_run_kernel_by_kernel(decoder):
-    graphs = DecodeGraphs(decoder, decoder.kv_cache(8, BLOCK_SIZE), max_blocks=2, buckets=[1, 2], capture=call_again)
+    graphs = DecodeGraphs(decoder, decoder.new_cache(8, BLOCK_SIZE), max_blocks=2, buckets=[1, 2], capture=call_again)
     assert graphs.takes(decode_batch([5, 3]))
     assert not graphs.takes(decode_batch([5, 3], new=2))
     assert not graphs.takes(decode_batch([5, 3, 4]))
@@ -97,7 +97,7 @@ def test_drafts_prompts_and_what_is_too_large_run_kernel_by_kernel(decoder):
 
 
 def test_only_triton_kernels_on_a_gpu_are_captured_and_what_fails_is_said(decoder, monkeypatch):
-    kv = decoder.kv_cache(8, BLOCK_SIZE)
+    kv = decoder.new_cache(8, BLOCK_SIZE)
     monkeypatch.setattr(decoder, "device", torch.device("cpu"))
     assert decode_graphs(decoder, kv, 2, 4) == (None, None)
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))

@@ -62,7 +62,7 @@ def batch_of(parts, device):
 def all_logits(decoder):
     """Logits of every token of the steps, one after the other on the same cache."""
     ids = torch.arange(3, 23) % decoder.spec.vocab, torch.arange(90, 110) % decoder.spec.vocab
-    kv = decoder.kv_cache(8, BLOCK_SIZE)
+    kv = decoder.new_cache(8, BLOCK_SIZE)
     found = []
     for parts in STEPS:
         tokens = torch.cat([ids[i][start:end] for i, (start, end) in enumerate(parts)]).to(decoder.device)

@@ -1,0 +1,1 @@
+"""The parts of which a decoder's layers are assembled: what mixes tokens, and what works on each by itself."""

@@ -1,0 +1,78 @@
+"""Where do K and V of a layer's tokens lie, and how is attention computed over them?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from membound.kernels.arena import Arena
+from membound.kernels.base import Kernels, RaggedBatch
+from membound.roofline.models import GroupedQueryAttention
+from membound.runtime.rope import RopeTables
+
+
+class KvStore(Protocol):
+    """The cache of one attention layer.
+
+    What it keeps for a block can be read as bytes and written back elsewhere: to another block of the same store
+    (copy-on-write), to the host (swap), or to another process (disaggregation).
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, whether or not they are in use."""
+
+    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+        """Rotates q and k of qkv [tokens, (heads + 2 * kv_heads) * head_dim], stores k and v, attends causally.
+
+        Returns [tokens, heads * head_dim].
+        """
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of what is kept for these blocks, as bytes [blocks, bytes_per_block]."""
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        """Puts what `read_blocks` of an equal store returned into these blocks."""
+
+
+class PlainKv:
+    """K and V as the kernels keep them, [blocks, block_size, kv_heads, head_dim] each."""
+
+    def __init__(self, kernels: Kernels, k_blocks: Tensor, v_blocks: Tensor) -> None:
+        self.kernels = kernels
+        self.k_blocks = k_blocks
+        self.v_blocks = v_blocks
+
+    @classmethod
+    def zeroed(
+        cls, kernels: Kernels, attention: GroupedQueryAttention, num_blocks: int, block_size: int, device: torch.device
+    ) -> PlainKv:
+        """A store whose blocks are zero, in huge pages on a CPU."""
+        shape = (num_blocks, block_size, attention.kv_heads, attention.head_dim)
+        if device.type == "cpu":
+            arena = Arena()
+            return cls(kernels, arena.empty(shape, kernels.kv_dtype), arena.empty(shape, kernels.kv_dtype))
+        k, v = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
+        return cls(kernels, k, v)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k_blocks.nbytes + self.v_blocks.nbytes
+
+    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, batch, self.k_blocks, self.v_blocks)
+        return self.kernels.attention(q, self.k_blocks, self.v_blocks, batch, scale)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        rows = torch.as_tensor(blocks, device=self.k_blocks.device)
+        kept = torch.stack([self.k_blocks[rows], self.v_blocks[rows]], dim=1)  # [blocks, 2, block_size, kv_heads, D]
+        return kept.flatten(1).view(torch.uint8)
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        rows = torch.as_tensor(blocks, device=self.k_blocks.device)
+        shape = (len(blocks), 2, *self.k_blocks.shape[1:])
+        kept = content.to(self.k_blocks.device).view(self.k_blocks.dtype).view(shape)
+        self.k_blocks[rows], self.v_blocks[rows] = kept[:, 0], kept[:, 1]

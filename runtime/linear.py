@@ -1,0 +1,49 @@
+"""What is a linear layer, whatever its weights are stored in?"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from membound.kernels.base import Kernels, PackedWeight
+
+
+class Linear(Protocol):
+    """A weight [n, k] and the way to multiply with it."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows n and columns k."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step reads of it."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether it computes the right numbers in a way whose time means nothing."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [m, k] times the weight transposed: [m, n] in the kernels' activation type."""
+
+
+class KernelLinear:
+    """A packed weight, multiplied by the device's kernels."""
+
+    emulated = False
+
+    def __init__(self, kernels: Kernels, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._linear = kernels.linear
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weight)
