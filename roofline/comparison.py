@@ -21,7 +21,10 @@ UNITS: dict[GainMetric, str] = {"tpot_s": "s", "output_tokens_per_s": "tokens/s"
 
 
 class Quality(BaseModel):
-    """The price of a lossy technique, against the unmodified model on the same texts."""
+    """The price of a lossy technique, against the unmodified model on the same texts.
+
+    `text` says on which text the perplexities with and without the technique were measured.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -29,6 +32,9 @@ class Quality(BaseModel):
     top1_agreement: float
     tokens: int
     against: str
+    perplexity: float | None = None
+    perplexity_before: float | None = None
+    text: str | None = None
 
 
 class Comparison(BaseModel):

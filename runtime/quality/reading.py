@@ -1,0 +1,83 @@
+"""How well does a decoder predict a text, and how far are its predictions from those of the unmodified one?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from membound.runtime.decoder import Decoder
+from membound.runtime.plain import BLOCK_SIZE, single_sequence
+
+ROWS = 128  # positions whose logits are held at once
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What reading texts token by token, teacher-forced, shows of a modified decoder beside the unmodified one.
+
+    KL divergence (of the unmodified one's next-token distributions from the modified one's) and agreement are means
+    over all `tokens`; perplexities leave out each text's first token, which nothing predicts.
+    """
+
+    kl_nats: float
+    top1_agreement: float
+    perplexity_before: float
+    perplexity: float
+    tokens: int
+
+
+def read(before: Decoder, after: Decoder, texts: Sequence[Sequence[int]]) -> Reading:
+    """Reads every text with both decoders."""
+    kl = agreed = nats_before = nats = 0.0
+    tokens = predicted = 0
+    for text in texts:
+        targets = torch.tensor(text[1:])
+        rows = zip(_log_probabilities(before, text), _log_probabilities(after, text), strict=True)
+        for start, (p, q) in zip(range(0, len(text), ROWS), rows, strict=True):
+            kl += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+            agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
+            wanted = targets[start : start + ROWS].to(p.device)
+            nats_before -= _sum_at(p, wanted)
+            nats -= _sum_at(q, wanted)
+            predicted += len(wanted)
+        tokens += len(text)
+    return Reading(
+        kl / tokens, agreed / tokens, _perplexity(nats_before, predicted), _perplexity(nats, predicted), tokens
+    )
+
+
+def perplexity(decoder: Decoder, texts: Sequence[Sequence[int]]) -> float:
+    """e to the mean negative log-likelihood of every text's tokens but its first."""
+    nats, predicted = 0.0, 0
+    for text in texts:
+        targets = torch.tensor(text[1:])
+        for start, p in zip(range(0, len(text), ROWS), _log_probabilities(decoder, text), strict=True):
+            wanted = targets[start : start + ROWS].to(p.device)
+            nats -= _sum_at(p, wanted)
+            predicted += len(wanted)
+    return _perplexity(nats, predicted)
+
+
+def _log_probabilities(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Tensor]:
+    """Log-probabilities [up to ROWS, vocab] in fp32 at all positions of one text, piece by piece."""
+    blocks = -(-len(token_ids) // BLOCK_SIZE)
+    batch = single_sequence(0, len(token_ids), blocks, decoder.device)
+    ids = torch.tensor(token_ids, device=decoder.device)
+    normed = decoder.hidden(ids, batch, decoder.new_cache(blocks, BLOCK_SIZE)).normed
+    for start in range(0, len(token_ids), ROWS):
+        yield torch.log_softmax(decoder.logits(normed[start : start + ROWS]), dim=-1)
+
+
+def _sum_at(log_probabilities: Tensor, targets: Tensor) -> float:
+    rows = log_probabilities[: len(targets)]
+    return float(rows.gather(1, targets[:, None]).sum(dtype=torch.float64))
+
+
+def _perplexity(nats: float, predicted: int) -> float:
+    """Infinite where the model gives the text no chance, and NaN where its logits are no numbers."""
+    mean = nats / predicted if predicted else math.nan
+    return math.exp(mean) if mean < 700 else mean * math.inf
