@@ -7,7 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from membound.app.i18n import LANGUAGES, language_of
-from membound.app.views import explore, linked, live, start
+from membound.app.views import explore, linked, live, start, techniques
 from membound.app.views.session import language, translate
 
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
@@ -44,6 +44,7 @@ t = translate()
 pages = {
     "start": st.Page(start.page, title=t("nav.start"), url_path="start", default=True),
     "explore": st.Page(explore.page, title=t("nav.explore"), url_path="explore"),
+    "techniques": st.Page(techniques.page, title=t("nav.techniques"), url_path="techniques"),
     "live": st.Page(live.page, title=t("nav.live"), url_path="live"),
 }
 st.session_state["pages"] = pages
