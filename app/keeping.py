@@ -72,12 +72,14 @@ def comparison_tables(result: ComparisonResult) -> dict[str, Any]:
             ):
                 table = table.add_column(0, column, pyarrow.array([value] * rows))
             tables[name].append(table)
-    return {name: pyarrow.concat_tables(parts) for name, parts in tables.items() if parts}
+    # A server's table of requests has columns that the simulator's lacks, such as why a request failed.
+    kept = {name: parts for name, parts in tables.items() if parts}
+    return {name: pyarrow.concat_tables(parts, promote_options="permissive") for name, parts in kept.items()}
 
 
 def _all_runs(result: ComparisonResult) -> Iterator[tuple[str, tuple[int, str], int, RunResult]]:
     for key, run in result.predicted.items():
-        yield "simulator", key, 0, run
+        yield run.provenance.producer, key, 0, run
     for key, runs in result.measured.items():
         for repeat, run in enumerate(runs):
-            yield "runtime", key, repeat, run
+            yield run.provenance.producer, key, repeat, run

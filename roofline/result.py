@@ -41,7 +41,10 @@ class Distribution(BaseModel):
 
 
 class Summary(BaseModel):
-    """The metrics of a run, defined in METRICS.md beside this file."""
+    """The metrics of a run, defined in METRICS.md beside this file.
+
+    Of a server whose steps nobody saw, what only steps tell is None, and no bound has a share.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,11 +62,11 @@ class Summary(BaseModel):
     e2e_s: Distribution
     goodput_rps: float
     slo_attainment: float
-    kv_utilization: float
+    kv_utilization: float | None
     kv_waste: float | None = None
     prefix_hit_rate: float | None = None
-    preemptions: int
-    tokens_per_step: float
+    preemptions: int | None
+    tokens_per_step: float | None
     acceptance_rate: float | None
     bottleneck_share: dict[str, float]
     energy_j_per_token: float | None

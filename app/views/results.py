@@ -69,7 +69,8 @@ def run_summary(summary: Mapping[str, Any], key: str) -> None:
     cells[0].metric(t("metric.output_tokens_per_s"), text.rate(summary["output_tokens_per_s"]))
     cells[1].metric(t("metric.requests"), f"{summary['completed']} / {summary['requests']}")
     cells[2].metric(t("metric.duration"), text.seconds(summary["duration_s"]))
-    cells[3].metric(t("metric.kv_utilization"), text.percent(summary["kv_utilization"]))
+    used = summary["kv_utilization"]
+    cells[3].metric(t("metric.kv_utilization"), "–" if used is None else text.percent(used))
     st.dataframe(table, hide_index=True, key=f"{key}_latencies")
 
 

@@ -184,12 +184,12 @@ def _with_tokens(request: Request, vocab: int, seed: int) -> Request:
     """`request` and its follow-ups with prompt token ids."""
     given: Request | None = None
     for turn in reversed(list(request.turns())):
-        given = replace(turn, prompt_ids=_token_ids(turn, vocab, seed), follow_up=given)
+        given = replace(turn, prompt_ids=token_ids(turn, vocab, seed), follow_up=given)
     assert given is not None
     return given
 
 
-def _token_ids(request: Request, vocab: int, seed: int) -> tuple[int, ...]:
+def token_ids(request: Request, vocab: int, seed: int) -> tuple[int, ...]:
     """Random token ids; a segment of the prefix has the same ones in every request that shares it."""
     prefix = request.prefix
     if prefix is None:
