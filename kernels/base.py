@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from membound.kernels.kv_formats import QuantizedKv
+
 WeightFormat = Literal["fp32", "bf16", "int8"]
 
 
@@ -122,10 +124,56 @@ class Kernels(Protocol):
         [max_position, head_dim / 2] indexed by `batch.positions`. Returns [tokens, heads, head_dim].
         """
 
-    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
-        """Causal grouped-query attention of q [tokens, heads, head_dim] over the paged K and V.
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Grouped-query attention of q [tokens, heads, head_dim] over the paged K and V: [tokens, heads * head_dim].
 
-        Returns [tokens, heads * head_dim].
+        Causal, or as `batch.tree` says. With `window` a token sees itself and the window - 1 before it (in a tree,
+        of its ancestors and the context); memory of tokens that nobody sees is not read. With `softcap`, scores
+        become softcap * tanh(score / softcap), as in Gemma 2.
+        """
+
+    def rope_and_store_quantized(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
+    ) -> Tensor:
+        """`rope_and_store` into quantized blocks."""
+
+    def attention_quantized(
+        self,
+        q: Tensor,
+        kv: QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`attention` over quantized blocks, read as they are stored."""
+
+    def attention_scores(
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        queries: int,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """What H2O and SnapKV evict by: the attention that the last new tokens pay to each token of their sequence.
+
+        Returns fp32 [sequences, kv_heads, longest context]: the attention probabilities, summed over the last
+        `queries` new tokens of a sequence (all, where it brings fewer) and over the heads of the group.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

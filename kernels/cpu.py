@@ -18,11 +18,15 @@ from torch.nn import functional
 from membound.kernels import cpu_build, quantize
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.kv_formats import KV_DTYPES, QuantizedKv
 
 # From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds. int8 weights are widened
 # first, which takes a pass over 3 bytes a weight, so they need more tokens to pay.
 MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32, "int8": 256}
 MOST_LAYOUTS = 1024
+LARGEST_TREE = 64
+NO_WINDOW = 2**62
+KV_FORMATS = ("bf16", "fp8", "int8", "int4")  # in the order of cpu_kv.h
 
 
 class CpuKernels:
@@ -49,7 +53,9 @@ class CpuKernels:
         self._rope_and_store.argtypes, self._rope_and_store.restype = [POINTER(_RopeArguments), c_int], None
         self._attention = library.membound_attention
         self._attention.argtypes, self._attention.restype = [POINTER(_AttentionArguments), c_int], None
-        self._layouts: dict[int, _KVLayout] = {}
+        self._attention_scores = library.membound_attention_scores
+        self._attention_scores.argtypes, self._attention_scores.restype = self._attention.argtypes, None
+        self._layouts: dict[int, _KvLayout] = {}
         self._last_fields: _BatchFields | None = None
         self._lanes = library.membound_lanes()
         self._stalls = library.membound_stalls
@@ -138,58 +144,59 @@ class CpuKernels:
     def rope_and_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
     ) -> Tensor:
-        qkv, cos, sin = _contiguous(qkv), _contiguous(cos), _contiguous(sin)
-        layout = self._layout(k_blocks, v_blocks)
-        fields = self._fields(batch)
-        kv_heads, head_dim = layout.kv_heads, layout.head_dim
-        tokens, width = qkv.shape
-        heads = width // head_dim - 2 * kv_heads
-        q = torch.empty(tokens, heads, head_dim)
-        arguments = _RopeArguments(
-            qkv.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            fields.positions,
-            fields.slots,
-            k_blocks.data_ptr(),
-            v_blocks.data_ptr(),
-            q.data_ptr(),
-            tokens,
-            heads,
-            kv_heads,
-            head_dim,
-            layout.block_size,
-            layout.k_block_stride,
-            layout.v_block_stride,
-        )
-        self._rope_and_store(byref(arguments), torch.get_num_threads())
-        return q
+        return self._rotate_and_store(qkv, cos, sin, batch, self._layout(k_blocks, v_blocks))
 
-    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
+    def rope_and_store_quantized(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
+    ) -> Tensor:
+        return self._rotate_and_store(qkv, cos, sin, batch, self._layout(kv.k, kv.v, kv))
+
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return self._attend(q, self._layout(k_blocks, v_blocks), batch, scale, window, softcap)
+
+    def attention_quantized(
+        self,
+        q: Tensor,
+        kv: QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return self._attend(q, self._layout(kv.k, kv.v, kv), batch, scale, window, softcap)
+
+    def attention_scores(
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        queries: int,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if queries < 1:
+            raise ValueError(f"queries: is {queries}, should be the number of last tokens whose attention counts")
+        quantized = isinstance(keys, QuantizedKv)
+        layout = self._layout(keys.k, keys.v, keys) if quantized else self._layout(keys, keys)
+        longest = int(batch.context_len.max())
+        out = torch.empty(batch.num_sequences, layout.kv.kv_heads, longest)
         q = _contiguous(q)
-        tokens, heads, head_dim = q.shape
-        layout = self._layout(k_blocks, v_blocks)
-        fields = self._fields(batch)
-        out = torch.empty(tokens, heads * head_dim)
-        arguments = _AttentionArguments(
-            q.data_ptr(),
-            k_blocks.data_ptr(),
-            v_blocks.data_ptr(),
-            fields.query_start,
-            fields.context_len,
-            fields.block_table,
-            out.data_ptr(),
-            fields.sequences,
-            heads,
-            layout.kv_heads,
-            head_dim,
-            layout.block_size,
-            fields.table_stride,
-            layout.k_block_stride,
-            layout.v_block_stride,
-            scale,
-        )
-        self._attention(byref(arguments), torch.get_num_threads())
+        arguments = self._attention_arguments(q, layout, batch, out, scale, window, softcap)
+        arguments.queries, arguments.out_stride = queries, longest
+        self._attention_scores(byref(arguments), torch.get_num_threads())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -199,12 +206,84 @@ class CpuKernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, twice // 2, torch.get_num_threads())
         return out
 
-    def _layout(self, k_blocks: Tensor, v_blocks: Tensor) -> _KVLayout:
+    def _rotate_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, layout: _KvLayout) -> Tensor:
+        qkv, cos, sin = _contiguous(qkv), _contiguous(cos), _contiguous(sin)
+        fields, kv = self._fields(batch), layout.kv
+        tokens, width = qkv.shape
+        heads = width // kv.head_dim - 2 * kv.kv_heads
+        q = torch.empty(tokens, heads, kv.head_dim)
+        arguments = _RopeArguments(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            fields.positions,
+            fields.slots,
+            q.data_ptr(),
+            kv,
+            tokens,
+            heads,
+        )
+        self._rope_and_store(byref(arguments), torch.get_num_threads())
+        return q
+
+    def _attend(
+        self,
+        q: Tensor,
+        layout: _KvLayout,
+        batch: RaggedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        q = _contiguous(q)
+        tokens, heads, head_dim = q.shape
+        out = torch.empty(tokens, heads * head_dim)
+        arguments = self._attention_arguments(q, layout, batch, out, scale, window, softcap)
+        self._attention(byref(arguments), torch.get_num_threads())
+        return out
+
+    def _attention_arguments(
+        self,
+        q: Tensor,
+        layout: _KvLayout,
+        batch: RaggedBatch,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> _AttentionArguments:
+        if window is not None and window < 1:
+            raise ValueError(f"window: is {window}, should be a positive number of tokens")
+        fields = self._fields(batch)
+        return _AttentionArguments(
+            q.data_ptr(),
+            fields.query_start,
+            fields.context_len,
+            fields.block_table,
+            fields.tree,
+            out.data_ptr(),
+            layout.kv,
+            fields.sequences,
+            q.shape[1],
+            fields.table_stride,
+            window or NO_WINDOW,
+            0,
+            0,
+            scale,
+            softcap or 0.0,
+        )
+
+    def _layout(self, k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None = None) -> _KvLayout:
         known = self._layouts.get(id(k_blocks))
-        if known is None or known.k_blocks() is not k_blocks or known.v_blocks() is not v_blocks:
+        if (
+            known is None
+            or known.k_blocks() is not k_blocks
+            or known.v_blocks() is not v_blocks
+            or known.quantized is not quantized
+        ):
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            known = self._layouts[id(k_blocks)] = _kv_layout(k_blocks, v_blocks)
+            known = self._layouts[id(k_blocks)] = _kv_layout(k_blocks, v_blocks, quantized)
         return known
 
     def _fields(self, batch: RaggedBatch) -> _BatchFields:
@@ -214,16 +293,21 @@ class CpuKernels:
         return known
 
 
-class _KVLayout(NamedTuple):
+class _KvBlocks(Structure):
+    """K and V as the C++ sees them (cpu_kv.h)."""
+
+    _fields_ = [(name, c_void_p) for name in ("keys", "values", "scales")]
+    _fields_ += [(name, c_int64) for name in ("kv_heads", "head_dim", "block_size")]
+    _fields_ += [(name, c_int64) for name in ("key_block_stride", "value_block_stride", "format")]
+
+
+class _KvLayout(NamedTuple):
     """What a pair of K and V tensors looks like: reading it off them takes longer than a small kernel."""
 
     k_blocks: ref[Tensor]
     v_blocks: ref[Tensor]
-    block_size: int
-    kv_heads: int
-    head_dim: int
-    k_block_stride: int
-    v_block_stride: int
+    quantized: QuantizedKv | None
+    kv: _KvBlocks
 
 
 class _BatchFields(NamedTuple):
@@ -235,22 +319,21 @@ class _BatchFields(NamedTuple):
     query_start: int
     context_len: int
     block_table: int
+    tree: int | None
     sequences: int
     table_stride: int
 
 
 class _RopeArguments(Structure):
-    _fields_ = [(name, c_void_p) for name in ("qkv", "cos", "sin", "positions", "slots", "k_blocks", "v_blocks", "q")]
-    _fields_ += [(name, c_int64) for name in ("tokens", "heads", "kv_heads", "head_dim", "block_size")]
-    _fields_ += [(name, c_int64) for name in ("k_block_stride", "v_block_stride")]
+    _fields_ = [(name, c_void_p) for name in ("qkv", "cos", "sin", "positions", "slots", "q")]
+    _fields_ += [("kv", _KvBlocks), ("tokens", c_int64), ("heads", c_int64)]
 
 
 class _AttentionArguments(Structure):
-    _fields_ = [(name, c_void_p) for name in ("q", "k_blocks", "v_blocks", "query_start", "context_len")]
-    _fields_ += [(name, c_void_p) for name in ("block_table", "out")]
-    _fields_ += [(name, c_int64) for name in ("sequences", "heads", "kv_heads", "head_dim", "block_size")]
-    _fields_ += [(name, c_int64) for name in ("table_stride", "k_block_stride", "v_block_stride")]
-    _fields_ += [("scale", c_float)]
+    _fields_ = [(name, c_void_p) for name in ("q", "query_start", "context_len", "block_table", "tree", "out")]
+    _fields_ += [("kv", _KvBlocks)]
+    _fields_ += [(name, c_int64) for name in ("sequences", "heads", "table_stride", "window", "queries", "out_stride")]
+    _fields_ += [("scale", c_float), ("softcap", c_float)]
 
 
 def has_bf16_units() -> bool:
@@ -289,6 +372,7 @@ def _batch_fields(batch: RaggedBatch) -> _BatchFields:
         _pointer(batch.query_start, torch.int32),
         _pointer(batch.context_len, torch.int32),
         table.data_ptr(),
+        _tree_pointer(batch),
         batch.num_sequences,
         table.stride(0),
     )
@@ -300,12 +384,43 @@ def _pointer(x: Tensor, dtype: torch.dtype) -> int:
     return x.data_ptr()
 
 
-def _kv_layout(k_blocks: Tensor, v_blocks: Tensor) -> _KVLayout:
+def _tree_pointer(batch: RaggedBatch) -> int | None:
+    if batch.tree is None:
+        return None
+    most = int((batch.query_start[1:] - batch.query_start[:-1]).max())
+    if most > LARGEST_TREE or batch.tree.shape[0] != batch.num_tokens:
+        raise ValueError(
+            f"tree: has {batch.tree.shape[0]} masks for {batch.num_tokens} tokens, of which a sequence brings up to "
+            f"{most}; should have a mask a token, and at most {LARGEST_TREE} tokens a sequence"
+        )
+    return _pointer(batch.tree, torch.int64)
+
+
+def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None) -> _KvLayout:
     """Blocks may lie apart (K beside V), but each must be dense."""
-    _, block_size, kv_heads, head_dim = k_blocks.shape
+    _, block_size, kv_heads, stored = k_blocks.shape
+    dtype = KV_DTYPES[quantized.format] if quantized else torch.bfloat16
     for blocks in (k_blocks, v_blocks):
-        dense = blocks.stride()[1:] == (kv_heads * head_dim, head_dim, 1)
-        if blocks.dtype is not torch.bfloat16 or blocks.shape[1:] != k_blocks.shape[1:] or not dense:
-            raise TypeError("K and V blocks are bf16 [blocks, block_size, kv_heads, head_dim], dense within a block")
-    strides = k_blocks.stride(0), v_blocks.stride(0)
-    return _KVLayout(ref(k_blocks), ref(v_blocks), block_size, kv_heads, head_dim, *strides)
+        dense = blocks.stride()[1:] == (kv_heads * stored, stored, 1)
+        if blocks.dtype is not dtype or blocks.shape[1:] != k_blocks.shape[1:] or not dense:
+            raise TypeError(
+                f"K and V blocks are {dtype} [blocks, block_size, kv_heads, head_dim], dense within a block, "
+                f"not {blocks.dtype} with strides {blocks.stride()}"
+            )
+    scales = None
+    if quantized:
+        if not quantized.scales.is_contiguous():
+            raise TypeError("the scales of quantized K and V must be contiguous")
+        scales = quantized.scales.data_ptr()
+    blocks = _KvBlocks(
+        k_blocks.data_ptr(),
+        v_blocks.data_ptr(),
+        scales,
+        kv_heads,
+        quantized.head_dim if quantized else stored,
+        block_size,
+        k_blocks.stride(0),
+        v_blocks.stride(0),
+        KV_FORMATS.index(quantized.format if quantized else "bf16"),
+    )
+    return _KvLayout(ref(k_blocks), ref(v_blocks), quantized, blocks)

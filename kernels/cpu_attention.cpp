@@ -1,4 +1,4 @@
-// Causal grouped-query attention over paged K and V, for any mix of prefill, decode and verify.
+// Grouped-query attention over paged K and V in any of their formats, for any mix of prefill, decode and verify.
 //
 // A context is cut into spans of SPAN_TOKENS at fixed positions. Within a span the softmax is online over tiles of
 // TILE_TOKENS; spans are merged from the first to the last. Nothing in that order depends on what else is in the
@@ -8,12 +8,13 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu_kv.h"
 #include "cpu_threads.h"
 #include "cpu_vector.h"
 
 namespace {
 
-constexpr int TILE_TOKENS = 64;
+constexpr int TILE_TOKENS = 64;  // as many as the bits of a mask
 constexpr int SPAN_TOKENS = 128;
 constexpr int BLOCK_ROWS = 64;  // rows (query tokens x heads of the group) that share one conversion of K and V
 constexpr int ROW_TILE = 4;
@@ -22,14 +23,54 @@ constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 
 struct Arguments {
     const float* q;  // [tokens, heads, head_dim]
-    const bf16 *k_blocks, *v_blocks;  // [blocks, block_size, kv_heads, head_dim]
     const int32_t* query_start;  // [sequences + 1]
     const int32_t* context_len;  // [sequences]
     const int32_t* block_table;  // [sequences, table_stride]
-    float* out;  // [tokens, heads, head_dim]
-    int64_t sequences, heads, kv_heads, head_dim, block_size, table_stride;
-    int64_t k_block_stride, v_block_stride;  // elements
+    const int64_t* tree;  // [tokens], bit j: sees the j-th new token of its sequence; null: causal
+    float* out;  // [tokens, heads, head_dim], or for `membound_attention_scores` [sequences, kv_heads, out_stride]
+    KvBlocks kv;
+    int64_t sequences, heads, table_stride;
+    int64_t window;  // a token sees itself and the window - 1 before it
+    int64_t queries, out_stride;  // for scores: how many of a sequence's last tokens count
     float scale;
+    float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+};
+
+// What the new token `query` of a sequence sees, of all its tokens.
+struct Sight {
+    int64_t committed;  // tokens before the new ones
+    int64_t oldest, newest;  // the range that it may see
+    uint64_t tree;  // of the new tokens, from `committed` on
+    bool causal;
+
+    Sight(const Arguments& a, int64_t sequence, int64_t query) {
+        const int64_t first = a.query_start[sequence], queries = a.query_start[sequence + 1] - first;
+        committed = a.context_len[sequence] - queries;
+        causal = !a.tree;
+        newest = committed + query;
+        int64_t position = newest;
+        if (a.tree) {
+            tree = a.tree[first + query];
+            // In a tree, new tokens lie in the order of the batch; how far apart two are is their number of ancestors.
+            position = committed + __builtin_popcountll(tree) - 1;
+            for (int64_t extra = __builtin_popcountll(tree) - a.window; extra > 0; extra--) tree &= tree - 1;
+        }
+        oldest = position - a.window + 1 > 0 ? position - a.window + 1 : 0;
+        if (!causal && oldest > committed) oldest = committed;
+    }
+
+    // Of the 64 tokens from `start` on, a bit each.
+    uint64_t mask(int64_t start) const {
+        uint64_t seen = ones(newest + 1 - start);
+        if (!causal) {
+            const int64_t before = committed - start;
+            seen = ones(before);
+            if (before > -64 && before < 64) seen |= before >= 0 ? tree << before : tree >> -before;
+        }
+        return seen & ~ones(oldest - start);
+    }
+
+    static uint64_t ones(int64_t count) { return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 };
 
 // Queries [first, first + count) of a sequence with one kv head, over the spans [span, last_span) of the context.
@@ -62,38 +103,6 @@ void merge(State into, State span, int64_t rows, int64_t dim) {
         into.maximum[r] = maximum;
         float *a = into.sums + r * dim, *b = span.sums + r * dim;
         for (int64_t i = 0; i < dim; i += LANES) store(a + i, fma(load(a + i), old_weight, load(b + i) * new_weight));
-    }
-}
-
-// Where the tokens of a tile lie for one kv head, as element offsets in the K and the V blocks.
-struct Places {
-    int64_t k[TILE_TOKENS], v[TILE_TOKENS];
-    int count;
-
-    void find(const Arguments& a, const int32_t* table, int64_t kv_head, int64_t start, int64_t end) {
-        count = end - start < TILE_TOKENS ? end - start : TILE_TOKENS;
-        const int64_t token_stride = a.kv_heads * a.head_dim;
-        int64_t block = start / a.block_size, offset = start % a.block_size;
-        for (int t = 0; t < count; t++) {
-            const int64_t inside = offset * token_stride + kv_head * a.head_dim;
-            k[t] = table[block] * a.k_block_stride + inside;
-            v[t] = table[block] * a.v_block_stride + inside;
-            if (++offset == a.block_size) block++, offset = 0;
-        }
-    }
-};
-
-// `count` tokens of one kv head to fp32 [count, dim], zeros behind head_dim. Meanwhile the rows that are read next,
-// scattered over the blocks as they are, are asked for.
-void convert(const bf16* blocks, const int64_t* places, int count, int64_t head_dim, int64_t dim, float* tile,
-             const bf16* next_blocks, const int64_t* next, int next_count) {
-    const int64_t whole = head_dim / LANES * LANES;
-    for (int t = 0; t < count; t++, tile += dim) {
-        if (t < next_count)
-            for (int64_t i = 0; i < head_dim; i += 32) __builtin_prefetch(next_blocks + next[t] + i, 0, 2);
-        const bf16* from = blocks + places[t];
-        for (int64_t i = 0; i < whole; i += LANES) store(tile + i, load(from + i));
-        if (whole < dim) store(tile + whole, load_partial(from + whole, head_dim - whole));
     }
 }
 
@@ -132,19 +141,28 @@ INLINE void weigh(const float* weights, const float* v, int count, int64_t dim, 
         for (int i = 0; i < VECTORS; i++) store(sums + r * dim + i * LANES, acc[r][i]);
 }
 
-// One tile of `count` tokens for ROWS rows, row r seeing its first visible[r] tokens (possibly none).
+// Row r of scores: `softcap` applied, and -inf where seen[r] has no bit.
+INLINE void mask_scores(float* row, uint64_t seen, float softcap) {
+    if (softcap > 0)
+        for (int t = 0; t < TILE_TOKENS; t += LANES)
+            store(row + t, tanh(load(row + t) * broadcast(1.0f / softcap)) * broadcast(softcap));
+    if (seen == ~uint64_t{0}) return;
+    for (int t = 0; t < TILE_TOKENS; t++) row[t] = seen >> t & 1 ? row[t] : -INFINITY;
+}
+
+// One tile of `count` tokens for ROWS rows, row r seeing the tokens whose bits are set in seen[r] (possibly none).
 template <int ROWS>
-void attend_rows(const float* q, const float* k, const float* v, const int* visible, int count, int64_t dim,
-                 float* maximum, Vec* totals, float* sums) {
+void attend_rows(const float* q, const float* k, const float* v, const uint64_t* seen, int count, int64_t dim,
+                 float softcap, float* maximum, Vec* totals, float* sums) {
     alignas(64) float scores[ROWS * TILE_TOKENS];
     for (int t = 0; t < count; t += 4) scores_of<ROWS>(q, k + t * dim, dim, scores + t);
     for (int r = 0; r < ROWS; r++) {
         float* row = scores + r * TILE_TOKENS;
-        for (int t = visible[r] > 0 ? visible[r] : 0; t < TILE_TOKENS; t++) row[t] = -INFINITY;
-        if (visible[r] <= 0) {
+        if (!seen[r]) {
             memset(row, 0, TILE_TOKENS * sizeof(float));
             continue;
         }
+        mask_scores(row, seen[r], softcap);
         Vec top = load(row);
         for (int t = LANES; t < TILE_TOKENS; t += LANES) {
             const Vec s = load(row + t);
@@ -169,42 +187,59 @@ void attend_rows(const float* q, const float* k, const float* v, const int* visi
     for (; i < dim; i += LANES) weigh<ROWS, 1>(scores, v + i, count, dim, sums + i);
 }
 
+// The first token that a row of the task sees; what lies before may be no memory of this sequence any more.
+int64_t oldest_of(const Arguments& a, const Task& task) {
+    if (!a.tree) return Sight(a, task.sequence, task.first).oldest;
+    int64_t oldest = INT64_MAX;
+    for (int32_t i = 0; i < task.count; i++) {
+        const int64_t own = Sight(a, task.sequence, task.first + i).oldest;
+        oldest = own < oldest ? own : oldest;
+    }
+    return oldest;
+}
+
+// One behind the last token that a row of the task sees; in a tree, all new tokens are there.
+int64_t end_of(const Arguments& a, const Task& task) {
+    const int64_t context = a.context_len[task.sequence];
+    const int64_t queries = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
+    return a.tree ? context : context - queries + task.first + task.count;
+}
+
 // Rows of one block against one span of the context.
 void attend_span(const Arguments& a, const Task& task, const float* q, int64_t span, int64_t dim, float* tiles,
                  Vec* totals, State state) {
-    const int64_t group = a.heads / a.kv_heads, rows = task.count * group;
-    const int64_t queries = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
-    const int64_t first_position = a.context_len[task.sequence] - queries + task.first;
+    const int64_t group = a.heads / a.kv.kv_heads, rows = task.count * group;
     const int32_t* table = a.block_table + task.sequence * a.table_stride;
-    const int64_t end_of_task = first_position + task.count;  // one behind the last token that any row sees
+    const int64_t end_of_task = end_of(a, task), oldest = oldest_of(a, task);
     const int64_t end = end_of_task < (span + 1) * SPAN_TOKENS ? end_of_task : (span + 1) * SPAN_TOKENS;
     state.clear(rows, dim);
     for (int64_t r = 0; r < rows; r++) totals[r] = Vec{};
     float *k = tiles, *v = tiles + TILE_TOKENS * dim;
     Places next;
-    next.find(a, table, task.kv_head, span * SPAN_TOKENS, end);
+    next.find(a.kv, table, task.kv_head, span * SPAN_TOKENS, oldest, end);
     for (int64_t start = span * SPAN_TOKENS; start < end; start += TILE_TOKENS) {
         const Places here = next;
         const int count = here.count;
-        next.find(a, table, task.kv_head, start + TILE_TOKENS, end_of_task);
-        convert(a.k_blocks, here.k, count, a.head_dim, dim, k, a.v_blocks, here.v, count);
-        convert(a.v_blocks, here.v, count, a.head_dim, dim, v, a.k_blocks, next.k, next.count);
+        next.find(a.kv, table, task.kv_head, start + TILE_TOKENS, oldest, end_of_task);
+        if (here.first >= count) continue;
+        convert(a.kv, KEYS, here, dim, k, VALUES, here);
+        convert(a.kv, VALUES, here, dim, v, KEYS, next);
         for (int64_t r = 0; r < rows; r += ROW_TILE) {
             const int together = rows - r < ROW_TILE ? rows - r : ROW_TILE;
-            int visible[ROW_TILE], most = 0;
+            uint64_t seen[ROW_TILE], any = 0;
             for (int i = 0; i < together; i++) {
-                const int64_t tokens = first_position + (r + i) / group + 1 - start;
-                visible[i] = tokens < count ? tokens : count;
-                most = visible[i] > most ? visible[i] : most;
+                seen[i] = Sight(a, task.sequence, task.first + (r + i) / group).mask(start) & Sight::ones(count);
+                any |= seen[i];
             }
-            if (most == 0) continue;
+            if (!any) continue;
+            const int most = 64 - __builtin_clzll(any);
             const float* rows_q = q + r * dim;
             float *maximum = state.maximum + r, *sums = state.sums + r * dim;
             switch (together) {
-                case 1: attend_rows<1>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;
-                case 2: attend_rows<2>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;
-                case 3: attend_rows<3>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;
-                case 4: attend_rows<4>(rows_q, k, v, visible, most, dim, maximum, totals + r, sums); break;
+                case 1: attend_rows<1>(rows_q, k, v, seen, most, dim, a.softcap, maximum, totals + r, sums); break;
+                case 2: attend_rows<2>(rows_q, k, v, seen, most, dim, a.softcap, maximum, totals + r, sums); break;
+                case 3: attend_rows<3>(rows_q, k, v, seen, most, dim, a.softcap, maximum, totals + r, sums); break;
+                case 4: attend_rows<4>(rows_q, k, v, seen, most, dim, a.softcap, maximum, totals + r, sums); break;
             }
         }
     }
@@ -212,18 +247,28 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
 }
 
 void write_out(const Arguments& a, const Task& task, State state, int64_t dim) {
-    const int64_t group = a.heads / a.kv_heads;
+    const int64_t group = a.heads / a.kv.kv_heads;
     for (int64_t r = 0; r < task.count * group; r++) {
         const int64_t token = a.query_start[task.sequence] + task.first + r / group;
-        float* out = a.out + (token * a.heads + task.kv_head * group + r % group) * a.head_dim;
+        float* out = a.out + (token * a.heads + task.kv_head * group + r % group) * a.kv.head_dim;
         const float inverse = 1.0f / state.total[r];
-        for (int64_t i = 0; i < a.head_dim; i++) out[i] = state.sums[r * dim + i] * inverse;
+        for (int64_t i = 0; i < a.kv.head_dim; i++) out[i] = state.sums[r * dim + i] * inverse;
+    }
+}
+
+// The task's rows of q, scaled, [count * group, dim], zeros behind head_dim.
+void gather_queries(const Arguments& a, const Task& task, int64_t dim, float* q) {
+    const int64_t group = a.heads / a.kv.kv_heads;
+    for (int64_t r = 0; r < task.count * group; r++) {
+        const int64_t token = a.query_start[task.sequence] + task.first + r / group;
+        const float* from = a.q + (token * a.heads + task.kv_head * group + r % group) * a.kv.head_dim;
+        for (int64_t i = 0; i < dim; i++) q[r * dim + i] = i < a.kv.head_dim ? from[i] * a.scale : 0.0f;
     }
 }
 
 void run(const Arguments& a, const Task& task, int64_t dim) {
     thread_local Scratch scratch;
-    const int64_t group = a.heads / a.kv_heads, rows = task.count * group;
+    const int64_t group = a.heads / a.kv.kv_heads, rows = task.count * group;
     const int64_t state_floats = State::floats(rows, dim);
     // A tile is read in fours of tokens, so up to three rows behind its last token.
     const int64_t tile_floats = 2 * (TILE_TOKENS + 4) * dim;
@@ -231,11 +276,7 @@ void run(const Arguments& a, const Task& task, int64_t dim) {
     float *tiles = memory, *q = tiles + tile_floats;
     Vec* totals = (Vec*)(q + rows * dim);
     float* states = q + rows * (dim + LANES);
-    for (int64_t r = 0; r < rows; r++) {
-        const int64_t token = a.query_start[task.sequence] + task.first + r / group;
-        const float* from = a.q + (token * a.heads + task.kv_head * group + r % group) * a.head_dim;
-        for (int64_t i = 0; i < dim; i++) q[r * dim + i] = i < a.head_dim ? from[i] * a.scale : 0.0f;
-    }
+    gather_queries(a, task, dim, q);
     State merged(states, rows);
     if (!task.partial) merged.clear(rows, dim);
     for (int64_t span = task.span; span < task.last_span; span++) {
@@ -248,14 +289,16 @@ void run(const Arguments& a, const Task& task, int64_t dim) {
 
 std::vector<Task> tasks_of(const Arguments& a) {
     std::vector<Task> tasks;
-    const int64_t group = a.heads / a.kv_heads;
+    const int64_t group = a.heads / a.kv.kv_heads;
     const int32_t block = group < BLOCK_ROWS ? BLOCK_ROWS / group : 1;
     for (int32_t s = 0; s < a.sequences; s++) {
         const int32_t queries = a.query_start[s + 1] - a.query_start[s];
         for (int32_t first = 0; first < queries; first += block) {
             const int32_t count = queries - first < block ? queries - first : block;
-            const int32_t spans = ceil_div(a.context_len[s] - queries + first + count, SPAN_TOKENS);
-            for (int32_t h = 0; h < a.kv_heads; h++) tasks.push_back({s, h, first, count, 0, spans, nullptr});
+            Task task{s, 0, first, count, 0, 0, nullptr};
+            task.span = oldest_of(a, task) / SPAN_TOKENS;
+            task.last_span = ceil_div(end_of(a, task), SPAN_TOKENS);
+            for (; task.kv_head < a.kv.kv_heads; task.kv_head++) tasks.push_back(task);
         }
     }
     return tasks;
@@ -264,11 +307,11 @@ std::vector<Task> tasks_of(const Arguments& a) {
 // Few tasks over long contexts: each span becomes a task that leaves its state, and the states are merged after.
 void share_spans(const Arguments& a, const std::vector<Task>& whole, int64_t dim, int threads) {
     thread_local Scratch scratch;
-    const int64_t group = a.heads / a.kv_heads;
+    const int64_t group = a.heads / a.kv.kv_heads;
     int64_t floats = 0, spans = 0;
     for (const Task& task : whole) {
-        floats += task.last_span * State::floats(task.count * group, dim);
-        spans += task.last_span;
+        floats += (task.last_span - task.span) * State::floats(task.count * group, dim);
+        spans += task.last_span - task.span;
     }
     float* memory = scratch.floats(floats);
     std::vector<Task> parts;
@@ -276,7 +319,7 @@ void share_spans(const Arguments& a, const std::vector<Task>& whole, int64_t dim
     std::vector<float*> states;
     for (const Task& task : whole) {
         states.push_back(memory);
-        for (int32_t span = 0; span < task.last_span; span++) {
+        for (int32_t span = task.span; span < task.last_span; span++) {
             parts.push_back({task.sequence, task.kv_head, task.first, task.count, span, span + 1, memory});
             memory += State::floats(task.count * group, dim);
         }
@@ -290,7 +333,7 @@ void share_spans(const Arguments& a, const std::vector<Task>& whole, int64_t dim
         merged_memory.resize(state_floats);
         State merged(merged_memory.data(), rows);
         merged.clear(rows, dim);
-        for (int32_t span = 0; span < whole[i].last_span; span++)
+        for (int32_t span = 0; span < whole[i].last_span - whole[i].span; span++)
             merge(merged, State(states[i] + span * state_floats, rows), rows, dim);
         write_out(a, whole[i], merged, dim);
     }
@@ -300,16 +343,64 @@ void share_spans(const Arguments& a, const std::vector<Task>& whole, int64_t dim
 
 EXPORT void membound_attention(const Arguments* arguments, int threads) {
     const Arguments& a = *arguments;
-    const int64_t dim = round_up(a.head_dim, LANES);
+    const int64_t dim = round_up(a.kv.head_dim, LANES);
     std::vector<Task> tasks = tasks_of(a);
     int64_t products = 0, most_spans = 0;
     for (const Task& task : tasks) {
-        products += (task.last_span * SPAN_TOKENS) * task.count * (a.heads / a.kv_heads) * dim;
-        most_spans = task.last_span > most_spans ? task.last_span : most_spans;
+        products += (task.last_span - task.span) * SPAN_TOKENS * task.count * (a.heads / a.kv.kv_heads) * dim;
+        most_spans = task.last_span - task.span > most_spans ? task.last_span - task.span : most_spans;
     }
     if (products <= SERIAL_PRODUCTS) threads = 1;
     if (threads > 1 && most_spans > 1 && (int64_t)tasks.size() < 4 * threads) return share_spans(a, tasks, dim, threads);
     parallel_for(tasks.size(), 1, threads, [&](int64_t i, int64_t last) {
         for (; i < last; i++) run(a, tasks[i], dim);
+    });
+}
+
+// out [sequences, kv_heads, out_stride] = the probabilities that each sequence's last `queries` new tokens give to each
+// of its tokens, summed over those tokens and the heads of a group; zeros behind the context.
+EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
+    const Arguments& a = *arguments;
+    const int64_t dim = round_up(a.kv.head_dim, LANES), group = a.heads / a.kv.kv_heads;
+    parallel_for(a.sequences * a.kv.kv_heads, 1, threads, [&](int64_t i, int64_t last) {
+        thread_local Scratch scratch;
+        for (; i < last; i++) {
+            const int64_t sequence = i / a.kv.kv_heads, context = a.context_len[sequence];
+            const int32_t all = a.query_start[sequence + 1] - a.query_start[sequence];
+            const int32_t count = a.queries < all ? a.queries : all;
+            const Task task{(int32_t)sequence, (int32_t)(i % a.kv.kv_heads), all - count, count, 0, 0, nullptr};
+            const int64_t rows = count * group, width = round_up(context, TILE_TOKENS);
+            float* q = scratch.floats((rows + TILE_TOKENS + 8) * dim + rows * width);
+            float *k = q + rows * dim, *scores = k + (TILE_TOKENS + 8) * dim;
+            gather_queries(a, task, dim, q);
+            float* out = a.out + i * a.out_stride;
+            memset(out, 0, a.out_stride * sizeof(float));
+            const int64_t oldest = oldest_of(a, task);
+            Places here, none;
+            none.first = none.count = 0;
+            for (int64_t start = 0; start < context; start += TILE_TOKENS) {
+                here.find(a.kv, a.block_table + sequence * a.table_stride, task.kv_head, start, oldest, context);
+                if (here.first < here.count) convert(a.kv, KEYS, here, dim, k, KEYS, none);
+                for (int64_t r = 0; r < rows; r++) {
+                    const Sight sight(a, sequence, task.first + r / group);
+                    alignas(64) float row[TILE_TOKENS];
+                    for (int t = 0; t < TILE_TOKENS; t += 4) scores_of<1>(q + r * dim, k + t * dim, dim, row + t);
+                    mask_scores(row, sight.mask(start) & Sight::ones(here.count), a.softcap);
+                    memcpy(scores + r * width + start, row, sizeof row);
+                }
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                float* row = scores + r * width;
+                Vec top = load(row), total{};
+                for (int64_t t = LANES; t < width; t += LANES) top = load(row + t) > top ? load(row + t) : top;
+                const Vec highest = broadcast(max(top));
+                for (int64_t t = 0; t < width; t += LANES) {
+                    store(row + t, exp(load(row + t) - highest));
+                    total += load(row + t);
+                }
+                const float inverse = 1.0f / sum(total);
+                for (int64_t t = 0; t < context; t++) out[t] += row[t] * inverse;
+            }
+        }
     });
 }

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "cpu_kv.h"
 #include "cpu_threads.h"
 #include "cpu_vector.h"
 
@@ -99,35 +100,33 @@ struct RopeArguments {
     const float* qkv;  // [tokens, (heads + 2 kv_heads) head_dim]
     const float *cos, *sin;  // [max_position, head_dim / 2]
     const int64_t *positions, *slots;  // [tokens]
-    bf16 *k_blocks, *v_blocks;
     float* q;  // [tokens, heads, head_dim]
-    int64_t tokens, heads, kv_heads, head_dim;
-    int64_t block_size, k_block_stride, v_block_stride;  // strides in elements
+    KvBlocks kv;
+    int64_t tokens, heads;
 };
 
 EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads) {
     const RopeArguments& a = *arguments;
-    const int64_t half = a.head_dim / 2, q_width = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
-    const int64_t width = q_width + 2 * kv_width;
+    const int64_t dim = a.kv.head_dim, half = dim / 2, width = (a.heads + 2 * a.kv.kv_heads) * dim;
     parallel_for(a.tokens, rows_at_once(a.tokens, width), threads, [&](int64_t token, int64_t last) {
+        thread_local Scratch scratch;
+        float* rotated = scratch.floats(dim);
         for (; token < last; token++) {
             const float* x = a.qkv + token * width;
             const float *cos = a.cos + a.positions[token] * half, *sin = a.sin + a.positions[token] * half;
-            float* q = a.q + token * q_width;
-            for (int64_t h = 0; h < a.heads; h++, x += a.head_dim, q += a.head_dim)
+            auto rotate = [&](float* to) {
                 for (int64_t i = 0; i < half; i++) {
-                    q[i] = x[i] * cos[i] - x[i + half] * sin[i];
-                    q[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
+                    to[i] = x[i] * cos[i] - x[i + half] * sin[i];
+                    to[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
                 }
-            const int64_t block = a.slots[token] / a.block_size, offset = a.slots[token] % a.block_size;
-            bf16* k = a.k_blocks + block * a.k_block_stride + offset * kv_width;
-            bf16* v = a.v_blocks + block * a.v_block_stride + offset * kv_width;
-            for (int64_t h = 0; h < a.kv_heads; h++, x += a.head_dim, k += a.head_dim)
-                for (int64_t i = 0; i < half; i++) {
-                    k[i] = to_bf16(x[i] * cos[i] - x[i + half] * sin[i]);
-                    k[i + half] = to_bf16(x[i + half] * cos[i] + x[i] * sin[i]);
-                }
-            for (int64_t i = 0; i < kv_width; i++) v[i] = to_bf16(x[i]);
+                x += dim;
+            };
+            for (int64_t h = 0; h < a.heads; h++) rotate(a.q + (token * a.heads + h) * dim);
+            for (int64_t h = 0; h < a.kv.kv_heads; h++) {
+                rotate(rotated);
+                write_vector(a.kv, KEYS, a.slots[token], h, rotated);
+            }
+            for (int64_t h = 0; h < a.kv.kv_heads; h++, x += dim) write_vector(a.kv, VALUES, a.slots[token], h, x);
         }
     });
 }

@@ -69,6 +69,93 @@ INLINE Vec load(const int8_t* p) {
 #endif
 }
 
+struct half { uint16_t bits; };  // IEEE fp16
+struct e4m3 { uint8_t bits; };   // fp8 with 4 bits of exponent: no infinity, 448 is the largest
+
+INLINE float to_float(half x) {
+#if defined(__F16C__)
+    return _cvtsh_ss(x.bits);
+#else
+    // fp16's exponent, moved to where fp32 has its own, is too small by 112; a product scales subnormals right too.
+    const uint32_t magnitude = (uint32_t)(x.bits & 0x7FFF) << 13, sign = (uint32_t)(x.bits & 0x8000) << 16;
+    float value;
+    memcpy(&value, &magnitude, 4);
+    value *= 0x1p112f;
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (magnitude >= 0x7C00u << 13) bits |= 0x7F800000;
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+#endif
+}
+
+// Round to nearest even; what is too large becomes infinite.
+INLINE half to_half(float x) {
+#if defined(__F16C__)
+    return {(uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)};
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint16_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7FFFFFFF;
+    if (bits > 0x7F800000) return {(uint16_t)(sign | 0x7E00)};
+    if (bits >= 0x477FF000) return {(uint16_t)(sign | 0x7C00)};
+    if (bits < 0x38800000) {  // subnormal: adding 0.5 leaves a multiple of 2^-24 in the low bits
+        float value;
+        memcpy(&value, &bits, 4);
+        value += 0.5f;
+        memcpy(&bits, &value, 4);
+        return {(uint16_t)(sign | (bits - 0x3F000000))};
+    }
+    bits += 0xFFF + (bits >> 13 & 1);
+    return {(uint16_t)(sign | ((bits - 0x38000000) >> 13))};
+#endif
+}
+
+INLINE Vec load(const half* p) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    Vec v;
+    for (int i = 0; i < LANES; i++) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
+
+// e4m3's bits, put where fp16 has the same fields, are the number over 256.
+INLINE Vec load(const e4m3* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((short)0xBF80));
+    return (Vec)_mm512_cvtph_ps(halves) * 256.0f;
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    const __m128i halves = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16((short)0xBF80));
+    return (Vec)_mm256_cvtph_ps(halves) * 256.0f;
+#else
+    Vec v;
+    for (int i = 0; i < LANES; i++)
+        v[i] = to_float(half{(uint16_t)((p[i].bits & 0x7F) << 7 | (p[i].bits & 0x80) << 8)}) * 256.0f;
+    return v;
+#endif
+}
+
+// Round to nearest even, saturated at 448.
+INLINE e4m3 to_e4m3(float x) {
+    const float magnitude = __builtin_fabsf(x);
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const uint8_t sign = bits >> 24 & 0x80;
+    if (!(magnitude < 448.0f)) return {(uint8_t)(sign | (magnitude >= 448.0f ? 0x7E : 0x7F))};
+    if (magnitude < 0x1p-6f) return {(uint8_t)(sign | (int)__builtin_rintf(magnitude * 512.0f))};
+    memcpy(&bits, &magnitude, 4);
+    bits += 0x7FFFF + (bits >> 20 & 1);
+    return {(uint8_t)(sign | ((bits - 0x3C000000) >> 20))};
+}
+
 // The first `count` < LANES elements, zeros behind them: reading a whole vector could leave the tensor.
 template <class T> INLINE Vec load_partial(const T* p, int count) {
     T padded[LANES] = {};
@@ -167,6 +254,8 @@ INLINE Vec exp(Vec x) {
     Vec power = (Vec)(((UintVec)shifted << 23) + 0x3F800000u);
     return x < low ? Vec{} : p * power;
 }
+
+INLINE Vec tanh(Vec x) { return broadcast(1.0f) - broadcast(2.0f) / (exp(x + x) + broadcast(1.0f)); }
 
 // Round to nearest even; a NaN stays a NaN.
 INLINE bf16 to_bf16(float x) {

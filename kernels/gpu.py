@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from membound.kernels import quantize
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.kv_formats import QuantizedKv
+from membound.kernels.reference import TorchKernels
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
@@ -38,6 +40,7 @@ class TritonKernels:
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = torch.device(device)
+        self._torch = TorchKernels(device)
         self._chains: tuple[RaggedBatch, Tensor] | None = None
 
     def stalls(self) -> int:
@@ -72,18 +75,66 @@ class TritonKernels:
     ) -> Tensor:
         return rope_store(qkv, cos, sin, batch.positions, batch.slots, KvBlocks("bf16", k_blocks, v_blocks))
 
-    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
+    def rope_and_store_quantized(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
+    ) -> Tensor:
+        return rope_store(qkv, cos, sin, batch.positions, batch.slots, KvBlocks(kv.format, kv.k, kv.v, kv.scales))
+
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if softcap is not None or (window is not None and batch.tree is not None):
+            # The Triton kernels know no capped scores and no window over a tree.
+            return self._torch.attention(q, k_blocks, v_blocks, batch, scale, window=window, softcap=softcap)
+        return self._attend(q, KvBlocks("bf16", k_blocks, v_blocks), batch, scale, window)
+
+    def attention_quantized(
+        self,
+        q: Tensor,
+        kv: QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if softcap is not None or (window is not None and batch.tree is not None):
+            return self._torch.attention_quantized(q, kv, batch, scale, window=window, softcap=softcap)
+        return self._attend(q, KvBlocks(kv.format, kv.k, kv.v, kv.scales), batch, scale, window)
+
+    def attention_scores(
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        queries: int,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return self._torch.attention_scores(q, keys, batch, scale, queries=queries, window=window, softcap=softcap)
+
+    def _attend(self, q: Tensor, kv: KvBlocks, batch: RaggedBatch, scale: float, window: int | None) -> Tensor:
         """By the most tokens that a sequence brings: one is decode; a few share a split context, as drafts do."""
-        kv = KvBlocks("bf16", k_blocks, v_blocks)
         most = batch.most_queries or batch.num_tokens - batch.num_sequences + 1  # the others bring at least one each
         if most == 1:
-            out = decode_attention(q, kv, batch.block_table, batch.context_len, scale)
+            out = decode_attention(q, kv, batch.block_table, batch.context_len, scale, window=window)
         else:
             where = kv, batch.block_table, batch.query_start, batch.context_len, scale
-            if most <= LARGEST_TREE:
-                out = verify_attention(q, self._chain(batch), *where, most_queries=most)
+            if batch.tree is not None or (most <= LARGEST_TREE and window is None):
+                tree = self._chain(batch) if batch.tree is None else batch.tree
+                out = verify_attention(q, tree, *where, most_queries=most)
             else:
-                out = prefill_attention(q, *where)
+                out = prefill_attention(q, *where, window=window)
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from membound.kernels import quantize
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.kv_formats import QuantizedKv
 
 
 class TorchKernels:
@@ -52,16 +53,23 @@ class TorchKernels:
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
     ) -> Tensor:
         _, block_size, kv_heads, head_dim = k_blocks.shape
-        tokens = qkv.shape[0]
-        heads = qkv.shape[1] // head_dim - 2 * kv_heads
-        q, k, v = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)  # [T, heads, D]
-        c, s = cos[batch.positions].unsqueeze(1), sin[batch.positions].unsqueeze(1)  # [T, 1, D / 2]
+        q, k, v = _rotated(qkv, cos, sin, batch, kv_heads, head_dim)
         block, offset = batch.slots // block_size, batch.slots % block_size
-        k_blocks[block, offset] = _rotate(k, c, s).to(k_blocks.dtype)
+        k_blocks[block, offset] = k.to(k_blocks.dtype)
         v_blocks[block, offset] = v.to(v_blocks.dtype)
-        return _rotate(q, c, s).to(self.activation_dtype)
+        return q.to(self.activation_dtype)
 
-    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         _, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k_blocks.shape
         starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
@@ -73,26 +81,72 @@ class TorchKernels:
             table = batch.block_table[decodes, : -(-longest // block_size)].long()  # [B, blocks]
             k = k_blocks[table].flatten(1, 2)[:, :longest].transpose(1, 2)  # [B, kv_heads, longest, D]
             v = v_blocks[table].flatten(1, 2)[:, :longest].transpose(1, 2)
-            visible = torch.arange(longest, device=q.device) < batch.context_len[decodes, None]  # [B, longest]
+            place, context = torch.arange(longest, device=q.device), batch.context_len[decodes, None]
+            visible = place < context  # [B, longest]
+            if window is not None:
+                visible &= place >= context - window
             # Padding may be memory that nobody wrote, and 0 times NaN is NaN.
             k, v = (t.masked_fill(~visible[:, None, :, None], 0) for t in (k, v))
             # The heads of a group are the query rows of one attention: K and V are not repeated.
             grouped = q[rows].view(len(decodes), kv_heads, heads // kv_heads, head_dim)
-            y = _attend(grouped, k, v, visible[:, None, None, :], scale)  # [B, kv_heads, group, D]
+            y = _attend(grouped, k, v, visible[:, None, None, :], scale, softcap)  # [B, kv_heads, group, D]
             out[rows] = y.reshape(len(decodes), heads, head_dim)
         for i, context in enumerate(contexts):
             first, last = starts[i], starts[i + 1]
             if last - first <= 1:
                 continue
+            seen = visible_tokens(batch, i, window)  # [queries, context]
+            unread = ~seen.any(dim=0)[:, None, None]
             table = batch.block_table[i, : -(-context // block_size)].long()
-            k = k_blocks[table].flatten(0, 1)[:context].transpose(0, 1)  # [kv_heads, context, D]
-            v = v_blocks[table].flatten(0, 1)[:context].transpose(0, 1)
-            k, v = (t.repeat_interleave(heads // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
-            position = torch.arange(context - (last - first), context, device=q.device)
-            causal = torch.arange(context, device=q.device) <= position[:, None]  # [queries, context]
-            y = _attend(q[first:last].transpose(0, 1).unsqueeze(0), k, v, causal, scale)  # [1, heads, queries, D]
-            out[first:last] = y[0].transpose(0, 1)
+            k, v = (t[table].flatten(0, 1)[:context].masked_fill(unread, 0) for t in (k_blocks, v_blocks))
+            k, v = (t.transpose(0, 1).repeat_interleave(heads // kv_heads, dim=0).unsqueeze(0) for t in (k, v))
+            y = _attend(q[first:last].transpose(0, 1).unsqueeze(0), k, v, seen, scale, softcap)
+            out[first:last] = y[0].transpose(0, 1)  # from [1, heads, queries, D]
         return out.view(-1, heads * head_dim)
+
+    def rope_and_store_quantized(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
+    ) -> Tensor:
+        q, k, v = _rotated(qkv, cos, sin, batch, kv.kv_heads, kv.head_dim)
+        kv.store(k, v, batch.slots)
+        return q.to(self.activation_dtype)
+
+    def attention_quantized(
+        self,
+        q: Tensor,
+        kv: QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        return self.attention(q, *kv.dequantized(), batch, scale, window=window, softcap=softcap)
+
+    def attention_scores(
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        queries: int,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        blocks = keys.dequantized()[0] if isinstance(keys, QuantizedKv) else keys
+        _, block_size, kv_heads, _ = blocks.shape
+        starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+        out = torch.zeros(len(contexts), kv_heads, max(contexts), device=q.device)
+        for i, context in enumerate(contexts):
+            first = max(starts[i], starts[i + 1] - queries)
+            seen = visible_tokens(batch, i, window)[first - starts[i] :]  # [queries, context]
+            table = batch.block_table[i, : -(-context // block_size)].long()
+            k = blocks[table].flatten(0, 1)[:context].float().masked_fill(~seen.any(dim=0)[:, None, None], 0)
+            grouped = q[first : starts[i + 1]].float().unflatten(1, (kv_heads, -1))  # [queries, kv_heads, group, D]
+            scores = _capped(torch.einsum("qhgd,thd->hgqt", grouped, k) * scale, softcap)
+            out[i, :, :context] = scores.masked_fill(~seen, -torch.inf).softmax(-1).sum(dim=(1, 2))
+        return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -112,5 +166,42 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return functional.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), attn_mask=mask, scale=scale)
+def _rotated(
+    qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, rotated, in fp32, and v: [tokens, heads or kv_heads, head_dim] each."""
+    tokens, width = qkv.shape
+    heads = width // head_dim - 2 * kv_heads
+    q, k, v = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    c, s = cos[batch.positions].unsqueeze(1), sin[batch.positions].unsqueeze(1)  # [tokens, 1, head_dim / 2]
+    return _rotate(q, c, s), _rotate(k, c, s), v
+
+
+def visible_tokens(batch: RaggedBatch, sequence: int, window: int | None = None) -> Tensor:
+    """[new tokens, context] bool: which tokens of its sequence each new token sees."""
+    first, last = batch.query_start[sequence : sequence + 2].tolist()
+    context = int(batch.context_len[sequence])
+    device, committed = batch.positions.device, context - (last - first)
+    place = torch.arange(context, device=device)
+    position = place[committed:, None]  # of the new tokens
+    seen = place <= position
+    distance = position - place
+    if batch.tree is not None:
+        bits = batch.tree[first:last, None] >> torch.arange(last - first, device=device) & 1  # [new, new]
+        depth = bits.sum(dim=1)  # ancestors and itself
+        seen[:, committed:] = bits.bool()
+        distance[:, :committed] = committed + depth[:, None] - 1 - place[:committed]
+        distance[:, committed:] = depth[:, None] - bits.cumsum(dim=1)  # of the ancestors that it sees
+    return seen if window is None else seen & (distance < window)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if softcap is None:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    scores = _capped((q @ k.transpose(-1, -2)).float() * scale, softcap)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype) @ v
