@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
+from membound.app import endpoint as at_endpoint
 from membound.app import kernels, planning
+from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
 from membound.app.outputs import check_output
 from membound.app.terminal import (
     HardwareOption,
@@ -119,10 +121,14 @@ def measure(
     timeline: TimelineOption = None,
     from_: FromOption = None,
     to: ToOption = None,
+    endpoint: EndpointOption = None,
+    endpoint_model: ModelOption = None,
+    api_key_env: KeyOption = None,
+    endpoint_timeout: PatienceOption = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Real run of the scenario on this machine."""
+    """Real run of the scenario on this machine, or at a server with --endpoint."""
     from membound.app import report
     from membound.app.compare import LiveObserver
     from membound.app.home import membound_home
@@ -130,8 +136,17 @@ def measure(
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
+    server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
     log = _phase_log(timeline, from_, to)
     chosen = scenario_of(scenario, set_)
+    if server is not None:
+        if log is not None:
+            raise MemboundError("option --timeline shows steps, which a server does not; leave it out with --endpoint")
+        with measuring("membound measure") as listener:
+            result = at_endpoint.measure(chosen, server, listener)
+        keep_run(Store(membound_home()), "measure", chosen, result)
+        print_result(result.to_json(), as_json, report.run)
+        return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
     _ensure_calibrated()
     with measuring("membound measure") as listener:
@@ -150,8 +165,16 @@ def measure(
 
 
 @app.command()
-def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOption = False) -> None:
-    """Prediction and measurement side by side, with the error of each."""
+def compare(
+    scenario: ScenarioArgument,
+    endpoint: EndpointOption = None,
+    endpoint_model: ModelOption = None,
+    api_key_env: KeyOption = None,
+    endpoint_timeout: PatienceOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prediction and measurement side by side, with the error of each; measured at a server with --endpoint."""
     from membound.app import report
     from membound.app.compare import compare as run_compare
     from membound.app.home import membound_home
@@ -159,7 +182,14 @@ def compare(scenario: ScenarioArgument, set_: SetOption = None, as_json: JsonOpt
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
+    server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
     chosen = scenario_of(scenario, set_)
+    if server is not None:
+        with measuring("membound compare") as listener:
+            at_server = at_endpoint.compare(chosen, server, listener)
+        keep_comparison(Store(membound_home()), chosen, at_server)
+        print_result(at_server.to_json(), as_json, at_endpoint.comparison)
+        return
     _ensure_calibrated()
     with measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)

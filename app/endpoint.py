@@ -1,0 +1,179 @@
+"""How is a scenario measured at somebody else's server, and held against its prediction?
+
+The scenario says what the server is taken for: its hardware, engine profile and techniques are what is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from membound.app.compare import ComparisonResult, Listener
+from membound.app.text import digits, seconds
+from membound.roofline.comparison import baseline_row, spread
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.result import Distribution, RunResult, Summary
+from membound.roofline.scenario import Scenario
+from membound.roofline.times import times_for
+from membound.simulator.drafting import with_best_drafts
+from membound.simulator.run import run as simulate
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from membound.runtime.endpoint.address import Endpoint
+
+EndpointOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="measure a server that speaks OpenAI's protocol: http://HOST:PORT[/v1]"),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--endpoint-model", metavar="NAME", help="the server's name of the model, where it has several"),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key-env", metavar="VARIABLE", help="environment variable that holds the server's key"),
+]
+PatienceOption = Annotated[
+    float | None,
+    typer.Option("--endpoint-timeout", metavar="S", help="seconds to wait for a token: 300 for the first, then 60"),
+]
+
+# What a client sees: a key of the summary, which number of a distribution, and its unit.
+_METRICS = (
+    *(("tpot_s", "mean", "s"), ("ttft_s", "mean", "s"), ("ttft_s", "p99", "s"), ("e2e_s", "mean", "s")),
+    ("output_tokens_per_s", None, "tokens/s"),
+)
+
+
+@dataclass
+class EndpointComparison(ComparisonResult):
+    """A comparison with one row a point, and beside it every metric that a client sees."""
+
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"metrics": self.metrics}
+
+
+def endpoint_of(url: str | None, model: str | None, key_env: str | None, patience_s: float | None) -> Endpoint | None:
+    """The endpoint that the options name, None without one; raises MemboundError where they do not go together."""
+    from membound.runtime.endpoint.address import Endpoint
+
+    if url is not None:
+        return Endpoint.of(url, model, key_env, patience_s)
+    given = {"--endpoint-model": model, "--api-key-env": key_env, "--endpoint-timeout": patience_s}
+    for option, value in given.items():
+        if value is not None:
+            raise MemboundError(f"option {option} is for a server; give its address with --endpoint too")
+    return None
+
+
+def measure(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> RunResult:
+    """The scenario's workload at the endpoint."""
+    from membound.runtime.endpoint.measure import measure as measure_at
+
+    return measure_at(scenario, endpoint, listener.progress)
+
+
+def compare(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> EndpointComparison:
+    """Predicts each point of the sweep for the scenario's hardware and engine, and measures it `repeats` times."""
+    from membound.runtime.endpoint.measure import measure as measure_at
+    from membound.runtime.endpoint.measure import need_answers
+
+    hardware = get_hardware(scenario.hardware)
+    result = EndpointComparison([], {}, {})
+    points = list(scenario.points())
+    cells = len(points) * scenario.repeats
+    for index, (values, asked) in enumerate(points):
+        listener.progress(index / len(points), "predicting")
+        relative_error = times_for(
+            hardware if "hardware" not in values else get_hardware(asked.hardware)
+        ).relative_error
+        predicted = simulate(with_best_drafts(asked).scenario)
+        measured = []
+        for repeat in range(scenario.repeats):
+            done = index * scenario.repeats + repeat
+
+            def progress(fraction: float, message: str, done: int = done) -> None:
+                listener.progress((done + fraction) / cells, f"{message} (run {done + 1} of {cells})")
+
+            run = measure_at(asked, endpoint, progress)
+            need_answers(run)
+            measured.append(run)
+        result.predicted[index, "baseline"], result.measured[index, "baseline"] = predicted, measured
+        conditions = _conditions(asked, endpoint)
+        result.rows.append(baseline_row(predicted, measured, relative_error, values, conditions))
+        result.metrics += _metric_rows(predicted.summary, [run.summary for run in measured], relative_error, values)
+        result.notes += [note for note in measured[-1].provenance.notes if note not in result.notes]
+    return result
+
+
+def _metric_rows(
+    predicted: Summary, measured: list[Summary], relative_error: float, point: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Each metric that both have, the measured one as the median of the repeats."""
+    for metric, statistic, unit in _METRICS:
+        expected = _value(predicted, metric, statistic)
+        samples = [value for one in measured if (value := _value(one, metric, statistic)) is not None]
+        if not expected or not samples:
+            continue
+        median = float(np.median(samples))
+        yield {
+            "point": point,
+            "metric": metric,
+            "statistic": statistic,
+            "unit": unit,
+            "predicted": expected,
+            "low": expected / (1 + relative_error),
+            "high": expected * (1 + relative_error),
+            "measured": median,
+            "spread": spread(samples),
+            "error": expected / median - 1 if median else None,
+            "samples": samples,
+        }
+
+
+def _value(summary: Summary, metric: str, statistic: str | None) -> float | None:
+    value = getattr(summary, metric)
+    found: float | None = getattr(value, statistic) if isinstance(value, Distribution) and statistic else value
+    return found
+
+
+def _conditions(scenario: Scenario, endpoint: Endpoint) -> str:
+    techniques = ", ".join(technique.name for technique in scenario.techniques) or "no technique"
+    return (
+        f"{scenario.model} on {scenario.hardware} as engine '{scenario.engine.profile}' with {techniques}, "
+        f"against {endpoint.base_url}, {scenario.repeats} repeats"
+    )
+
+
+def comparison(document: dict[str, Any]) -> RenderableType:
+    """Predicted beside measured, one row a metric and point."""
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(title="predicted, and measured at the endpoint")
+    for column in ("point", "metric", "predicted", "interval", "measured", "spread", "error"):
+        table.add_column(
+            column, justify="left" if column in ("point", "metric") else "right", no_wrap=column == "metric"
+        )
+    for row in document["metrics"]:
+        shown = seconds if row["unit"] == "s" else digits
+        table.add_row(
+            ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in row["point"].items()),
+            " ".join(filter(None, (row["metric"], row["statistic"]))),
+            shown(row["predicted"]),
+            f"{shown(row['low'])} to {shown(row['high'])}",
+            shown(row["measured"]),
+            "" if row["spread"] is None else f"±{shown(row['spread'])}",
+            "" if row["error"] is None else f"{row['error']:+.1%}",
+        )
+    conditions = list(dict.fromkeys(row["conditions"] for row in document["comparisons"]))
+    return Group(table, *conditions, *document["notes"])
