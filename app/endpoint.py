@@ -155,25 +155,30 @@ def _conditions(scenario: Scenario, endpoint: Endpoint) -> str:
 
 
 def comparison(document: dict[str, Any]) -> RenderableType:
-    """Predicted beside measured, one row a metric and point."""
+    """Predicted beside measured, a table for each point and a row for each metric."""
+    from itertools import groupby
+
     from rich.console import Group
+
+    tables = [_table(point, list(rows)) for point, rows in groupby(document["metrics"], lambda row: row["point"])]
+    conditions = list(dict.fromkeys(row["conditions"] for row in document["comparisons"]))
+    return Group(*tables, *conditions, *document["notes"])
+
+
+def _table(point: dict[str, Any], rows: list[dict[str, Any]]) -> RenderableType:
     from rich.table import Table
 
-    table = Table(title="predicted, and measured at the endpoint")
-    for column in ("point", "metric", "predicted", "interval", "measured", "spread", "error"):
-        table.add_column(
-            column, justify="left" if column in ("point", "metric") else "right", no_wrap=column == "metric"
-        )
-    for row in document["metrics"]:
+    at = ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items())
+    table = Table(title=at or None, box=None, pad_edge=False)
+    for column in ("", "predicted", "interval", "measured", "error"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in rows:
         shown = seconds if row["unit"] == "s" else digits
         table.add_row(
-            ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in row["point"].items()),
             " ".join(filter(None, (row["metric"], row["statistic"]))),
             shown(row["predicted"]),
             f"{shown(row['low'])} to {shown(row['high'])}",
-            shown(row["measured"]),
-            "" if row["spread"] is None else f"±{shown(row['spread'])}",
+            shown(row["measured"]) + ("" if row["spread"] is None else f" ± {shown(row['spread'])}"),
             "" if row["error"] is None else f"{row['error']:+.1%}",
         )
-    conditions = list(dict.fromkeys(row["conditions"] for row in document["comparisons"]))
-    return Group(table, *conditions, *document["notes"])
+    return table
