@@ -21,6 +21,7 @@ from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
+from membound.roofline.precision import Precision
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import EngineSetup
@@ -30,6 +31,7 @@ from membound.runtime.clock import WallClock
 from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder
 from membound.runtime.executor import TorchExecutor
+from membound.runtime.kv.build import runs_in, store_for, store_problem
 from membound.runtime.nvml import Nvml
 from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import sampler_for
@@ -43,6 +45,7 @@ from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.workload import requests_for
 
 WARM_UP_STEPS = 3
+EMULATED_STORE = "the KV cache is emulated: its quality is that of the format, its time and speed mean nothing"
 
 
 class RunClock(Protocol):
@@ -103,6 +106,7 @@ class Runtime:
         self.kernels = kernels or kernels_for(device)
         self._models: dict[tuple[str, str], LoadedModel] = {}
         self._decoders: dict[tuple[str, str, WeightFormat], Decoder] = {}
+        self._storing: dict[tuple[int, Precision], Decoder] = {}
 
     def model(self, scenario: Scenario) -> LoadedModel:
         """The scenario's model, loaded once."""
@@ -118,7 +122,14 @@ class Runtime:
         if key not in self._decoders:
             loaded = self.model(scenario)
             self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, format)
-        return self._decoders[key]
+        return self._with_store(self._decoders[key], scenario.setup)
+
+    def _with_store(self, decoder: Decoder, setup: EngineSetup) -> Decoder:
+        """The same decoder over the KV stores of the set-up."""
+        key = (id(decoder), setup.kv)
+        if key not in self._storing:
+            self._storing[key] = decoder.storing(store_for(setup, self.kernels, decoder.device))
+        return self._storing[key]
 
     def run(
         self,
@@ -140,6 +151,8 @@ class Runtime:
             raise MemboundError(problem)
         hardware = hardware or get_hardware(scenario.hardware)
         decoder = self.decoder(scenario)
+        if problem := store_problem(scenario.setup, decoder.spec, scenario.engine.block_size):
+            raise MemboundError(problem)
         requests = requests_for(scenario, vocab=decoder.spec.vocab)
         for request in requests:
             total = request.prompt_tokens + request.output_tokens
@@ -166,7 +179,8 @@ class Runtime:
         for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
             clock.wait_until(until_s)
         scheduler.check_integrity()
-        notes = [*([capture_note] if capture_note else []), *meter.notes(sum(r.output_tokens for r in requests))]
+        emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in kv) else []
+        notes = [*emulated, *([capture_note] if capture_note else []), *meter.notes(sum(r.output_tokens for r in requests))]
         provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls, notes)
         return run_result(scenario, decoder.spec, times, blocks, recorder, provenance)
 
@@ -205,7 +219,7 @@ def unmeasured(setup: EngineSetup) -> str | None:
         (setup.parallel.devices > 1, f"a model on {setup.parallel.devices} devices", "one device"),
         (plan.weights.name not in ("fp32", "bf16", "int8"), f"weights in {plan.weights.name}", "fp32, bf16 and int8"),
         (plan.activations.width < 16, f"activations in {plan.activations.name}", "16 and 32 bits"),
-        (plan.kv.width < 16, f"a KV cache in {plan.kv.name}", "16 and 32 bits"),
+        (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),
         (drafts is not None and drafts.kind != "ngram", f"speculation by {drafts and drafts.kind}", "n-gram drafts"),
         (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
     )

@@ -22,6 +22,10 @@ class KvStore(Protocol):
     """
 
     @property
+    def emulated(self) -> bool:
+        """Whether its time means nothing, because it attends to an unpacked copy of what it keeps."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it takes, whether or not they are in use."""
 
@@ -40,6 +44,8 @@ class KvStore(Protocol):
 
 class PlainKv:
     """K and V as the kernels keep them, [blocks, block_size, kv_heads, head_dim] each."""
+
+    emulated = False
 
     def __init__(self, kernels: Kernels, k_blocks: Tensor, v_blocks: Tensor) -> None:
         self.kernels = kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -54,6 +55,12 @@ class GroupedAttention:
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> KvStore:
         return self._new_store(self.spec, num_blocks, block_size, seats)
+
+    def storing(self, new_store: NewStore) -> GroupedAttention:
+        """The same attention over a KV store of another kind."""
+        other = copy(self)
+        other._new_store = new_store
+        return other
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield "qkv", self.qkv

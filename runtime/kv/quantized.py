@@ -1,0 +1,65 @@
+"""How are K and V kept in 8 or 4 bits, where the kernels read them as they are stored?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.kv_formats import KvQuantFormat, QuantizedKv
+from membound.roofline.models import GroupedQueryAttention
+from membound.runtime.kv.content import content_of, put_content
+from membound.runtime.rope import RopeTables
+
+# The kernels' formats by the name of their precision in roofline: a scale (int4: and a minimum) for each head's vector
+# of a token, in 16 bits; fp8 has one scale for all.
+KERNEL_FORMATS: dict[str, KvQuantFormat] = {
+    "fp8": "fp8",
+    "int8_head": "int8",
+    "int4_head_zero16": "int4",
+}
+
+
+class KernelQuantizedKv:
+    """K and V in a format that the kernels write and attend to without unpacking them first."""
+
+    emulated = False
+
+    def __init__(self, kernels: Kernels, kv: QuantizedKv) -> None:
+        self.kernels = kernels
+        self.kv = kv
+
+    @classmethod
+    def zeroed(
+        cls,
+        kernels: Kernels,
+        format: KvQuantFormat,
+        attention: GroupedQueryAttention,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+    ) -> KernelQuantizedKv:
+        """A store whose blocks are zero."""
+        shape = (num_blocks, block_size, attention.kv_heads, attention.head_dim)
+        return cls(kernels, QuantizedKv.zeros(format, *shape, device))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts())
+
+    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+        q = self.kernels.rope_and_store_quantized(qkv, rope.cos, rope.sin, batch, self.kv)
+        return self.kernels.attention_quantized(q, self.kv, batch, scale)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        return content_of(self._parts(), blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        put_content(self._parts(), blocks, content)
+
+    def _parts(self) -> list[Tensor]:
+        """What lies in blocks; the scale of a whole tensor does not."""
+        by_block = [self.kv.k, self.kv.v]
+        return by_block if self.kv.format == "fp8" else [*by_block, self.kv.scales]
