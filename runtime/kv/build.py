@@ -36,7 +36,7 @@ def runs_in(format: Precision) -> bool:
 
 
 def store_problem(setup: EngineSetup, model: ModelSpec, block_size: int) -> str | None:
-    """Why a model's cache cannot be kept as the set-up says in blocks of `block_size`, in one sentence; None if it can."""
+    """Why a model's cache cannot be kept as the set-up says in blocks of `block_size`; None if it can."""
     format = setup.kv
     if not _is_kivi(format):
         return None
