@@ -22,10 +22,11 @@ from membound.runtime.sampling import GreedySampler
 from membound.runtime.weights import random_weights
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.client import client_for
+from membound.simulator.scheduling.drafter import Room
 from membound.simulator.scheduling.loop import serve
 from membound.simulator.scheduling.policies import ContinuousBatching
 from membound.simulator.scheduling.recorder import Recorder
-from membound.simulator.scheduling.request import Request, Sequence
+from membound.simulator.scheduling.request import Draft, Request, Sequence
 from membound.simulator.scheduling.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -103,11 +104,13 @@ class HostProbe:
 class _SureDrafter:
     """Drafts the token that the stand-in's logits lead to."""
 
+    computed_guesses = 0
+
     def __init__(self, drafts: int) -> None:
         self.drafts = drafts
 
-    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        return (0,) * min(self.drafts, limit)
+    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
+        return [Draft((0,) * min(self.drafts, room.chain)) for room in rooms]
 
 
 class _StandInKernels:

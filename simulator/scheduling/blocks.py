@@ -69,6 +69,10 @@ class BlockTables:
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
     def used(self) -> int:
         return self.num_blocks - len(self._free)
 

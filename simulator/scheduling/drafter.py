@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from membound.roofline.techniques import Drafts, NgramDrafts
-from membound.simulator.scheduling.request import Sequence
+from membound.simulator.scheduling.request import Draft, Sequence
+
+
+class Room(NamedTuple):
+    """How much may be proposed for a sequence: tokens one behind the other, and guesses in all."""
+
+    depth: int
+    guesses: int
+
+    @property
+    def chain(self) -> int:
+        """Tokens of a chain."""
+        return min(self.depth, self.guesses)
 
 
 class Drafter(Protocol):
-    """Proposes tokens for a sequence in decode, from what the scheduler knows of it alone."""
+    """Proposes tokens for the sequences that decode, for all of them in one go.
 
-    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        """At most `limit` proposed tokens; empty where there is nothing to propose."""
+    One that computes writes K and V of up to `computed_guesses` guesses of a sequence, so that it needs their blocks
+    before it proposes them.
+    """
+
+    computed_guesses: int
+
+    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
+        """What each sequence's room allows; an empty draft where there is nothing to propose."""
 
 
 def prompt_lookup(token_ids: list[int], max_ngram: int, min_ngram: int, limit: int) -> tuple[int, ...]:
@@ -36,23 +54,33 @@ def prompt_lookup(token_ids: list[int], max_ngram: int, min_ngram: int, limit: i
 class NgramDrafter:
     """Prompt lookup over the sequence's own tokens."""
 
+    computed_guesses = 0
+
     def __init__(self, drafts: NgramDrafts) -> None:
         self.drafts = drafts
 
-    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
+        return [self._found(sequence, room.chain) for sequence, room in zip(sequences, rooms, strict=True)]
+
+    def _found(self, sequence: Sequence, limit: int) -> Draft:
         assert sequence.token_ids is not None, "prompt lookup needs the tokens"
         d = self.drafts
-        return prompt_lookup(sequence.token_ids, d.max_ngram, d.min_ngram, min(d.gamma, limit))
+        return Draft(prompt_lookup(sequence.token_ids, d.max_ngram, d.min_ngram, min(d.gamma, limit)))
 
 
 class ModelledDrafter:
     """Stands for a drafter where nobody knows what it would propose: a draft is found in `hit_rate` of the steps."""
 
+    computed_guesses = 0
+
     def __init__(self, drafts: Drafts, seed: int) -> None:
         self.drafts = drafts
         self.seed = seed
 
-    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
+    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
+        return [self._found(sequence, room.chain) for sequence, room in zip(sequences, rooms, strict=True)]
+
+    def _found(self, sequence: Sequence, limit: int) -> Draft:
         # Drawn from (seed, request, position), so a request meets the same content under every schedule.
         hit = random.Random(f"{self.seed}/{sequence.id}/{sequence.tokens}").random() < self.drafts.hit_rate
-        return (0,) * min(self.drafts.gamma, limit) if hit else ()
+        return Draft((0,) * min(self.drafts.gamma, limit)) if hit else Draft()

@@ -138,10 +138,27 @@ class Sequence:
         return self.remaining <= 0
 
 
+class Draft(NamedTuple):
+    """Guesses for one sequence: a chain, or with `parents` a tree.
+
+    `parents[i]` is the guess that guess i follows, -1 for the newest token of the sequence; it comes before i.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+
+    def first(self, count: int) -> Draft:
+        """At most `count` of the guesses: what comes first follows from nothing behind it."""
+        if len(self.tokens) <= count:
+            return self
+        return Draft(self.tokens[:count], None if self.parents is None else self.parents[:count])
+
+
 class Work(NamedTuple):
     """A sequence's part of a step: tokens `start : start + tokens` are computed, the last `len(drafts)` are guesses.
 
-    A chunk that does not reach the end of its prompt emits nothing.
+    The guesses are a chain, or with `parents` the tree of a `Draft`; each takes a token's place in the blocks. A chunk
+    that does not reach the end of its prompt emits nothing.
     """
 
     sequence: int
@@ -149,6 +166,7 @@ class Work(NamedTuple):
     tokens: int
     drafts: tuple[int, ...] = ()
     emits: bool = True
+    parents: tuple[int, ...] | None = None
 
     @property
     def context(self) -> int:

@@ -11,13 +11,14 @@ from heapq import heappop, heappush
 
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
-from membound.simulator.scheduling.drafter import Drafter
+from membound.simulator.scheduling.drafter import Drafter, Room
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
-from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step, Work, step_sums
+from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work, step_sums
 
 Classify = Callable[[Sequence], None]
 
 FIRST_COME, EVERYBODY = FirstCome(), Everybody()
+_NO_DRAFT = Draft()
 
 
 class Scheduler:
@@ -150,7 +151,7 @@ class Scheduler:
         if alone:
             prompts = self._plan_prompts(self.max_batched_tokens, joined)
         decoding = not prompts
-        drafts: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, Draft] = {}
         if decoding and self.decoders.members:
             self._begun = True
             self._make_room(preempted)
@@ -158,7 +159,7 @@ class Scheduler:
         if not alone:
             budget = self.max_batched_tokens - len(self.decoders.members)
             if drafts:
-                budget -= sum(map(len, drafts.values()))
+                budget -= sum(len(found.tokens) for found in drafts.values())
             prompts = self._plan_prompts(budget, joined, join=not preempted)
         if not prompts and not self.decoders.members:
             return None
@@ -323,24 +324,43 @@ class Scheduler:
         self.pool.take(needed)
         self._grown = True
 
-    def _draft(self) -> dict[int, tuple[int, ...]]:
+    def _draft(self) -> dict[int, Draft]:
         """Drafts by sequence; they use what every sequence's own token has left of tokens and blocks."""
-        drafts: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, Draft] = {}
         if self.drafter is None:
             return drafts
-        spare = self.max_batched_tokens - len(self.decoders)
-        for sequence in self.decoders.members.values():
-            # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
-            found = self.drafter.draft(sequence, min(spare, sequence.remaining - 1))
-            blocks = 0
+        members = list(self.decoders.members.values())
+        spare = self.max_batched_tokens - len(members)
+        # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
+        rooms = [Room(sequence.remaining - 1, spare) for sequence in members]
+        if self.drafter.computed_guesses and self.tables is not None:
+            rooms = self._with_blocks(members, rooms, self.tables)
+        for sequence, found in zip(members, self.drafter.draft(members, rooms), strict=True):
+            found = found.first(spare)
+            count, blocks = len(found.tokens), 0
             if self.reserved_tokens is None:
-                blocks = self.pool.blocks_for(sequence.tokens + len(found)) - self.pool.blocks_for(sequence.tokens)
-            if found and blocks <= self.pool.available:
+                blocks = self.pool.blocks_for(sequence.tokens + count) - self.pool.blocks_for(sequence.tokens)
+            if count and blocks <= self.pool.available:
                 self.pool.take(blocks)
                 self._draft_blocks += blocks
                 drafts[sequence.id] = found
-                spare -= len(found)
+                spare -= count
         return drafts
+
+    def _with_blocks(self, members: list[Sequence], rooms: list[Room], tables: BlockTables) -> list[Room]:
+        """Numbers the blocks of what may be drafted, as far as free ones reach; the step's plan takes the rest back."""
+        assert self.drafter is not None, "somebody drafts"
+        size = self.pool.block_size
+        for sequence in members:
+            tables.hold(sequence, self.reserved_tokens or sequence.tokens)
+        bounded = []
+        for sequence, room in zip(members, rooms, strict=True):
+            reachable = len(sequence.blocks) + (tables.free if self.reserved_tokens is None else 0)
+            most = min(room.guesses, self.drafter.computed_guesses, reachable * size - sequence.tokens)
+            if self.reserved_tokens is None:
+                tables.hold(sequence, sequence.tokens + most)
+            bounded.append(Room(room.depth, most))
+        return bounded
 
     def _accept(self, sequence: Sequence, outcome: Outcome) -> None:
         """Every emitted token but the newest was an accepted draft, so its K and V are already in place."""
@@ -427,7 +447,7 @@ class Scheduler:
         self,
         decoding: bool,
         prompts: tuple[Work, ...],
-        drafts: dict[int, tuple[int, ...]],
+        drafts: dict[int, Draft],
         joined: list[Sequence],
         preempted: tuple[int, ...],
     ) -> Step:
@@ -466,11 +486,11 @@ class Scheduler:
         """Tokens that several sequences count, of blocks that they share."""
         return self.pool.cache.repeated * self.pool.block_size if self.pool.cache is not None else 0
 
-    def _items(self, drafts: dict[int, tuple[int, ...]]) -> tuple[Work, ...]:
+    def _items(self, drafts: dict[int, Draft]) -> tuple[Work, ...]:
         return tuple(
-            Work(sequence.id, sequence.computed, 1 + len(guess), guess)
+            Work(sequence.id, sequence.computed, 1 + len(guess.tokens), guess.tokens, parents=guess.parents)
             for sequence in self.decoders.members.values()
-            for guess in (drafts.get(sequence.id, ()),)
+            for guess in (drafts.get(sequence.id, _NO_DRAFT),)
         )
 
     def _hold(self, work: tuple[Work, ...], tables: BlockTables) -> None:

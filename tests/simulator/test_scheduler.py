@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables, OutOfBlocks
-from membound.simulator.scheduling.drafter import prompt_lookup
+from membound.simulator.scheduling.drafter import Room, prompt_lookup
 from membound.simulator.scheduling.policies import (
     BATCHINGS,
     ContinuousBatching,
@@ -19,7 +19,7 @@ from membound.simulator.scheduling.policies import (
 )
 from membound.simulator.scheduling.prefix import PrefixChain
 from membound.simulator.scheduling.prefix_cache import PrefixCache
-from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
+from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.scheduler import Scheduler
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=25)
@@ -28,11 +28,13 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=
 class FixedDrafter:
     """Always proposes as much as it may, up to `gamma`."""
 
+    computed_guesses = 0
+
     def __init__(self, gamma: int) -> None:
         self.gamma = gamma
 
-    def draft(self, sequence: Sequence, limit: int) -> tuple[int, ...]:
-        return (7,) * max(0, min(self.gamma, limit))
+    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
+        return [Draft((7,) * max(0, min(self.gamma, room.chain))) for room in rooms]
 
 
 def serve_all(scheduler: Scheduler, requests: list[Request], accept: int = 0) -> tuple[list[Step], list[Sequence]]:
