@@ -29,10 +29,13 @@ class KvStore(Protocol):
     def nbytes(self) -> int:
         """Bytes that it takes, whether or not they are in use."""
 
-    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
         """Rotates q and k of qkv [tokens, (heads + 2 * kv_heads) * head_dim], stores k and v, attends causally.
 
-        Returns [tokens, heads * head_dim].
+        A token sees what the window of the layer's attention holds; `softcap` caps the scores. Returns
+        [tokens, heads * head_dim].
         """
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
@@ -60,17 +63,22 @@ class PlainKv:
         shape = (num_blocks, block_size, attention.kv_heads, attention.head_dim)
         if device.type == "cpu":
             arena = Arena()
-            return cls(kernels, arena.empty(shape, kernels.kv_dtype), arena.empty(shape, kernels.kv_dtype))
-        k, v = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
-        return cls(kernels, k, v)
+            k, v = (arena.empty(shape, kernels.kv_dtype) for _ in range(2))
+        else:
+            k, v = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
+        return cls(kernels, k, v, attention.window)
 
     @property
     def nbytes(self) -> int:
         return self.k_blocks.nbytes + self.v_blocks.nbytes
 
-    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
         q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, batch, self.k_blocks, self.v_blocks)
-        return self.kernels.attention(q, self.k_blocks, self.v_blocks, batch, scale)
+        special = {"window": self.window, "softcap": softcap}
+        given = {name: value for name, value in special.items() if value is not None}
+        return self.kernels.attention(q, self.k_blocks, self.v_blocks, batch, scale, **given)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         rows = torch.as_tensor(blocks, device=self.k_blocks.device)
