@@ -103,8 +103,12 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, layers: int | None = None) -> Hidden:
         """The hidden states of `token_ids` [tokens] after the first `layers` layers, or all of them."""
+        return self.continued(self.embed[token_ids].to(self.kernels.activation_dtype), batch, cache, layers)
+
+    @torch.inference_mode()
+    def continued(self, residual: Tensor, batch: RaggedBatch, cache: KvCache, layers: int | None = None) -> Hidden:
+        """The same of tokens whose states before the first layer are `residual` [tokens, hidden], which changes."""
         kernels, eps = self.kernels, self.spec.norm_eps
-        residual = self.embed[token_ids].to(kernels.activation_dtype)  # [tokens, hidden]
         caches = iter(cache)
         added: Tensor | None = None  # what the part before computed, not yet in the residual
         for block in self.blocks[:layers]:

@@ -44,6 +44,9 @@ class KvStore(Protocol):
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
         """Puts what `read_blocks` of an equal store returned into these blocks."""
 
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies what is kept for the tokens in slots `sources` to `targets`, both [tokens]; they may overlap."""
+
 
 class PlainKv:
     """K and V as the kernels keep them, [blocks, block_size, kv_heads, head_dim] each."""
@@ -90,3 +93,13 @@ class PlainKv:
         shape = (len(blocks), 2, *self.k_blocks.shape[1:])
         kept = content.to(self.k_blocks.device).view(self.k_blocks.dtype).view(shape)
         self.k_blocks[rows], self.v_blocks[rows] = kept[:, 0], kept[:, 1]
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        move_slots([self.k_blocks, self.v_blocks], sources, targets)
+
+
+def move_slots(parts: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copies slots `sources` of each of `parts` [blocks, block_size, ...] to slots `targets`, both [tokens]."""
+    for part in parts:
+        size = part.shape[1]
+        part[targets // size, targets % size] = part[sources // size, sources % size]

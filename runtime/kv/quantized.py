@@ -11,6 +11,7 @@ from membound.kernels.base import Kernels, RaggedBatch
 from membound.kernels.kv_formats import KvQuantFormat, QuantizedKv
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.kv.content import content_of, put_content
+from membound.runtime.kv_store import move_slots
 from membound.runtime.rope import RopeTables
 
 # The kernels' formats by the name of their precision in roofline: a scale (int4: and a minimum) for each head's vector
@@ -58,6 +59,12 @@ class KernelQuantizedKv:
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
         put_content(self._parts(), blocks, content)
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        by_token = [self.kv.k, self.kv.v]
+        if self.kv.format != "fp8":
+            by_token.append(self.kv.scales.transpose(1, 2))
+        move_slots(by_token, sources, targets)
 
     def _parts(self) -> list[Tensor]:
         """What lies in blocks; the scale of a whole tensor does not."""
