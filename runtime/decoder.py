@@ -108,7 +108,7 @@ class Decoder:
     @torch.inference_mode()
     def continued(self, residual: Tensor, batch: RaggedBatch, cache: KvCache, layers: int | None = None) -> Hidden:
         """The same of tokens whose states before the first layer are `residual` [tokens, hidden], which changes."""
-        kernels, eps = self.kernels, self.spec.norm_eps
+        eps = self.spec.norm_eps
         caches = iter(cache)
         added: Tensor | None = None  # what the part before computed, not yet in the residual
         for block in self.blocks[:layers]:
