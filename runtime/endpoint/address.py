@@ -9,6 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from membound.roofline.errors import MemboundError
+from membound.runtime.endpoint.stream import shown
 
 Api = Literal["completions", "chat"]
 
@@ -80,9 +81,9 @@ def _parts(url: str) -> tuple[str, Api | None]:
             "put a key into an environment variable and name that with --api-key-env"
         )
     if parts.scheme not in ("http", "https") or not host or port == 0:
-        raise MemboundError(f"option --endpoint is '{url[:200]}'; {advice}")
+        raise MemboundError(f"option --endpoint is '{shown(url)}'; {advice}")
     if parts.query or parts.fragment or not re.fullmatch(r"[!-~]*", parts.netloc + parts.path):
-        raise MemboundError(f"option --endpoint is '{url[:200]}', with more than a server and a path; {advice}")
+        raise MemboundError(f"option --endpoint is '{shown(url)}', with more than a server and a path; {advice}")
     path, api = parts.path.rstrip("/"), None
     for suffix, named in _PATHS.items():
         if path.endswith(suffix):
@@ -97,8 +98,10 @@ def _key(variable: str | None) -> str | None:
     key = os.environ.get(variable, "")
     if not key:
         raise MemboundError(
-            f"option --api-key-env is '{variable[:60]}', which is not set in the environment; export it with the key"
+            f"option --api-key-env is '{shown(variable)}', which is not set in the environment; export it with the key"
         )
     if not re.fullmatch(r"[!-~]+", key):
-        raise MemboundError(f"the key in the environment variable '{variable}' has spaces or characters no key has")
+        raise MemboundError(
+            f"the key in the environment variable '{shown(variable)}' has spaces or characters no key has"
+        )
     return key

@@ -91,7 +91,9 @@ class Connections:
                         at_s = clock.now_s()
                         received_bytes += len(received)
                         if received_bytes > most_bytes:
-                            raise ReplyError(f"more than {most_bytes >> 10} KiB for {most_tokens} tokens")
+                            raise ReplyError(
+                                f"more than {MOST_BYTES_A_TOKEN >> 10} KiB for each token that was asked for"
+                            )
                         before = reply.events
                         for event in events.feed(received):
                             reply.take(event, at_s)

@@ -12,6 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from membound.roofline.scenario import Scenario, parse_scenario
+
 Behaviour = Callable[["Exchange"], Awaitable[None]]
 
 
@@ -48,6 +52,8 @@ class Exchange:
         await self.writer.drain()
 
     async def raw(self, data: bytes) -> None:
+        if not data:
+            return  # a chunk of nothing is the last one
         self.writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await self.writer.drain()
 
@@ -109,6 +115,7 @@ class FakeServer:
     now: int = 0
     most: int = 0
     open: int = 0
+    crowd: bool = False
     times_s: list[float] = field(default_factory=list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -192,3 +199,33 @@ def serving(behaviour: Behaviour = well, **options: Any) -> Iterator[FakeServer]
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
+
+
+@pytest.fixture(name="serving")
+def _serving() -> Callable[..., Any]:
+    """A context with a server that behaves as asked."""
+    return serving
+
+
+@pytest.fixture(name="well")
+def _well() -> Behaviour:
+    """The behaviour of a server that does all right."""
+    return well
+
+
+@pytest.fixture
+def scenario() -> Callable[..., Scenario]:
+    """A small scenario, with parts of its workload as asked."""
+
+    def make(**workload: Any) -> Scenario:
+        given: dict[str, Any] = {
+            "arrivals": {"kind": "closed_loop", "concurrency": 4},
+            "requests": 12,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "uniform", "low": 5, "high": 30}},
+            "output_tokens": {"kind": "uniform", "low": 1, "high": 6},
+        }
+        return parse_scenario(
+            {"name": "asked", "model": "SmolLM2-135M", "hardware": "H100-SXM5", "workload": given | workload}
+        )
+
+    return make

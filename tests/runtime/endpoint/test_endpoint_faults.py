@@ -1,0 +1,213 @@
+"""Whatever a server does wrong, does it end only the requests that it did it to, with a reason, and in time?"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+
+import pytest
+
+from membound.roofline.errors import MemboundError
+from membound.runtime.endpoint.address import Endpoint
+from membound.runtime.endpoint.measure import measure, need_answers
+
+
+async def hangs_before(exchange) -> None:
+    await exchange.head()
+    await asyncio.sleep(60)
+
+
+async def hangs_between(exchange) -> None:
+    await exchange.head()
+    await exchange.event(exchange.token())
+    await asyncio.sleep(60)
+
+
+async def comments_forever(exchange) -> None:
+    await exchange.head()
+    await exchange.event(exchange.token())
+    while True:
+        await exchange.raw(b": still here\n\n")
+        await asyncio.sleep(0.02)
+
+
+async def never_answers(exchange) -> None:
+    await asyncio.sleep(60)
+
+
+async def resets_before(exchange) -> None:
+    exchange.reset()
+    raise ConnectionResetError
+
+
+async def resets_between(exchange) -> None:
+    await exchange.head()
+    await exchange.event(exchange.token())
+    await asyncio.sleep(0.02)
+    exchange.reset()
+    raise ConnectionResetError
+
+
+async def ends_between(exchange) -> None:
+    await exchange.head()
+    await exchange.event(exchange.token())
+    await exchange.last_chunk()
+
+
+async def html(exchange) -> None:
+    await exchange.head(200, "text/html; charset=utf-8")
+    await exchange.raw(b"<html><body>Welcome</body></html>")
+    await exchange.last_chunk()
+
+
+async def html_as_events(exchange) -> None:
+    await exchange.head()
+    await exchange.raw(b"data: <html>Welcome</html>\n\n")
+    await exchange.last_chunk()
+
+
+async def bytes_of_noise(exchange) -> None:
+    exchange.writer.write(b"\x00\xff\x13 nonsense\r\n\r\n")
+    await exchange.writer.drain()
+    raise ConnectionResetError
+
+
+async def long_lines(exchange) -> None:
+    await exchange.head()
+    for _ in range(160):
+        await exchange.raw(b"x" * 65536)
+    await exchange.last_chunk()
+
+
+async def endless_tokens(exchange) -> None:
+    await exchange.head()
+    while True:
+        await exchange.event(*[exchange.token("x" * 1000)] * 100)
+
+
+async def server_error(exchange) -> None:
+    await exchange.error(500, "out of memory")
+
+
+async def elsewhere(exchange) -> None:
+    await exchange.head(307, "text/plain", location="http://192.0.2.1:1/v1/completions")
+    await exchange.last_chunk()
+
+
+async def error_in_stream(exchange) -> None:
+    await exchange.head()
+    await exchange.event(exchange.token(), {"error": {"message": "engine died"}})
+    await exchange.last_chunk()
+
+
+async def compressed(exchange) -> None:
+    await exchange.head(content_encoding="gzip")
+    await exchange.raw(b"\x1f\x8b" * 10)
+    await exchange.last_chunk()
+
+
+FAULTS = {
+    hangs_before: "no first token in time",
+    hangs_between: "no further token in time",
+    comments_forever: "no further token in time",
+    never_answers: "no first token in time",
+    resets_before: "broke off|no HTTP answer",
+    resets_between: "the connection broke off",
+    ends_between: "ended before the reply did",
+    html: "answered with 'text/html'",
+    html_as_events: "not JSON",
+    bytes_of_noise: "no HTTP answer",
+    long_lines: "more than 1",
+    endless_tokens: "more than 16 KiB for each token",
+    server_error: "status 500: out of memory",
+    elsewhere: "redirected to http://192.0.2.1:1",
+    error_in_stream: "engine died",
+    compressed: "compressed",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_ends_its_own_request_and_the_others_finish(serving, well, scenario, fault) -> None:
+    async def sometimes(exchange) -> None:
+        await (fault if exchange.number % 4 == 3 else well)(exchange)
+
+    with serving(sometimes) as server:
+        began_s = time.monotonic()
+        run = measure(scenario(), Endpoint.of(server.url, patience_s=0.4))
+        assert time.monotonic() - began_s < 6
+    summary, reasons = run.summary, [reason for reason in run.requests["reason"] if reason]
+    assert summary.completed + summary.failed == summary.requests == 12
+    assert summary.failed == len(reasons) == 3
+    for reason in reasons:
+        assert re.search(FAULTS[fault], reason), reason
+        assert "\n" not in reason and "Traceback" not in reason
+    assert sum(f"{summary.failed} of 12 requests failed" in note for note in run.provenance.notes) == 1
+
+
+@pytest.mark.parametrize(
+    "fault", [hangs_before, html, server_error, elsewhere, resets_before], ids=lambda f: f.__name__
+)
+def test_a_server_that_answers_nothing_is_one_sentence(serving, scenario, fault) -> None:
+    with serving(fault) as server, pytest.raises(MemboundError, match=r"endpoint 'http://127\.0\.0\.1:") as error:
+        measure(scenario(), Endpoint.of(server.url, patience_s=0.3))
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_answers_only_the_first_requests_has_a_result_and_no_comparison(serving, well, scenario) -> None:
+    async def dies(exchange) -> None:
+        await (well if exchange.number < 3 else server_error)(exchange)
+
+    with serving(dies) as server:
+        run = measure(scenario(), Endpoint.of(server.url))
+    assert (run.summary.completed, run.summary.failed, run.summary.ttft_s.mean) == (0, 12, None)
+    with pytest.raises(MemboundError, match="answered no request: 12 of 12 requests failed: status 500"):
+        need_answers(run)
+
+
+def test_a_slow_server_is_waited_for_as_long_as_each_token_comes_in_time(serving, well, scenario) -> None:
+    async def slow(exchange) -> None:
+        await well(exchange, gap_s=0.15, before_s=0.3)
+
+    asked = scenario(requests=4, output_tokens={"kind": "fixed", "tokens": 6})
+    with serving(slow) as server:
+        run = measure(asked, Endpoint.of(server.url, patience_s=0.8))
+    assert run.summary.completed == 4
+    assert run.summary.e2e_s.mean > 1.0
+    assert run.summary.itl_s.p50 == pytest.approx(0.15, rel=0.3)
+
+
+def test_a_finished_reply_counts_though_its_stream_never_ends(serving, scenario) -> None:
+    async def no_end(exchange) -> None:
+        await exchange.head()
+        await exchange.event(exchange.token(), exchange.token(finish="length"), exchange.usage(exchange.tokens))
+        await asyncio.sleep(60)
+
+    with serving(no_end) as server:
+        run = measure(scenario(requests=4), Endpoint.of(server.url, patience_s=0.3))
+    assert run.summary.completed == 4
+
+
+def test_an_address_where_nobody_listens_is_one_sentence(scenario) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(MemboundError, match="cannot be used: connection refused"):
+            measure(scenario(), Endpoint.of(f"http://localhost:{port}"))
+
+
+def test_several_models_are_listed_and_one_is_taken_by_its_name(serving, well, scenario) -> None:
+    with serving(well, models=("one", "two")) as server:
+        with pytest.raises(MemboundError, match="has the models one, two; name the model with --endpoint-model"):
+            measure(scenario(), Endpoint.of(server.url))
+        measure(scenario(), Endpoint.of(server.url, model="two"))
+    assert {body["model"] for _, _, body in server.asked} == {"two"}
+
+
+def test_a_refused_key_is_one_sentence(serving, scenario) -> None:
+    async def refuses(exchange) -> None:
+        await exchange.error(401, "who are you")
+
+    with serving(refuses) as server, pytest.raises(MemboundError, match=r"refuses the key.*--api-key-env"):
+        measure(scenario(), Endpoint.of(server.url))
