@@ -53,10 +53,11 @@ class PlainKv:
 
     emulated = False
 
-    def __init__(self, kernels: Kernels, k_blocks: Tensor, v_blocks: Tensor) -> None:
+    def __init__(self, kernels: Kernels, k_blocks: Tensor, v_blocks: Tensor, window: int | None = None) -> None:
         self.kernels = kernels
         self.k_blocks = k_blocks
         self.v_blocks = v_blocks
+        self.window = window
 
     @classmethod
     def zeroed(
