@@ -24,6 +24,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import GatedFfn, ModelSpec, MoeFfn, catalog
+from membound.roofline.models.layers import LayerOverride
 from membound.roofline.operator_time import Times
 from membound.roofline.operators import elementwise, linear
 from membound.roofline.parallel import Parallelism
@@ -32,7 +33,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.step import check_parallel, step_weight_bytes
 from membound.roofline.tasks import acceptance_of, found_of
-from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts, Size
+from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts, SelfDrafts, Size
 from membound.roofline.token_tree import TokenTree, best_tree, chain
 
 # Vocabularies differ by padding within a family; by more than this they are not the same.
@@ -244,6 +245,8 @@ class Speculation:
         if isinstance(drafts, ModelDrafts):
             spec = draft_model(model, drafts.draft)
             return _DraftModel(spec, replace(self.plain, precision=_drafting_formats(model, spec, self.plain)))
+        if isinstance(drafts, SelfDrafts):
+            return _FirstLayers(first_layers(model, drafts.layers), self.plain)
         if drafts.kind == "medusa":
             return _Heads(model, _own_head(self.plain), drafts.gamma)
         if drafts.kind == "mtp":
@@ -324,6 +327,27 @@ def draft_model(model: ModelSpec, name: str | None) -> ModelSpec:
             f"{model.vocab}; give a model with the same tokenizer"
         )
     return draft
+
+
+def first_layers(model: ModelSpec, layers: int | None) -> ModelSpec:
+    """The model cut behind its first layers, three quarters of them unless said otherwise.
+
+    Raises MemboundError where that leaves none out.
+    """
+    layers = max(1, model.layers * 3 // 4) if layers is None else layers
+    if layers >= model.layers:
+        raise MemboundError(
+            f"field 'layers' of self_speculation is {layers}, but '{model.name}' has {model.layers} layers; give fewer"
+        )
+    kept = enumerate(model.stack[:layers])
+    usual = (model.usual_attention, model.usual_ffn)
+    overrides = tuple(
+        LayerOverride(layers=(index,), attention=layer.attention, ffn=layer.ffn)
+        for index, layer in kept
+        if (layer.attention, layer.ffn) != usual
+    )
+    changes = {"name": f"{model.name}, first {layers} layers", "layers": layers, "overrides": overrides}
+    return model.model_copy(update=changes)
 
 
 def _same_vocabulary(a: ModelSpec, b: ModelSpec) -> bool:
@@ -420,6 +444,27 @@ class _DraftModel(_Drafter):
 
     def kv_bytes(self, kv_tokens: Count, sequences: Count) -> Count:
         return kv_bytes(self.spec, self.setup, kv_tokens, sequences)
+
+
+class _FirstLayers(_DraftModel):
+    """The model's own first layers, whose weights and caches are there, as are K and V of everything that was read."""
+
+    def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
+        decode = StepShape(*shape.decode_part, shape.decode_part.sequences)
+        decodes = np.asarray(decode.sequences) > 0
+        glue_s, total = _glue_s(times, self.setup), np.zeros(())
+        for nodes, passes in Counter(tree.expanded_by_depth).items():
+            total = total + passes * decodes * (self._pass_s(times, with_guesses(decode, nodes - 1)) + glue_s)
+        return total[()]
+
+    def table(self, times: Times, shape: StepShape) -> Callable[[TokenTree], float] | None:
+        return None
+
+    def weights_bytes(self) -> float:
+        return 0.0
+
+    def kv_bytes(self, kv_tokens: Count, sequences: Count) -> Count:
+        return 0.0
 
 
 class _Module(_DraftModel):

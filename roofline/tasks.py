@@ -87,13 +87,15 @@ def resolve(workload: Workload) -> Workload:
     return workload.model_copy(update=update)
 
 
-def acceptance_of(workload: Workload, drafter: DrafterKind) -> AcceptanceProfile | None:
+def acceptance_of(workload: Workload, drafter: DrafterKind | None) -> AcceptanceProfile | None:
     """The workload's own acceptance profile, else its task's for that kind of drafter, else None."""
-    if workload.acceptance is not None or workload.task is None:
+    if workload.acceptance is not None or workload.task is None or drafter is None:
         return workload.acceptance
     return task_profiles()[workload.task].acceptance[drafter].profile
 
 
-def found_of(workload: Workload, drafter: DrafterKind) -> float | None:
-    """The share of steps in which the task's drafter finds a draft; None without a task."""
-    return None if workload.task is None else task_profiles()[workload.task].acceptance[drafter].found
+def found_of(workload: Workload, drafter: DrafterKind | None) -> float | None:
+    """The share of steps in which the task's drafter finds a draft; None without a task that knows it."""
+    return (
+        None if workload.task is None or drafter is None else task_profiles()[workload.task].acceptance[drafter].found
+    )

@@ -23,6 +23,7 @@ from membound.roofline.techniques.drafts import (
     ModelDrafts,
     MtpDrafts,
     NgramDrafts,
+    SelfDrafts,
 )
 from membound.roofline.techniques.kernels import FlashAttention, MlaAbsorption
 from membound.roofline.techniques.kv import KvQuantization
@@ -34,6 +35,7 @@ from membound.roofline.techniques.steps import (
     Medusa,
     Mtp,
     NgramSpeculation,
+    SelfSpeculation,
     Size,
     Speculative,
 )
@@ -68,6 +70,8 @@ __all__ = [
     "NgramDrafts",
     "NgramSpeculation",
     "PolicyName",
+    "SelfDrafts",
+    "SelfSpeculation",
     "Size",
     "Sparsity24",
     "Speculative",
@@ -89,6 +93,7 @@ AnyTechnique = Annotated[
         ContinuousBatching,
         NgramSpeculation,
         DraftModelSpeculation,
+        SelfSpeculation,
         Medusa,
         Eagle,
         Mtp,

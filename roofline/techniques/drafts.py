@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-DrafterKind = Literal["ngram", "draft_model", "medusa", "eagle", "mtp"]
+DrafterKind = Literal["ngram", "draft_model", "self", "medusa", "eagle", "mtp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,11 +18,11 @@ class Drafts:
 
     In `hit_rate` of the steps there is a draft at all. The best guess at the first position is right with chance
     `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
-    one before. `content` is the kind of drafter under which a task's profile knows its acceptance.
+    one before. `content` is the kind of drafter under which a task's profile knows its acceptance, if it does.
     """
 
     kind: ClassVar[DrafterKind]
-    content: ClassVar[Literal["ngram", "draft_model", "trained_head"]]
+    content: ClassVar[Literal["ngram", "draft_model", "trained_head"] | None]
 
     gamma: int
     alpha: float
@@ -60,6 +60,16 @@ class ModelDrafts(Drafts):
     content = "draft_model"
 
     draft: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfDrafts(Drafts):
+    """The first `layers` layers of the model write ahead, with its final norm, its lm_head and its cache."""
+
+    kind = "self"
+    content = None
+
+    layers: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

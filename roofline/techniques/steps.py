@@ -15,7 +15,15 @@ from pydantic import Field, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques.base import Technique
-from membound.roofline.techniques.drafts import Drafts, EagleDrafts, MedusaDrafts, ModelDrafts, MtpDrafts, NgramDrafts
+from membound.roofline.techniques.drafts import (
+    Drafts,
+    EagleDrafts,
+    MedusaDrafts,
+    ModelDrafts,
+    MtpDrafts,
+    NgramDrafts,
+    SelfDrafts,
+)
 from membound.roofline.techniques.setup import EngineSetup
 
 # What is tried where a length or a tree is open.
@@ -140,6 +148,25 @@ class DraftModelSpeculation(Speculative):
 
     def drafts(self) -> Drafts:
         return ModelDrafts(gamma=self.size.depth, alpha=self.alpha, draft=self.draft)
+
+
+class SelfSpeculation(Speculative):
+    """The model's own first layers draft, so that neither weights nor a cache are added (Zhang et al., 2024).
+
+    A model that was not trained to exit early is seldom right early: the default is three quarters of the layers.
+    alpha is assumed; `membound measure` with `weights: pretrained` says what it is.
+    """
+
+    title = "self-speculation by the first layers"
+    usual_size = Size(2, None)
+
+    name: Literal["self_speculation"] = "self_speculation"
+    layers: int | None = Field(None, ge=1, description="layers that draft, fewer than the model's; 3/4 if not given")
+    gamma: int | None = Field(None, ge=1, le=32, description="draft length, tokens a step; the best if not given")
+    alpha: float = Field(0.5, ge=0, le=1, description="chance that a drafted token is accepted")
+
+    def drafts(self) -> Drafts:
+        return SelfDrafts(gamma=self.size.depth, alpha=self.alpha, layers=self.layers)
 
 
 class Medusa(Speculative):
