@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +16,15 @@ from membound.roofline.techniques.setup import EngineSetup
 
 # What these weights are multiplied with: scales of activations run along the row, those of the weights may be blocks.
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
+
+# How the codes of a format are chosen, and what is done to the model for it (runtime/quantization).
+QuantizationMethod = Literal["rtn", "gptq", "awq", "smoothquant", "llm_int8", "quarot"]
+PruningMethod = Literal["magnitude", "wanda", "sparsegpt"]
+_METHOD_HELP = (
+    "how the codes are chosen: rtn rounds to nearest; gptq, awq, smoothquant and llm_int8 read calibration text; "
+    "quarot rotates the model. The predicted cost does not depend on it: what llm_int8 and quarot do to activations "
+    "in each step is left out"
+)
 
 
 class WeightFormat(Technique):
@@ -63,6 +72,15 @@ class WeightQuantization(WeightFormat):
     name: Literal["weight_quantization"] = "weight_quantization"
     format: str = Field("int4", description="int4, awq, q4_k_m, fp8_block, nvfp4, mxfp4, ternary and others")
     activations: str | None = Field(None, description="the format of what is multiplied with them; 16 bits without")
+    method: QuantizationMethod = Field("rtn", description=_METHOD_HELP)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format_may_name_its_method(cls, data: Any) -> Any:
+        """`format: gptq` and `format: awq` mean the method too."""
+        if isinstance(data, dict) and data.get("format") in ("gptq", "awq") and "method" not in data:
+            return {**data, "method": data["format"]}
+        return data
 
     @field_validator("format")
     @classmethod
@@ -89,6 +107,11 @@ class WeightQuantization(WeightFormat):
             raise ValueError(f"bf16 weights are multiplied with 16 bits, not with {activations.name}; leave that out")
         return self
 
+    @model_validator(mode="after")
+    def _method_fits_the_format(self) -> WeightQuantization:
+        _check_method(self.method, _weight_format(self.format), parse_precision(self.activations or "", "activations"))
+        return self
+
     def apply(self, setup: EngineSetup) -> EngineSetup:
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
         return _quantized(setup, _weight_format(self.format), activations)
@@ -107,6 +130,12 @@ class W8A8(WeightFormat):
 
     name: Literal["w8a8"] = "w8a8"
     format: Literal["fp8", "fp8_row", "fp8_block", "int8", "mxfp8"] = "fp8"
+    method: QuantizationMethod = Field("rtn", description=_METHOD_HELP)
+
+    @model_validator(mode="after")
+    def _method_fits_the_format(self) -> W8A8:
+        _check_method(self.method, PRECISIONS[self.format], PRECISIONS[_ACTIVATIONS[self.format]])
+        return self
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         return _quantized(setup, PRECISIONS[self.format], PRECISIONS[_ACTIVATIONS[self.format]])
@@ -123,6 +152,10 @@ class Sparsity24(Technique):
     gain_metric = "tpot_s"
 
     name: Literal["sparsity_2_4"] = "sparsity_2_4"
+    method: PruningMethod = Field(
+        "magnitude",
+        description="how the zeros are chosen: the smallest weights, or by calibration text with wanda and sparsegpt",
+    )
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         plan, dense = setup.precision, setup.precision.weights
@@ -135,6 +168,21 @@ class Sparsity24(Technique):
             )
         kept = {part: plan.weights_of(part) for part in ("embedding", "lm_head", "router")}
         return replace(setup, precision=replace(plan, weights=sparse24(dense), exceptions=_merged(plan, kept)))
+
+
+def _check_method(method: QuantizationMethod, weights: Precision, activations: Precision | None) -> None:
+    """Raises ValueError where a method has no meaning for the formats."""
+    integers = weights.values.startswith("int") and weights.name not in GGML_BLOCKS | GGML_MIXES
+    if method in ("gptq", "awq") and not integers:
+        raise ValueError(f"method '{method}' chooses integers, not {weights.name}; give a format such as int4_g64")
+    both = activations is not None and weights.values == activations.values == "int8"
+    if method in ("smoothquant", "llm_int8") and not both:
+        raise ValueError(
+            f"method '{method}' is for weights and activations in int8, not for {weights.name} weights and "
+            f"{activations.name if activations else '16-bit'} activations; give int8 for both"
+        )
+    if method == "quarot" and weights.width >= 16:
+        raise ValueError("method 'quarot' rotates weights before they are rounded, and bf16 rounds none; leave it out")
 
 
 def _weight_format(name: str) -> Precision:
