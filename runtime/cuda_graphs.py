@@ -15,6 +15,7 @@ from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.parallel.leader import DividedDecoder
 
 LARGEST_BUCKET = 512  # beyond it the host keeps ahead of the kernels without graphs
 
@@ -139,11 +140,13 @@ class CudaCapture:
 
 
 def decode_graphs(
-    decoder: Decoder, kv: KvCache, max_blocks: int, max_num_seqs: int
+    decoder: Decoder | DividedDecoder, kv: KvCache, max_blocks: int, max_num_seqs: int
 ) -> tuple[DecodeGraphs | None, str | None]:
     """The graphs of a run's decode steps, and in words what was done; on a CPU neither."""
     if decoder.device.type != "cuda":
         return None, None
+    if isinstance(decoder, DividedDecoder):
+        return None, "decode without CUDA graphs: the processes of a divided model are told of every step"
     if decoder.kernels.name != "triton":
         return None, f"decode without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +23,13 @@ from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
+from membound.roofline.parallel import SINGLE
 from membound.roofline.precision import Precision
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import times_for
+from membound.roofline.workload import SyntheticPrompts
 from membound.runtime.assets import fetch_smollm2
 from membound.runtime.clock import WallClock
 from membound.runtime.cuda_graphs import decode_graphs
@@ -33,11 +37,16 @@ from membound.runtime.decoder import Decoder
 from membound.runtime.executor import TorchExecutor
 from membound.runtime.kv.build import runs_in, store_for, store_problem
 from membound.runtime.nvml import Nvml
+from membound.runtime.parallel.group import Group
+from membound.runtime.parallel.leader import DividedDecoder, divided
+from membound.runtime.parallel.recipe import ShardRecipe
+from membound.runtime.parallel.shards import shard_spec
 from membound.runtime.plain import generate_plain
+from membound.runtime.recipe import FormatRecipe
 from membound.runtime.sampling import sampler_for
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
-from membound.simulator.scheduling.build import build_scheduler, run_result
+from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import MEMORY_SHARE, kv_memory
 from membound.simulator.scheduling.loop import Executor, serve
@@ -91,6 +100,9 @@ def load_model(scenario: Scenario) -> LoadedModel:
         )
     if Path(source).is_dir():
         spec, weights = load_safetensors(source)
+        without_text = isinstance(scenario.workload.prompts, SyntheticPrompts)
+        if without_text and not (Path(source) / "tokenizer.json").exists():
+            return LoadedModel(spec, weights, None)
         return LoadedModel(spec, weights, Tokenizer.from_folder(source))
     spec, weights = load_gguf(source)
     return LoadedModel(spec, weights, Tokenizer.from_gguf_metadata(GgufFile(source).metadata))
@@ -107,6 +119,9 @@ class Runtime:
         self._models: dict[tuple[str, str], LoadedModel] = {}
         self._decoders: dict[tuple[str, str, WeightFormat], Decoder] = {}
         self._storing: dict[tuple[int, Precision], Decoder] = {}
+        self._divided: tuple[tuple[str, str, WeightFormat, int], DividedDecoder] | None = None
+        self._processes = ExitStack()
+        weakref.finalize(self, self._processes.close)
 
     def model(self, scenario: Scenario) -> LoadedModel:
         """The scenario's model, loaded once."""
@@ -115,9 +130,15 @@ class Runtime:
             self._models[key] = load_model(scenario)
         return self._models[key]
 
-    def decoder(self, scenario: Scenario) -> Decoder:
-        """The scenario's decoder with its weights in the format that its techniques ask for, packed once."""
+    def decoder(self, scenario: Scenario) -> Decoder | DividedDecoder:
+        """The scenario's decoder with its weights in the format that its techniques ask for, packed once.
+
+        With `parallel.tp` it is divided among as many processes, which stay until another division is asked for.
+        """
         format = _weight_format(scenario)
+        tp = scenario.setup.parallel.tp
+        if tp > 1:
+            return self._divided_decoder(scenario, (scenario.model, scenario.weights, format, tp))
         key = (scenario.model, scenario.weights, format)
         if key not in self._decoders:
             loaded = self.model(scenario)
@@ -130,6 +151,26 @@ class Runtime:
         if key not in self._storing:
             self._storing[key] = decoder.storing(store_for(setup, self.kernels, decoder.device))
         return self._storing[key]
+
+    def close(self) -> None:
+        """Ends the processes of a divided model; without it they end with this object."""
+        self._divided = None
+        self._processes.close()
+
+    def part(self, scenario: Scenario, group: Group) -> Decoder:
+        """What this process of `group` holds of the scenario's model."""
+        loaded, whole = self.model(scenario), self.model(scenario).spec
+        recipe = ShardRecipe(FormatRecipe(self.kernels, _weight_format(scenario)), group, whole)
+        return Decoder(shard_spec(whole, group.size), loaded.weights.to(self.device), self.kernels, recipe)
+
+    def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, WeightFormat, int]) -> DividedDecoder:
+        if self._divided is None or self._divided[0] != key or not self._divided[1].followers.alive:
+            self.close()
+            spec = self.model(scenario).spec
+            shard_spec(spec, key[-1])
+            opened = divided(scenario, spec, self.device, lambda group: self.part(scenario, group))
+            self._divided = key, self._processes.enter_context(opened)
+        return self._divided[1]
 
     def run(
         self,
@@ -162,9 +203,14 @@ class Runtime:
                     f"'{scenario.model}'; make the prompts or output_tokens shorter"
                 )
         longest = max(turn.tokens for request in requests for turn in request.turns())
-        memory, times = kv_memory(scenario, decoder.spec, hardware.memory_bytes, longest), times_for(hardware)
+        # Processes on a CPU share it, its memory too, so that together they are one device; GPUs are devices each.
+        shared = self.device.startswith("cpu")
+        sharing = scenario.setup.parallel.tp if shared else 1
+        memory = kv_memory(scenario, decoder.spec, hardware.memory_bytes / sharing, longest)
+        as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
+        times = times_for(hardware)
         blocks = memory.num_blocks
-        scheduler = build_scheduler(scenario, decoder.spec, times, memory, content_known=True, numbered_blocks=True)
+        scheduler = build_scheduler(as_one, decoder.spec, times, memory, content_known=True, numbered_blocks=True)
         kv = decoder.new_cache(blocks, scenario.engine.block_size, scenario.engine.max_num_seqs)
         sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
         _warm_up(decoder, scenario)
@@ -179,6 +225,7 @@ class Runtime:
         for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
             clock.wait_until(until_s)
         scheduler.check_integrity()
+        recorder.bounds = recorder.bounds or bounds_of(decoder.spec, as_one.setup, times)
         emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in kv) else []
         notes = [*emulated, *([capture_note] if capture_note else []), *meter.notes(sum(r.output_tokens for r in requests))]
         provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls, notes)
@@ -216,7 +263,11 @@ def unmeasured(setup: EngineSetup) -> str | None:
     """The first part of a set-up that is predicted but does not run here yet, in one sentence; None where all runs."""
     plan, drafts = setup.precision, setup.drafts
     parts = (
-        (setup.parallel.devices > 1, f"a model on {setup.parallel.devices} devices", "one device"),
+        (
+            setup.parallel.devices > setup.parallel.tp or setup.parallel.ep > 1,
+            f"parallelism other than tp on {setup.parallel.devices} devices",
+            "tensor parallelism",
+        ),
         (plan.weights.name not in ("fp32", "bf16", "int8"), f"weights in {plan.weights.name}", "fp32, bf16 and int8"),
         (plan.activations.width < 16, f"activations in {plan.activations.name}", "16 and 32 bits"),
         (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),

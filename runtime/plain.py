@@ -9,6 +9,7 @@ from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.runtime.decoder import Decoder
+from membound.runtime.parallel.leader import DividedDecoder
 
 BLOCK_SIZE = 16
 
@@ -19,7 +20,7 @@ def greedy(logits: Tensor) -> int:
 
 
 def generate_plain(
-    decoder: Decoder, prompt_ids: Sequence[int], max_tokens: int, sample: Callable[[Tensor], int] = greedy
+    decoder: Decoder | DividedDecoder, prompt_ids: Sequence[int], max_tokens: int, sample: Callable[[Tensor], int] = greedy
 ) -> Iterator[int]:
     """Yields `max_tokens` tokens after the prompt: one sequence, whole prompt first, then one token a step.
 

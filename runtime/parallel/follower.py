@@ -1,0 +1,57 @@
+"""What does a process do that holds a part of somebody else's model?
+
+Started by `leader.divided` as `python -m membound.runtime.parallel.follower SCENARIO MEETING RANK DEVICE THREADS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import load_scenario
+from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.engine import Runtime
+from membound.runtime.parallel.group import Group, ready_file
+from membound.runtime.parallel.steps import Command, receive
+
+
+def follow(decoder: Decoder, group: Group) -> None:
+    """Computes this process's part of every step that the leader tells of, until it says stop."""
+    caches: dict[int, KvCache] = {}
+    while (message := receive(group)).command is not Command.STOP:
+        match message.command:
+            case Command.NEW_CACHE:
+                caches[message.cache] = decoder.new_cache(*message.sizes)
+            case Command.DROP_CACHE:
+                del caches[message.cache]
+            case Command.FORWARD:
+                assert message.token_ids is not None and message.batch is not None and message.logits_rows is not None
+                device = decoder.device
+                decoder.forward(
+                    message.token_ids.to(device),
+                    message.batch.to(device),
+                    caches[message.cache],
+                    message.logits_rows.to(device),
+                )
+
+
+def main(scenario: str, meeting: str, rank: str, device: str, threads: str) -> None:
+    """Builds this rank's part and follows the leader."""
+    torch.set_num_threads(int(threads))
+    read = load_scenario(scenario)
+    where = f"cuda:{rank}" if device.startswith("cuda") else device
+    runtime = Runtime(where)
+    runtime.model(read)
+    ready_file(Path(meeting), int(rank)).touch()
+    group = Group(Path(meeting), int(rank), read.setup.parallel.tp, where)
+    follow(runtime.part(read, group), group)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except MemboundError as error:
+        sys.exit(str(error))

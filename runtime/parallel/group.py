@@ -1,0 +1,72 @@
+"""How do the processes of a model exchange tensors?
+
+Gloo between CPU processes and for what the host says to the others, NCCL between GPUs. A group is an object and no
+process-wide state, so that one process may lead several models one after the other.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from membound.roofline.errors import MemboundError
+
+TIMEOUT_S = 600.0  # a follower waits so long for the next step before it gives up
+
+
+def ready_file(meeting: Path, rank: int) -> Path:
+    """What process `rank` leaves beside the meeting when it is about to join: whoever waits there cannot look up."""
+    return meeting.with_name(f"ready-{rank}")
+
+
+class GroupError(MemboundError):
+    """Another process of the model is gone, or does not answer."""
+
+
+class Group:
+    """The processes of one model: `rank` of `size`, who meet at a file."""
+
+    def __init__(self, meeting: Path, rank: int, size: int, device: str, timeout_s: float = TIMEOUT_S) -> None:
+        self.rank = rank
+        self.size = size
+        store = dist.FileStore(str(meeting), size)
+        timeout = timedelta(seconds=timeout_s)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = timeout
+        # Both lie on one machine, so that the loopback is the link of the control messages.
+        self._host: Any = self._reached(
+            lambda: dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, options)
+        )
+        self._device: Any = self._host
+        if device.startswith("cuda"):
+            torch.cuda.set_device(rank)
+            self._device = self._reached(lambda: dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sums x over all processes, in place."""
+        self._reached(lambda: self._device.allreduce([x]).wait())
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [rows, n] of every process side by side: [rows, size * n]."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._reached(lambda: self._device.allgather([parts], [x]).wait())
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Fills x on every process with the leader's, rank 0; x lies on the host."""
+        self._reached(lambda: self._host.broadcast(x, 0).wait())
+        return x
+
+    def _reached(self, call: Any) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise GroupError(f"a process of this model is gone or does not answer: {reason}") from None

@@ -1,0 +1,78 @@
+"""How do the matrices of a divided model find each other's sums?"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from membound.roofline.models import ModelSpec
+from membound.runtime.linear import Linear
+from membound.runtime.parallel.group import Group
+from membound.runtime.parallel.shards import shard_weights
+from membound.runtime.recipe import Recipe
+from membound.runtime.weights import Weights
+
+REDUCED = ("o", "down")
+
+
+class _Sharded:
+    """A part of a matrix on this device."""
+
+    def __init__(self, part: Linear, group: Group) -> None:
+        self.part = part
+        self.group = group
+
+    @property
+    def nbytes(self) -> int:
+        return self.part.nbytes
+
+    @property
+    def emulated(self) -> bool:
+        return self.part.emulated
+
+
+class ReducedLinear(_Sharded):
+    """Some columns of a matrix [n, k]: the products of all devices are summed."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.part.shape
+        return n, k * self.group.size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.part(x))
+
+
+class GatheredLinear(_Sharded):
+    """Some rows of a matrix [n, k]: the products of all devices are put side by side."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.part.shape
+        return n * self.group.size, k
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_gather(self.part(x))
+
+
+class ShardRecipe:
+    """What `inner` makes of this device's part of every matrix, with the sums and gathers that the division asks for.
+
+    `inner` prepares the weights of the `whole` model: what it folds or rotates concerns all devices.
+    """
+
+    def __init__(self, inner: Recipe, group: Group, whole: ModelSpec) -> None:
+        self.inner = inner
+        self.group = group
+        self.whole = whole
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        """This device's part of the whole `weights`; `spec` is the shape of the part."""
+        prepared = self.inner.prepare(self.whole, weights)
+        return shard_weights(self.whole, prepared, self.group.rank, self.group.size)
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        part = self.inner.linear(name, weight)
+        if name.rsplit(".", 1)[-1] in REDUCED:
+            return ReducedLinear(part, self.group)
+        gathered = self.whole.vocab % self.group.size == 0
+        return GatheredLinear(part, self.group) if name == "lm_head" and gathered else part

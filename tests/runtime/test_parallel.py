@@ -1,0 +1,106 @@
+"""A model that several processes hold is the model: its parts are the whole, and its tokens are the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from membound.kernels.dispatch import kernels_for
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.models import ModelSpec, get_model
+from membound.roofline.parallel import Parallelism
+from membound.roofline.scenario import Scenario, load_scenario
+from membound.runtime.engine import Runtime
+from membound.runtime.parallel.group import GroupError
+from membound.runtime.parallel.shards import shard_spec, shard_weights
+from membound.runtime.plain import generate_plain
+from membound.runtime.weights import Weights, random_weights
+
+
+def scenario_of(folder: Path, tp: int) -> Scenario:
+    return load_scenario("live-cpu").model_copy(
+        update={
+            "model": str(folder / "config.json"),
+            "weights": str(folder),
+            "parallel": Parallelism(tp=tp),
+            "workload": load_scenario("million-requests").workload.model_copy(update={"requests": 1}),
+            "techniques": (),
+        }
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_parts_have_the_shapes_of_the_roofline_and_are_the_whole(tp: int) -> None:
+    spec = get_model("Llama-3.2-1B").model_copy(update={"layers": 1, "vocab": 64})
+    weights = random_weights(spec, seed=0)
+    part_spec = shard_spec(spec, tp)
+    parts = [shard_weights(spec, weights, rank, tp) for rank in range(tp)]
+    expected = spec.attention.linears(spec.hidden, tp) + spec.ffn.linears(spec.hidden, tp)
+    for part in parts:
+        assert {(name, *part.layers[0][name].shape) for name, _, _ in expected} == {tuple(shape) for shape in expected}
+    assert part_spec.layer_linears() == expected
+    whole = weights.layers[0]
+    for name in ("qkv", "o", "gate_up", "down"):
+        assert sum(part.layers[0][name].numel() for part in parts) == whole[name].numel()
+        sums = sum(part.layers[0][name].double().sum() for part in parts)
+        torch.testing.assert_close(sums, whole[name].double().sum())
+    x = torch.randn(3, spec.hidden)
+    products = torch.cat([x @ part.lm_head.float().T for part in parts], dim=-1)
+    torch.testing.assert_close(products, x @ weights.lm_head.float().T)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "said"),
+    [
+        ("SmolLM2-135M", 2, "attention.heads of SmolLM2-135M is 9"),
+        ("Llama-3.2-1B", 16, "attention.kv_heads of Llama-3.2-1B is 8"),
+        ("DeepSeek-V3", 2, "DeepSeek-V3 is another"),
+    ],
+)
+def test_what_does_not_divide_is_refused_in_one_sentence(model: str, tp: int, said: str) -> None:
+    with pytest.raises(MemboundError, match=said):
+        shard_spec(get_model(model), tp)
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen2", "tiny_llama3"])
+def test_two_processes_write_the_tokens_of_one(name: str, reference: Path) -> None:
+    runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
+    prompts = [[5, 9, 2, 7], list(range(40, 70)), [3]]
+    alone = runtime.decoder(scenario_of(reference / name, 1))
+    together = runtime.decoder(scenario_of(reference / name, 2))
+    for prompt in prompts:
+        assert list(generate_plain(together, prompt, 12)) == list(generate_plain(alone, prompt, 12))
+    assert together.weight_bytes < 0.7 * alone.weight_bytes
+    followers = together.followers
+    runtime.close()
+    assert not followers.alive and torch.get_num_threads() >= 1
+
+
+def test_three_processes_serve_real_weights_as_one_does(smollm2: tuple[ModelSpec, Weights]) -> None:
+    """SmolLM2 has three KV heads, so that three processes hold it."""
+    chosen = load_scenario("live-cpu").with_techniques(()).with_value("workload.requests", 6)
+    chosen = chosen.with_value("workload.output_tokens", {"kind": "fixed", "tokens": 12})
+    runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
+    h100 = get_hardware("H100-SXM5")
+    plain = runtime.run(chosen, h100)
+    divided = runtime.run(chosen.model_copy(update={"parallel": Parallelism(tp=3)}), h100)
+    runtime.close()
+    assert divided.outputs == plain.outputs
+
+
+def test_a_killed_process_is_said_in_one_sentence_and_the_next_run_has_a_new_one(reference: Path) -> None:
+    runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
+    chosen = scenario_of(reference / "tiny_llama3", 2)
+    decoder = runtime.decoder(chosen)
+    expected = list(generate_plain(decoder, [4, 5, 6], 4))
+    os.kill(decoder.followers.processes[0].pid, signal.SIGKILL)
+    decoder.followers.processes[0].wait()
+    with pytest.raises(GroupError, match="process 1 of the divided model ended"):
+        list(generate_plain(decoder, [4, 5, 6], 4))
+    assert list(generate_plain(runtime.decoder(chosen), [4, 5, 6], 4)) == expected
+    runtime.close()
