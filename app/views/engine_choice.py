@@ -9,6 +9,7 @@ from typing import Any
 
 import streamlit as st
 
+from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import linked
 from membound.app.views.choices import (
@@ -92,6 +93,10 @@ class EngineChoice:
         """The same engine elsewhere."""
         return replace(self, batch=batch or self.batch, context=context or self.context)
 
+    def having(self, techniques: Sequence[str]) -> EngineChoice:
+        """The same with an engine that has these techniques."""
+        return replace(self, techniques=tuple(techniques))
+
     def conditions(self, t: Translate) -> str:
         """Where numbers hold, for captions."""
         lengths = lengths_at(self.context)
@@ -104,6 +109,7 @@ class EngineChoice:
             prompt=f"{lengths.prompt_tokens:,.0f}",
             output=f"{lengths.output_tokens:,.0f}",
             profile=self.profile,
+            techniques=", ".join(technique_title(name, t) for name in self.techniques) or t("stack.none"),
         )
 
 
@@ -132,7 +138,7 @@ def _within(model: ModelSpec, context: int) -> bool:
     return True
 
 
-def choose_engine(t: Translate, techniques: Sequence[str] = ENGINE, *, with_metric: bool = True) -> EngineChoice:
+def choose_engine(t: Translate) -> EngineChoice:
     """The engine that the widgets hold; raises MemboundError where its device cannot be had."""
     left, middle, right = st.columns([2, 2, 1])
     with left:
@@ -146,10 +152,8 @@ def choose_engine(t: Translate, techniques: Sequence[str] = ENGINE, *, with_metr
         batch = one_of("batch", BATCHES, BATCH, t, str)
         context = one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
         tp = one_of("tp", divisors(model, EngineSetup(precision=model.published)), 1, t, str)
-        metric = METRICS[0]
-        if with_metric:
-            metric = one_of("gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
-    return EngineChoice(model, hardware.get_hardware(name), tp, profile, batch, context, metric, tuple(techniques))
+        metric = one_of("gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
+    return EngineChoice(model, hardware.get_hardware(name), tp, profile, batch, context, metric)
 
 
 def _profile(t: Translate) -> str:

@@ -17,7 +17,7 @@ from membound.app.views import linked, states
 from membound.app.views.charts import chart
 from membound.app.views.choices import one_of, short_count
 from membound.app.views.engine_choice import EngineChoice, choose_engine
-from membound.app.views.measured import Measured, measured_gains, nearest
+from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.session import translate
 from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, verdict_of
 from membound.roofline.errors import MemboundError
@@ -34,7 +34,13 @@ from membound.simulator.effects import (
 )
 from membound.simulator.moves import quality_of
 
-LAYERS: tuple[Layer, ...] = get_args(Layer)
+# The layers whose cards share a section.
+ENDS: tuple[Layer, ...] = ("weights", "steps")
+SECTIONS: dict[str, tuple[Layer, ...]] = {
+    "weights": ("weights",),
+    "between": tuple(layer for layer in get_args(Layer) if layer not in ENDS),
+    "steps": ("steps",),
+}
 FAMILIES = {
     "move fewer bytes": "fewer_bytes",
     "move less data": "less_data",
@@ -42,7 +48,7 @@ FAMILIES = {
     "take fewer steps": "fewer_steps",
     "compute less per step": "less_arithmetic",
 }
-CARDS_A_ROW = 3
+CARDS_A_ROW = 4
 # What people ask first, and which techniques answer it.
 QUESTIONS = {
     "speculation": tuple(name for name, technique in TECHNIQUES.items() if technique.layer == "steps"),
@@ -54,8 +60,6 @@ AXES = ("batch", "ctx")
 DRAFTS = ("fixed", "best")
 SWEPT = ["eagle", "ngram_speculation", "weight_quantization"]
 MOST_SWEPT = len(figures.STYLES)
-# A measurement is drawn beside a prediction for up to so many times as many users, or as few.
-NEAR = 2.0
 GUESSES = 4
 
 
@@ -177,7 +181,7 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
         gain = effect.gain(choice.metric)
         if gain is None or (_has(choice, name) and gain == 1.0):
             continue
-        near = nearest(measured, name, choice.batch, NEAR)
+        near = nearest(measured, name, choice.batch, ABOUT)
         comparable = near is not None and near.row.metric == choice.metric
         rows.append(
             figures.Gain(
@@ -262,8 +266,7 @@ def _sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> 
         caption=t("techniques.sweep_caption", fixed_at=fixed_at, conditions=choice.conditions(t)),
         table=_sweep_table(list(drawn.values()), axis, t),
     )
-    for line in words:
-        st.markdown(f"- {line}")
+    st.markdown("\n".join(f"- {line}" for line in words))
 
 
 def _swept(t: Translate) -> list[str]:
@@ -363,12 +366,12 @@ def _sweep_table(curves: Sequence[figures.Curve], axis: str, t: Translate) -> pd
 
 
 def _cards(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate) -> None:
-    """A section for each layer of the engine, a card for each technique."""
+    """A card for each technique, by the layer of the engine that it changes."""
     st.header(t("techniques.cards"))
     st.caption(t("techniques.cards_caption"))
-    for layer in LAYERS:
-        names = [name for name, technique in TECHNIQUES.items() if technique.layer == layer]
-        st.subheader(t(f"techniques.layer_{layer}"))
+    for section, layers in SECTIONS.items():
+        names = [name for name, technique in TECHNIQUES.items() if technique.layer in layers]
+        st.subheader(t(f"techniques.section_{section}"))
         for first in range(0, len(names), CARDS_A_ROW):
             row = names[first : first + CARDS_A_ROW]
             for name, column in zip(row, st.columns(CARDS_A_ROW), strict=False):
@@ -380,6 +383,7 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
     technique = effect.technique
     st.markdown(f"**{labelled(technique, t)}**")
     with st.container(horizontal=True, gap="small"):
+        st.badge(t(f"techniques.layer_{technique.layer}"), color="gray")
         st.badge(t(f"techniques.family_{FAMILIES[technique.family]}"), color="blue")
         kind = "lossless" if technique.lossless else "lossy"
         st.badge(t(f"techniques.{kind}"), color="green" if technique.lossless else "orange")

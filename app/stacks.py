@@ -1,0 +1,84 @@
+"""What do chosen techniques gain together on an engine that keeps its other techniques?
+
+`membound stack` starts from an engine without any technique; here the engine keeps what it has, so that weights can be
+quantized, say, on one that batches continuously all along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
+from membound.roofline.times import times_for
+from membound.simulator.costing import ClosedForm, Costing, simulated
+from membound.simulator.stacking import MOST_FACTORIAL, MOST_SIMULATED, StackingGame, analyse, closed_loop, to_json
+from membound.simulator.steady import Lengths, Load, check_context
+from membound.simulator.sweep import Workers
+
+
+class EngineGame(StackingGame):
+    """Subsets of techniques on top of those that the engine keeps."""
+
+    def __init__(
+        self,
+        techniques: Sequence[Technique],
+        plain: Scenario,
+        costing: Costing,
+        metric: GainMetric,
+    ) -> None:
+        super().__init__(techniques, plain, costing, metric)
+        self.kept = plain.techniques
+
+    def scenario(self, subset: Iterable[int]) -> Scenario:
+        chosen = tuple(self.techniques[index] for index in sorted(subset))
+        return self.plain.with_techniques((*self.kept, *chosen))
+
+
+def parse_techniques(documents: Iterable[Mapping[str, Any]]) -> list[Technique]:
+    """Techniques from plain data, each on its own: of those that exclude each other the analysis says so."""
+    adapter: TypeAdapter[Technique] = TypeAdapter(AnyTechnique)
+    return [adapter.validate_python(document) for document in documents]
+
+
+def stack_document(
+    engine: Scenario,
+    techniques: Sequence[Technique],
+    *,
+    batch: int,
+    context: int,
+    metric: GainMetric,
+    simulate: bool = False,
+    progress: Callable[[float, str], None] = lambda fraction, message: None,
+) -> dict[str, Any]:
+    """The analysis of one stack as `membound stack --json` prints it, on `engine` less what is stacked.
+
+    Raises MemboundError where the engine cannot be costed at all.
+    """
+    names = {technique.name for technique in techniques}
+    kept = tuple(one for one in engine.techniques if one.name not in names)
+    # without the usual techniques among those that are stacked
+    plain = engine.with_techniques((*kept, *techniques)).with_techniques(kept)
+    lengths = Lengths.of(plain.workload).at_context(context)
+    check_context(resolve_model(plain.model), lengths)
+    plain = closed_loop(plain, batch, lengths, context)
+    hardware = get_hardware(plain.hardware)
+    costing = Costing(simulated, Workers()) if simulate else Costing(ClosedForm(Load(float(batch), lengths)))
+    game = EngineGame(techniques, plain, costing, metric)
+    most = MOST_SIMULATED if simulate else MOST_FACTORIAL
+    game.ahead(most, progress)
+    error = times_for(hardware, plain.engine.profile).relative_error
+    stack = analyse(game, {"batch": batch, "context": context}, error, "", most)
+    document = to_json([stack], techniques)
+    return {
+        "techniques": document["techniques"],
+        "stack": document["stacks"][0],
+        "kept": [technique.name for technique in kept],
+        "relative_error": error,
+        "simulated": simulate,
+    }

@@ -1,0 +1,326 @@
+"""Page Advisor: what binds the engine here, what should be changed first, and at what price?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from membound.app import text
+from membound.app.figures import techniques as figures
+from membound.app.figures.comparison import technique_title
+from membound.app.figures.stack import MARKS as BOUND_MARKS
+from membound.app.i18n import Translate
+from membound.app.views import linked, states
+from membound.app.views.charts import chart
+from membound.app.views.engine_choice import ENGINE, EngineChoice, choose_engine
+from membound.app.views.session import translate
+from membound.app.views.verdicts import MARKS, interval, verdict_of
+from membound.roofline.errors import MemboundError
+from membound.roofline.techniques import TECHNIQUES
+from membound.simulator.advisor import advise, to_json
+
+# Moves that have a card of their own; the table has all.
+FIRST = 3
+# A gain below this is no reason to change an engine.
+WORTH = 1.02
+
+
+def page() -> None:
+    """Draw the advice for the engine that the widgets, and so the URL, hold."""
+    t = translate()
+    st.title(t("advisor.title"))
+    st.caption(t("advisor.intro"))
+    try:
+        with st.container(border=True):
+            choice = choose_engine(t).having(_has(t))
+        document = _advice(choice.key, choice.batch, choice.context, choice.metric, choice)
+    except MemboundError as error:
+        states.problem(str(error), t("advisor.error_help"))
+        return
+    _answer(choice, document, t)
+    _cards(document, t)
+    _moves(choice, document, t)
+    _conflicts(document, t)
+    _rules(document, t)
+
+
+def _has(t: Translate) -> list[str]:
+    """The techniques that the engine has already; those that every engine has are not asked for."""
+    names = [name for name, technique in TECHNIQUES.items() if not technique.usual]
+    if "has" not in st.session_state and "has" not in st.query_params:
+        st.session_state["has"] = list(ENGINE)
+    linked.seed_several("has", names)
+    chosen: list[str] = st.pills(
+        t("advisor.has"),
+        names,
+        selection_mode="multi",
+        key="has",
+        wrap=True,
+        persist_state="session",
+        format_func=lambda name: technique_title(name, t),
+        help=t("advisor.has_help"),
+    )
+    linked.keep("has", list(ENGINE))
+    return chosen
+
+
+@st.cache_data(max_entries=500, show_spinner=False)
+def _advice(key: tuple[object, ...], batch: int, context: int, metric: str, _choice: EngineChoice) -> dict[str, Any]:
+    """What `membound advise` says, and what a step is bound by after each move; once for all sessions."""
+    advice = advise(_choice.scenario, batch=_choice.batch, context=_choice.context, metric=_choice.metric)
+    document = to_json(advice)
+    for move, said in zip(advice.moves, document["moves"], strict=True):
+        said["shares_after"] = None if move.after is None else move.after.shares
+        wider = move.after is not None and move.move.after is not None and move.move.name == "tensor_parallel"
+        ends = (move.move.before, move.move.after) if wider else ()
+        said["devices"] = [end.parallel.devices for end in ends if end is not None] or None
+        said["error"] = None if move.gain is None or move.high is None else move.high / move.gain - 1
+    return document
+
+
+def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
+    """What binds and what to do first, in two sentences."""
+    now, moves = document["now"], document["moves"]
+    worth = _worth(document)
+    if now is None:
+        makes_fit = [_named(move, t) for move in moves if move["possible"]]
+        st.header(t("advisor.no_fit", model=choice.model.name))
+        if makes_fit:
+            st.markdown(
+                t("advisor.makes_fit", first=makes_fit[0], others=", ".join(makes_fit[1:]) or t("stack.none"))
+            )
+        else:
+            st.markdown(t("advisor.nothing_fits"))
+        return
+    bound = now["bottleneck"]
+    share = text.percent(now["shares"][bound])
+    binds = f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}"
+    first = next((move for move in worth if move["devices"] is None), None)
+    if first is None:
+        st.header(t("advisor.answer_none", bound=binds, share=share))
+    else:
+        st.header(t("advisor.answer", bound=binds, share=share, move=_named(first, t), gain=text.gain(first["gain"])))
+    situation = document["situation"]
+    sentences = [
+        t(
+            "advisor.now",
+            time=text.milliseconds(now["tpot_s"]),
+            rate=text.rate(now["output_tokens_per_s"]),
+            batch=f"{now['batch']:.0f}",
+            prompts=text.percent(situation["prompt_share"]),
+        )
+    ]
+    if situation["queued"] >= 1:
+        sentences.append(t("advisor.queued", queued=f"{situation['queued']:.0f}"))
+    shares = sorted(((b, s) for b, s in now["shares"].items() if s >= 0.005), key=lambda item: -item[1])
+    if len(shares) > 1:
+        following = shares[1]
+        sentences.append(t("advisor.next_bound", bound=t(f"bound.{following[0]}"), share=text.percent(following[1])))
+    wider = next((move for move in worth if move["devices"] is not None), None)
+    if wider is not None:
+        sentences.append(t("advisor.wider", devices=wider["devices"][1], gain=interval(wider["gain"], wider["error"])))
+    left, right = st.columns([3, 2], gap="large")
+    left.markdown(" ".join(sentences))
+    for one, part in shares:
+        right.progress(min(1.0, part), f"{BOUND_MARKS[one]} {t(f'bound.{one}')}: **{text.percent(part)}**")
+
+
+def _worth(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """What can be changed and is worth it, or makes the model fit; the best first."""
+    possible = [move for move in document["moves"] if move["possible"] and move["state"] != "on"]
+    return [move for move in possible if move["gain"] is None or move["gain"] >= WORTH]
+
+
+def _named(move: dict[str, Any], t: Translate) -> str:
+    """A move with its format, or with what it drafts."""
+    if move["move"] not in TECHNIQUES:
+        return t("advisor.more_devices", devices=move["devices"][1]) if move["devices"] else str(move["title"])
+    title, drafting = technique_title(move["move"], t), move["drafting"]
+    if drafting is not None and not drafting["off"]:
+        return t("stack.drafts", technique=title, guesses=drafting.get("tree_size", drafting["depth"]))
+    given = move["parameters"].get("format")
+    return f"{title}, {given}" if given else title
+
+
+# --- the first moves ---
+
+
+def _cards(document: dict[str, Any], t: Translate) -> None:
+    moves = _worth(document)
+    if document["now"] is not None:
+        moves = [move for move in moves if move["devices"] is None]
+    first = _of_different_layers(moves)[:FIRST]
+    if not first:
+        return
+    st.header(t("advisor.first"))
+    for place, (move, column) in enumerate(zip(first, st.columns(FIRST), strict=False), start=1):
+        with column, st.container(border=True, height="stretch"):
+            _card(place, move, document, t)
+
+
+def _of_different_layers(moves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best move of each layer: two of one layer mostly exclude each other."""
+    best: dict[str, dict[str, Any]] = {}
+    for move in moves:
+        layer = TECHNIQUES[move["move"]].layer if move["move"] in TECHNIQUES else move["move"]
+        best.setdefault(layer, move)
+    return list(best.values())
+
+
+def _card(place: int, move: dict[str, Any], document: dict[str, Any], t: Translate) -> None:
+    st.markdown(f"**{place}. {_named(move, t)}**")
+    with st.container(horizontal=True, gap="small"):
+        if move["devices"] is not None:
+            st.badge(t("advisor.hardware"), color="gray")
+        else:
+            kind = "lossless" if move["lossless"] else "lossy"
+            st.badge(t(f"techniques.{kind}"), color="green" if move["lossless"] else "orange")
+    gain = move["gain"]
+    if gain is None:
+        st.markdown(t("techniques.makes_fit"))
+    else:
+        verdict = verdict_of(gain, move["error"])
+        words = t(f"techniques.verdict_{verdict}")
+        metric = t(f"short.{document['metric']}")
+        st.markdown(f"{MARKS[verdict]} **{interval(gain, move['error'])}** {metric} · {words}")
+    st.markdown(_why(move, document, t))
+    st.caption("  \n".join(_price(move, t)))
+    if move["move"] in TECHNIQUES and "pages" in st.session_state:
+        own = [one["name"] for one in document["scenario"]["techniques"] if one["name"] not in move["instead_of"]]
+        if st.button(t("advisor.to_stack"), key=f"to_stack_{place}", icon=":material/stacks:"):
+            st.session_state["stack"] = [*(name for name in own if name not in ENGINE), move["move"]]
+            st.switch_page(st.session_state["pages"]["stack"])
+
+
+def _why(move: dict[str, Any], document: dict[str, Any], t: Translate) -> str:
+    """What bound before and how much of it is left, and what binds next."""
+    now, after = document["now"], move["shares_after"]
+    if now is None or after is None:
+        return t("advisor.why_fits")
+    before, bound = move["bottleneck_before"], move["bottleneck_after"]
+    words = {
+        "before": t(f"bound.{before}"),
+        "was": text.percent(now["shares"].get(before, 0.0)),
+        "bound": f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
+        "share": text.percent(after[bound]),
+    }
+    said = t("advisor.why_moves" if bound != before else "advisor.why_stays", **words)
+    drafting = move["drafting"]
+    if drafting is None or drafting["off"]:
+        return said
+    return f"{said} {t('advisor.why_steps', tokens=text.digits(drafting['tokens_per_step']))}"
+
+
+def _price(move: dict[str, Any], t: Translate) -> list[str]:
+    """What a move costs, what it is compared with, and the other metric where it says otherwise."""
+    lines = []
+    if move["devices"] is not None:
+        before, after = move["devices"]
+        lines.append(t("advisor.price_devices", before=before, after=after))
+    else:
+        lines.append(_quality(move, t))
+    lines.append(t("techniques.against", baseline=move["baseline"]))
+    gain, other = move["gain"], move["other_gain"]
+    if gain is not None and other is not None and (other - 1) * (gain - 1) < 0:
+        lines.append(t("advisor.other_metric", gain=text.gain(other)))
+    if move["instead_of"]:
+        given_up = ", ".join(technique_title(name, t) for name in move["instead_of"])
+        lines.append(t("advisor.instead", techniques=given_up))
+    return lines
+
+
+def _quality(move: dict[str, Any], t: Translate) -> str:
+    return t("techniques.price_none") if move["lossless"] else t("techniques.price", note=move["quality"]["note"])
+
+
+# --- all moves ---
+
+
+def _moves(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
+    costed = [move for move in document["moves"] if move["gain"] is not None]
+    st.header(t("advisor.all"))
+    gains = [
+        figures.Gain(
+            f"{_named(move, t)}{t('advisor.on') if move['state'] == 'on' else ''}",
+            move["gain"],
+            move["low"],
+            move["high"],
+        )
+        for move in costed
+    ]
+    table = _table(document, t)
+    if not gains:
+        st.dataframe(table, hide_index=True, key="advisor_moves")
+        return
+    chart(
+        figures.gains_figure(gains, t),
+        key="advisor_gains",
+        alt=t("techniques.gains_alt", techniques=len(gains), best=gains[0].title, gain=text.gain(gains[0].predicted)),
+        caption=t("advisor.gains_caption", metric=t(f"short.{document['metric']}"), conditions=choice.conditions(t)),
+        table=table,
+    )
+    refused = [move for move in document["moves"] if not move["possible"]]
+    if refused:
+        with st.expander(t("advisor.refused", moves=len(refused))):
+            st.markdown("\n".join(f"- **{_named(move, t)}**: {move['reason']}" for move in refused))
+
+
+def _table(document: dict[str, Any], t: Translate) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            t("advisor.move"): _named(move, t),
+            t("column.predicted"): "–" if move["gain"] is None else interval(move["gain"], move["error"]),
+            t("column.baseline"): move["baseline"],
+            t("column.bound"): t(f"bound.{move['bottleneck_after']}") if move["bottleneck_after"] else "–",
+            t("advisor.price"): move["price"]
+            or (t("techniques.lossless") if move["lossless"] else move["quality"]["note"]),
+            t("advisor.source"): move["quality"]["source"],
+            t("advisor.remark"): "" if move["possible"] else move["reason"],
+        }
+        for move in document["moves"]
+    )
+
+
+# --- what not to add up, and the rules of thumb ---
+
+
+def _conflicts(document: dict[str, Any], t: Translate) -> None:
+    conflicts = document["do_not_combine"]
+    if not conflicts:
+        return
+    st.header(t("advisor.conflicts"))
+    lines = []
+    for one in conflicts:
+        names = " + ".join(technique_title(name, t) for name in one["moves"])
+        if one["product"] is None:
+            lines.append(f"- **{names}**: {t('advisor.exclude')}")
+        elif one["real"] is None:
+            lines.append(f"- **{names}**: {one['reason']}")
+        else:
+            words = t("advisor.overlap", real=text.gain(one["real"]), product=text.gain(one["product"]))
+            lines.append(f"- **{names}**: {words}")
+    st.markdown("\n".join(lines))
+
+
+def _rules(document: dict[str, Any], t: Translate) -> None:
+    """The rules of thumb that hold here, each with whether costing agrees."""
+    if not document["rules"]:
+        return
+    st.header(t("advisor.rules"))
+    st.caption(t("advisor.rules_caption"))
+    agreed = {True: "agrees", False: "disagrees", None: "unknown"}
+    lines = []
+    for rule in document["rules"]:
+        name = rule["id"].lower()
+        first = ", ".join(technique_title(move, t) for move in rule["first_moves"] if move in TECHNIQUES)
+        words = {"condition": t(f"advisor.{name}_condition"), "advice": t(f"advisor.{name}_advice")}
+        line = [t("advisor.rule", **words)]
+        if first and rule["id"] != "R0":
+            line.append(t("advisor.rule_moves", moves=first))
+        if first or rule["agrees"] is not None:
+            line.append(t(f"advisor.rule_{agreed[rule['agrees']]}"))
+        lines.append(f"- {' '.join(line)}")
+    st.markdown("\n".join(lines))
