@@ -7,7 +7,7 @@ from pathlib import Path
 import streamlit as st
 
 from membound.app.i18n import LANGUAGES, language_of
-from membound.app.views import explore, linked, live, start, techniques
+from membound.app.views import advisor, explore, linked, live, plan, simulate, stack, start, techniques
 from membound.app.views.session import language, translate
 
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
@@ -18,6 +18,7 @@ DENSER = """<style>
 .stMainBlockContainer {padding-top: 4.6rem}
 h1 {font-size: 2rem !important}
 h2 {font-size: 1.5rem !important}
+h3 {font-size: 1.2rem !important}
 </style>"""
 
 st.set_page_config(page_title="membound", page_icon=str(FAVICON), layout="wide")
@@ -45,6 +46,10 @@ pages = {
     "start": st.Page(start.page, title=t("nav.start"), url_path="start", default=True),
     "explore": st.Page(explore.page, title=t("nav.explore"), url_path="explore"),
     "techniques": st.Page(techniques.page, title=t("nav.techniques"), url_path="techniques"),
+    "stack": st.Page(stack.page, title=t("nav.stack"), url_path="stack"),
+    "advisor": st.Page(advisor.page, title=t("nav.advisor"), url_path="advisor"),
+    "simulate": st.Page(simulate.page, title=t("nav.simulate"), url_path="simulate"),
+    "plan": st.Page(plan.page, title=t("nav.plan"), url_path="plan"),
     "live": st.Page(live.page, title=t("nav.live"), url_path="live"),
 }
 st.session_state["pages"] = pages

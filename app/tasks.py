@@ -58,6 +58,80 @@ def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"run_id": keep_run(context.store, "simulate", scenario, result, context.job_id), **result.to_json()}
 
 
+def run_policies(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Simulates the scenario as it is given and under each other policy of the spec, and keeps all as one run."""
+    from membound.app.serving import serve
+
+    scenario = scenario_of(spec)
+    document, tables = serve(scenario, spec.get("policies", []), context)
+    return {"run_id": _keep_asked(spec, context, scenario.name, document, tables)}
+
+
+def run_plan(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Plans the scenario on each device of the spec and keeps the answers as one run."""
+    from membound.app.deployments import plan_each
+
+    scenario = scenario_of(spec)
+
+    def progress(fraction: float, message: str) -> None:
+        context.check_cancelled()
+        context.progress(fraction, message)
+
+    document = plan_each(
+        scenario, spec["devices"], spec["precisions"], spec["objective"], spec["disaggregate"], progress
+    )
+    return {"run_id": _keep_asked(spec, context, scenario.name, document, {})}
+
+
+def run_stack(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Costs every subset of the spec's techniques on the scenario's engine and keeps the analysis as one run."""
+    from membound.app.stacks import parse_techniques, stack_document
+
+    def progress(fraction: float, message: str) -> None:
+        context.check_cancelled()
+        context.progress(fraction, message)
+
+    document = stack_document(
+        scenario_of(spec),
+        parse_techniques(spec["techniques"]),
+        batch=spec["batch"],
+        context=spec["context"],
+        metric=spec["metric"],
+        simulate=spec["simulate"],
+        progress=progress,
+    )
+    return {"run_id": _keep_asked(spec, context, "stack", document, {})}
+
+
+def run_validate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Predicts every row of an uploaded table and keeps the errors as one run."""
+    from membound.app import uploads
+    from membound.app.validation import document, rows_table
+    from membound.roofline.validation.report import validate_table
+
+    path = uploads.find(context.store, spec["table"])
+    context.progress(0.1, path.name)
+    report = validate_table(path)
+    tables = {"rows": rows_table(report)}
+    return {"run_id": _keep_asked(spec, context, spec["table"], document(report), tables)}
+
+
+def _keep_asked(
+    spec: dict[str, Any], context: JobContext, label: str, document: dict[str, Any], tables: dict[str, Any]
+) -> str:
+    """Keeps what a page asked for under the digest by which it asks again."""
+    return context.store.save_run(
+        kind=context.store.job(context.job_id).kind,
+        label=label,
+        digest=spec["digest"],
+        scenario_yaml=spec.get("scenario", ""),
+        summary={},
+        tables=tables,
+        comparison=document,
+        job_id=context.job_id,
+    )
+
+
 def scenario_of(spec: dict[str, Any]) -> Scenario:
     """The scenario of a job's spec, which holds it as YAML text."""
     text = spec.get("scenario")

@@ -31,6 +31,24 @@ def document(report: ValidationReport, unseen: list[Group] | None = None) -> dic
     }
 
 
+def rows_table(report: ValidationReport) -> Any:
+    """Every row that has a prediction, as a pyarrow table: what was measured beside what was predicted."""
+    import pyarrow
+
+    rows = [result for result in report.results if result.predicted is not None]
+    columns = {
+        **{name: [str(getattr(result, name)) for result in rows] for name in ("device", "model", "phase")},
+        **{name: [getattr(result, name) for result in rows] for name in ("predicted", "low", "high", "judged")},
+        "batch": pyarrow.array([result.batch for result in rows], pyarrow.float64()),
+        "measured": [result.row.measured for result in rows],
+        "line": [result.row.line for result in rows],
+        "source": [result.row.text("source") for result in rows],
+        "what": [_what(result) for result in rows],
+        "reason": [result.reason or result.row.text("flags") for result in rows],
+    }
+    return pyarrow.table(columns)
+
+
 def _group(group: Group) -> dict[str, Any]:
     return {
         "by": group.by,

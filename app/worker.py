@@ -25,7 +25,11 @@ TASKS = {
     "calibrate": "membound.app.tasks:run_calibrate",
     "compare": "membound.app.tasks:run_compare",
     "measure": "membound.app.tasks:run_measure",
+    "plan": "membound.app.tasks:run_plan",
+    "policies": "membound.app.tasks:run_policies",
     "simulate": "membound.app.tasks:run_simulate",
+    "stack": "membound.app.tasks:run_stack",
+    "validate": "membound.app.tasks:run_validate",
 }
 MEASUREMENTS = frozenset({"measure", "compare", "calibrate"})
 FLUSH_INTERVAL_S = 0.25

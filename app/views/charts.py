@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
@@ -9,9 +11,21 @@ import streamlit as st
 from membound.app.views.session import translate
 
 
-def chart(figure: go.Figure, *, key: str, alt: str, caption: str = "", table: pd.DataFrame | None = None) -> None:
-    """A figure with its caption; with `table` a toggle shows the numbers instead, and they can be downloaded."""
+def chart(
+    figure: go.Figure,
+    *,
+    key: str,
+    alt: str,
+    caption: str = "",
+    table: pd.DataFrame | None = None,
+    select: bool = False,
+) -> list[Any]:
+    """A figure with its caption; with `table` a toggle shows the numbers instead, and they can be downloaded.
+
+    With `select` points can be clicked; their custom data is returned.
+    """
     t = translate()
+    picked: list[Any] = []
     as_table = table is not None and st.toggle(t("chart.table"), key=f"{key}_table")
     if as_table and table is not None:
         st.dataframe(table, hide_index=True, key=f"{key}_data", alt=alt)
@@ -23,6 +37,16 @@ def chart(figure: go.Figure, *, key: str, alt: str, caption: str = "", table: pd
             "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
             "toImageButtonOptions": {"format": "svg", "filename": f"membound-{key}"},
         }
-        st.plotly_chart(figure, key=f"{key}_chart", alt=alt, config=config)
+        state = st.plotly_chart(
+            figure,
+            key=f"{key}_chart",
+            alt=alt,
+            config=config,
+            on_select="rerun" if select else "ignore",
+            selection_mode="points",
+        )
+        if select:
+            picked = [point.get("customdata") for point in state.selection.points]  # type: ignore[union-attr]
     if caption:
         st.caption(caption)
+    return picked

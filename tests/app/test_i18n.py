@@ -70,7 +70,11 @@ def test_every_sentence_has_the_same_placeholders() -> None:
 def test_every_key_that_the_code_names_exists_and_every_sentence_is_used() -> None:
     code = "\n".join(source.read_text("utf-8") for source in SOURCES)
     named = set(re.findall(r"""\bt\(\s*"([\w. ]+)"(?!")""", code)) | set(re.findall(r'"([a-z]+\.[a-z_]+)"', code))
-    prefixes = tuple(set(re.findall(r"""\bt\(\s*f["']([a-z]+\.)\{""", code)))
+    prefixes = tuple(set(re.findall(r"""\bt\(\s*f["']([a-z]+\.(?:[a-z_]+_)?)\{""", code)))
+    for source in SOURCES:  # the fields of a form, and the words of their options
+        page = re.search(r'^PAGE = "(\w+)"', source.read_text("utf-8"), re.MULTILINE)
+        keys = re.findall(r'fields\.\w+\(\s*PAGE,\s*"(\w+)"', source.read_text("utf-8"))
+        prefixes += tuple(f"{page.group(1)}.{key}" for key in keys if page is not None)
     known = _keys("en")
     assert {key for key in named if key.split(".")[0] in {k.split(".")[0] for k in known if "." in k}} <= known
     unused = {key for key in known if key not in named and not key.startswith(prefixes)}

@@ -1,0 +1,68 @@
+"""How many of each device does a load take, and which is the cheapest? One plan a device, as one document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario
+from membound.simulator import planner
+from membound.simulator.search import Objective
+
+CONFIRMED = 3
+
+
+def plan_each(
+    scenario: Scenario,
+    devices: Sequence[str],
+    precisions: Sequence[str],
+    objective: Objective,
+    disaggregate: bool,
+    progress: Callable[[float, str], None],
+) -> dict[str, Any]:
+    """The plan on each device alone, so that each has an answer, and which of them ranks first.
+
+    A device that cannot hold the model has its reason. Raises MemboundError where none can be planned for.
+    """
+    plans: list[dict[str, Any]] = []
+    for index, device in enumerate(devices):
+
+        def part(fraction: float, message: str, index: int = index, device: str = device) -> None:
+            progress((index + fraction) / len(devices), f"{device} ({index + 1}/{len(devices)})")
+
+        try:
+            found = planner.plan(
+                scenario,
+                devices=[device],
+                precisions=precisions,
+                objective=objective,
+                confirm=CONFIRMED,
+                disaggregate=disaggregate,
+                progress=part,
+            )
+        except MemboundError as error:
+            if not _is_about(error):
+                raise
+            plans.append({"device": device, "best": None, "reason": str(error), "front": [], "options": {}})
+        else:
+            plans.append({"device": device, **planner.to_json(found)})
+    best = min((plan["best"] for plan in plans if plan["best"]), key=lambda one: rank(one, objective), default=None)
+    return {
+        "objective": objective,
+        "devices": plans,
+        "best": None if best is None else best["device"],
+        "precisions": list(precisions),
+    }
+
+
+def rank(deployed: dict[str, Any], objective: str) -> tuple[float, ...]:
+    """Smaller is better, as the planner ranks: a device without a price comes after all that have one."""
+    usd = math.inf if deployed["usd_per_h"] is None else float(deployed["usd_per_h"])
+    return (usd, deployed["gpus"]) if objective == "cost" else (deployed["gpus"], usd)
+
+
+def _is_about(error: MemboundError) -> bool:
+    """Whether the refusal is of one device, not of the question."""
+    return str(error).startswith("no device can hold the model")

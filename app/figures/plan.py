@@ -1,0 +1,151 @@
+"""What does each deployment trade: tokens a second of a user against those of a GPU, cost, and what decides?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+from membound.app import text
+from membound.app.figures.template import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    figure,
+    log_ticks,
+    translucent,
+)
+from membound.app.i18n import Translate
+
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon", "star-square", "hourglass")
+DASHES = {"given": "solid", "8bit": "dash", "4bit": "dot"}
+RESOURCES = ("bandwidth", "compute", "memory", "link")
+
+
+def front_points(plans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The points of all fronts, in the order of the figure's custom data."""
+    return [point for plan in plans for point in plan["front"]]
+
+
+def front_figure(plans: Sequence[Mapping[str, Any]], slo: Mapping[str, float | None], t: Translate) -> go.Figure:
+    """A front for each device and precision; pale points miss the objective, stars are the deployments chosen."""
+    fig = figure(460)
+    points = front_points(plans)
+    numbers = {id(point): index for index, point in enumerate(points)}
+    for at, plan in enumerate(plans):
+        color, symbol = COLORS[at % len(COLORS)], SYMBOLS[at % len(SYMBOLS)]
+        for precision, dash in DASHES.items():
+            front = [point for point in plan["front"] if point["deployment"]["precision"] == precision]
+            if not front:
+                continue
+            fig.add_scatter(
+                x=[point["tokens_per_s_per_user"] for point in front],
+                y=[point["tokens_per_s_per_gpu"] for point in front],
+                mode="lines+markers",
+                name=f"{plan['device']}, {t(f'plan.precision_{precision}')}",
+                line={"color": color, "dash": dash, "width": 1.5},
+                marker={
+                    "symbol": f"{symbol}-open",
+                    "size": 9,
+                    "opacity": [1.0 if point["meets_slo"] else 0.3 for point in front],
+                    "line": {"width": 2},
+                },
+                customdata=[numbers[id(point)] for point in front],
+                text=[_hover(point, t) for point in front],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        if plan["best"] is not None:
+            _star(fig, plan, color, t)
+    xs = [point["tokens_per_s_per_user"] for point in points]
+    ys = [point["tokens_per_s_per_gpu"] for point in points]
+    if slo["tpot_s"] is not None:
+        xs.append(1 / slo["tpot_s"])
+    spans = [(min(values, default=1.0) / 1.25, max(values, default=10.0) * 1.25) for values in (xs, ys)]
+    if slo["tpot_s"] is not None:
+        least, most = 1 / slo["tpot_s"], spans[0][1]
+        fig.add_vrect(x0=least, x1=most, fillcolor=translucent(GREEN, 0.10), line={"width": 0}, layer="below")
+        # on a logarithmic axis a shape has values, an annotation their logarithm
+        fig.add_annotation(
+            x=math.log10(most), y=1, yref="paper", xanchor="right", yanchor="top", showarrow=False,
+            text=t("plan.within_tpot"), font={"size": 12},
+        )  # fmt: skip
+    for (low, high), axis in zip(spans, (fig.update_xaxes, fig.update_yaxes), strict=True):
+        ticks = log_ticks(low, high, (1, 2, 5))
+        texts = [f"{tick:,g}" for tick in ticks]
+        axis(type="log", tickvals=ticks, ticktext=texts, range=[math.log10(low), math.log10(high)])
+    fig.update_xaxes(title=t("plan.x"))
+    fig.update_yaxes(title=t("plan.y"))
+    return fig
+
+
+def _star(fig: go.Figure, plan: Mapping[str, Any], color: str, t: Translate) -> None:
+    best = plan["best"]
+    tpot = best["summary"]["tpot_s"]["p50"] if best["summary"] else best["estimate"]["tpot_s"]
+    fig.add_scatter(
+        x=[1 / tpot],
+        y=[best["output_tokens_per_s"] / best["gpus"]],
+        mode="markers+text",
+        text=[f"{best['gpus']}×"],
+        textposition="middle right",
+        name=t("plan.chosen", device=plan["device"]),
+        marker={"symbol": "star-open", "size": 17, "color": color, "line": {"width": 2}},
+        showlegend=False,
+        hovertemplate=f"{best['gpus']} × {best['device']}<extra></extra>",
+    )
+
+
+def _hover(point: Mapping[str, Any], t: Translate) -> str:
+    cost = point["cost_usd_per_million_tokens"]
+    lines = [
+        f"<b>{point['gpus']} × {point['device']}</b>, " + t("plan.batch", batch=text.digits(point["batch"])),
+        t(
+            "plan.hover",
+            user=text.digits(point["tokens_per_s_per_user"]),
+            gpu=text.digits(point["tokens_per_s_per_gpu"]),
+            ttft=text.seconds(point["ttft_s"]),
+        ),
+    ]
+    if cost is not None:
+        lines.append(t("plan.usd_mtok", usd=text.digits(cost)))
+    return "<br>".join(lines)
+
+
+def front_alt(plans: Sequence[Mapping[str, Any]], t: Translate) -> str:
+    """The fronts in one sentence."""
+    points = front_points(plans)
+    meeting = [point for point in points if point["meets_slo"]]
+    return t(
+        "plan.front_alt",
+        points=len(points),
+        meeting=len(meeting),
+        most=text.digits(max((point["tokens_per_s_per_gpu"] for point in meeting), default=0.0)),
+    )
+
+
+def sensitivity_figure(elasticity: Mapping[str, float], t: Translate) -> go.Figure:
+    """How far the most that a replica serves moves with each resource."""
+    fig = figure(260)
+    names = [name for name in RESOURCES if name in elasticity]
+    fig.add_bar(
+        y=[t(f"plan.resource_{name}") for name in names],
+        x=[elasticity[name] for name in names],
+        orientation="h",
+        marker={"color": translucent(SKY, 0.25), "line": {"color": BLUE, "width": 2}, "pattern": {"shape": "/"}},
+        text=[f"{elasticity[name]:+.2f}".replace("-", "−") for name in names],
+        textposition="outside",
+        cliponaxis=False,
+        hoverinfo="skip",
+    )
+    fig.add_vline(x=0, line={"color": GREY})
+    values = [elasticity[name] for name in names]
+    fig.update_xaxes(title=t("plan.elasticity"), range=[min(0.0, *values) - 0.15, max(1.0, *values) + 0.15])
+    fig.update_yaxes(autorange="reversed", showgrid=False)
+    fig.update_layout(margin={"l": 150, "t": 16})
+    return fig

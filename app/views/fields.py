@@ -1,0 +1,138 @@
+"""How does one field of a form look: its words, its help, its default, and its place in the URL?
+
+The words of the field KEY of the page PAGE are `PAGE.KEY`, and the help `PAGE.KEY_help`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import streamlit as st
+
+from membound.app.i18n import Translate
+from membound.app.views import linked
+
+
+def number(
+    page: str, key: str, default: float, low: float, high: float, t: Translate, *, step: float | None = None
+) -> float:
+    """A number from `low` to `high`; a whole one where the default is."""
+    kind = type(default)
+    if key not in st.session_state:
+        st.session_state[key] = _parsed(st.query_params.get(key, ""), kind, low, high, default)
+    value = st.number_input(
+        t(f"{page}.{key}"),
+        min_value=kind(low),
+        max_value=kind(high),
+        step=kind(step if step is not None else 1),
+        format="%d" if kind is int else "%g",
+        key=key,
+        persist_state="session",
+        help=t(f"{page}.{key}_help"),
+    )
+    linked.keep(key, default)
+    return default if value is None else value
+
+
+def _parsed(text: str, kind: type, low: float, high: float, default: float) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        return default
+    return value if math.isfinite(value) and low <= value <= high else default
+
+
+def one_of(
+    page: str, key: str, options: Sequence[str], default: str, t: Translate, shown: Callable[[str], str] | None = None
+) -> str:
+    """One of a few options, beside each other; their words are `PAGE.KEY_OPTION` unless `shown` says them."""
+    linked.seed(key, options, default)
+    value = st.segmented_control(
+        t(f"{page}.{key}"),
+        options,
+        key=key,
+        required=True,
+        wrap=True,
+        persist_state="session",
+        format_func=shown or (lambda option: t(f"{page}.{key}_{option}")),
+        help=t(f"{page}.{key}_help"),
+    )
+    linked.keep(key, default)
+    return str(value or default)
+
+
+def several(
+    page: str, key: str, options: Sequence[str], default: Sequence[str], t: Translate, shown: Callable[[str], str]
+) -> list[str]:
+    """Some of a few options, beside each other."""
+    _seed_several(key, options, default)
+    chosen = st.pills(
+        t(f"{page}.{key}"),
+        options,
+        selection_mode="multi",
+        key=key,
+        wrap=True,
+        persist_state="session",
+        format_func=shown,
+        help=t(f"{page}.{key}_help"),
+    )
+    _keep_several(key, default)
+    return [option for option in options if option in chosen]
+
+
+def many(page: str, key: str, options: Sequence[str], default: Sequence[str], t: Translate) -> list[str]:
+    """Some of many options, from a list that can be searched."""
+    _seed_several(key, options, default)
+    chosen = st.multiselect(
+        t(f"{page}.{key}"), options, key=key, persist_state="session", help=t(f"{page}.{key}_help"), max_selections=8
+    )
+    _keep_several(key, default)
+    return list(chosen)
+
+
+def choice(
+    page: str,
+    key: str,
+    options: Sequence[str],
+    default: str,
+    t: Translate,
+    shown: Callable[[str], Any] = str,
+) -> str:
+    """One of many options, from a list that can be searched."""
+    linked.seed(key, options, default)
+    value = st.selectbox(
+        t(f"{page}.{key}"),
+        options,
+        key=key,
+        persist_state="session",
+        format_func=shown,
+        help=t(f"{page}.{key}_help"),
+    )
+    linked.keep(key, default)
+    return str(value or default)
+
+
+def switch(page: str, key: str, t: Translate) -> bool:
+    """On or off; off leaves no trace in the URL."""
+    if key not in st.session_state:
+        st.session_state[key] = st.query_params.get(key) == "True"
+    value = st.toggle(t(f"{page}.{key}"), key=key, persist_state="session", help=t(f"{page}.{key}_help"))
+    linked.keep(key, False)
+    return bool(value)
+
+
+def _seed_several(key: str, options: Sequence[str], default: Sequence[str]) -> None:
+    if key not in st.session_state and key not in st.query_params:
+        st.session_state[key] = list(default)
+    linked.seed_several(key, options)
+
+
+def _keep_several(key: str, default: Sequence[str]) -> None:
+    """An empty choice is written as such where the default is not empty."""
+    chosen = st.session_state[key]
+    if list(chosen) == list(default):
+        st.query_params.pop(key, None)
+    elif st.query_params.get(key) != ",".join(chosen):
+        st.query_params[key] = ",".join(chosen)

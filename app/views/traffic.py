@@ -1,0 +1,331 @@
+"""Which traffic, engine and cluster does a person choose on Simulate? Every choice is in the URL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any, get_args
+
+import streamlit as st
+
+from membound.app import uploads
+from membound.app.figures.comparison import technique_title
+from membound.app.i18n import Translate
+from membound.app.serving import POLICIES
+from membound.app.views import choices, fields, linked
+from membound.app.views.session import store
+from membound.roofline import hardware, models
+from membound.roofline.cluster import RouterName
+from membound.roofline.engine_settings import BatchingName, OrderName
+from membound.roofline.engines import profiles
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.techniques import engine_setup
+from membound.roofline.workload import TraceArrivals
+from membound.simulator.candidates import precisions
+from membound.simulator.planner import PRECISIONS
+from membound.simulator.scheduling.workload.traces import read_trace
+
+PAGE = "simulate"
+TRAFFICS = ("poisson", "closed_loop", "gamma", "sessions", "trace")
+SPREADS = ("fixed", "varied")
+# exp(N(ln median, sigma)): lengths of chats spread about so; see data/tasks/chat.yaml
+SIGMA = 0.7
+BATCHINGS: tuple[BatchingName, ...] = get_args(BatchingName)
+ORDERS: tuple[OrderName, ...] = ("fcfs", "deadline", "slack")
+ROUTERS: tuple[RouterName, ...] = get_args(RouterName)
+DRAFTS = ("none", "ngram_speculation", "eagle", "medusa", "mtp")
+TRACE_TYPES = ("csv", "jsonl", "json", "txt")
+# Tokens at which a conversation ends, where the model does not end it before.
+MOST_CONTEXT = 32_768
+# Rows of an upload that the page itself looks at; the worker reads all.
+LOOKED_AT = 200
+DEFAULTS: dict[str, Any] = {
+    "model": choices.MODEL,
+    "hw": choices.DEVICE,
+    "tp": 1,
+    "pp": 1,
+    "dp": 1,
+    "ep": 1,
+    "formats": PRECISIONS[0],
+    "draft": DRAFTS[0],
+    "profile": "graphs",
+    "traffic": TRAFFICS[0],
+    "rate": 12.0,
+    "users": 32,
+    "cv": 3.0,
+    "requests": 1000,
+    "prompt": 1024,
+    "output": 256,
+    "spread": "varied",
+    "turns": 4.0,
+    "think": 10.0,
+    "system": 500,
+    "trace": "",
+    "speed": 1.0,
+    "policy": "chunked_prefill",
+    "order": "fcfs",
+    "seats": 128,
+    "budget": 8192,
+    "prefix": False,
+    "versus": ["prefill_first"],
+    "replicas": 1,
+    "router": "least_loaded",
+    "most": 0,
+    "queue": 32,
+    "fail_at": 0.0,
+    "fail_for": 60.0,
+    "pre": 0,
+    "dec": 0,
+    "ttft": 1000.0,
+    "tpot": 50.0,
+}
+
+
+def question(t: Translate) -> tuple[Scenario, list[str]] | None:
+    """The scenario of the form and the policies to compare it with; None while a trace is missing.
+
+    Raises MemboundError where the choices contradict each other.
+    """
+    chosen: dict[str, Any] = {}
+    with st.container(border=True):
+        _engine(chosen, t)
+        _traffic(chosen, t)
+        _scheduler(chosen, t)
+        _more(chosen, t)
+    if chosen["traffic"] == "trace" and not chosen["trace"]:
+        st.info(t("simulate.need_trace"), icon=":material/upload_file:")
+        return None
+    return scenario_of(chosen), chosen["versus"]
+
+
+def _number(chosen: dict[str, Any], key: str, low: float, high: float, t: Translate, step: float | None = None) -> None:
+    chosen[key] = fields.number(PAGE, key, DEFAULTS[key], low, high, t, step=step)
+
+
+def _engine(chosen: dict[str, Any], t: Translate) -> None:
+    left, middle, right = st.columns([2, 2, 3])
+    with left:
+        model = choices.choose_model(t)
+    with middle:
+        chosen["hw"] = choices.choose_device(t)
+    with right:
+        chosen["tp"] = choices.one_of(
+            "tp", choices.divisors(model, engine_setup((), published=model.published)), 1, t, str
+        )
+    chosen["model"] = model.name
+    with st.container(horizontal=True, gap="large"):
+        chosen["formats"] = fields.one_of(PAGE, "formats", PRECISIONS, DEFAULTS["formats"], t)
+        chosen["draft"] = fields.one_of(
+            PAGE,
+            "draft",
+            DRAFTS,
+            DEFAULTS["draft"],
+            t,
+            lambda name: t("simulate.draft_none") if name == "none" else technique_title(name, t),
+        )
+
+
+def _traffic(chosen: dict[str, Any], t: Translate) -> None:
+    kind = chosen["traffic"] = fields.one_of(PAGE, "traffic", TRAFFICS, DEFAULTS["traffic"], t)
+    if kind == "trace":
+        _trace(chosen, t)
+        return
+    cells = iter(st.columns(5))
+    with next(cells):
+        if kind == "closed_loop":
+            _number(chosen, "users", 1, 100_000, t)
+        else:
+            _number(chosen, "rate", 0.01, 100_000.0, t)
+    with next(cells):
+        _number(chosen, "requests", 1, 100_000, t, 100)
+    with next(cells):
+        _number(chosen, "prompt", 1, 1_000_000, t, 256)
+    with next(cells):
+        _number(chosen, "output", 1, 100_000, t, 64)
+    with next(cells):
+        chosen["spread"] = fields.one_of(PAGE, "spread", SPREADS, DEFAULTS["spread"], t)
+    cells = iter(st.columns(5))
+    if kind == "gamma":
+        with next(cells):
+            _number(chosen, "cv", 0.1, 20.0, t, 0.5)
+    if kind == "sessions":
+        for key, low, high, step in (("turns", 1.0, 1000.0, 1), ("think", 0.0, 1e5, 1), ("system", 0, 100_000, 100)):
+            with next(cells):
+                _number(chosen, key, low, high, t, step)
+
+
+def _trace(chosen: dict[str, Any], t: Translate) -> None:
+    """An upload goes to the store, and its digest into the URL."""
+    left, middle, right = st.columns([3, 1, 1])
+    with left:
+        uploaded = st.file_uploader(
+            t("simulate.upload"), type=TRACE_TYPES, max_upload_size=uploads.MOST_MB, help=t("simulate.upload_help")
+        )
+    if uploaded is not None:
+        st.session_state["trace"] = uploads.keep(store(), uploaded.getvalue())
+    elif "trace" not in st.session_state:
+        st.session_state["trace"] = st.query_params.get("trace", "")
+    linked.keep("trace", "")
+    chosen["trace"] = st.session_state["trace"]
+    with middle:
+        _number(chosen, "speed", 0.01, 1000.0, t, 0.5)
+    with right:
+        _number(chosen, "requests", 1, 100_000, t, 100)
+    if chosen["trace"]:
+        rows = list(islice(read_trace(_trace_arrivals(chosen)), LOOKED_AT))
+        prompt = sum(row.prompt_tokens for row in rows) / len(rows)
+        output = sum(row.output_tokens for row in rows) / len(rows)
+        st.caption(
+            t(
+                "simulate.trace_seen",
+                rows=len(rows),
+                seconds=f"{rows[-1].time_s:,.1f}",
+                prompt=f"{prompt:,.0f}",
+                output=f"{output:,.0f}",
+            )
+        )
+
+
+def _trace_arrivals(chosen: Mapping[str, Any]) -> TraceArrivals:
+    path = uploads.find(store(), chosen["trace"])
+    return TraceArrivals(file=str(path), speed=chosen["speed"], zero_tokens="drop")
+
+
+def _scheduler(chosen: dict[str, Any], t: Translate) -> None:
+    with st.container(horizontal=True, gap="large"):
+        chosen["policy"] = fields.one_of(PAGE, "policy", BATCHINGS, DEFAULTS["policy"], t)
+        chosen["order"] = fields.one_of(PAGE, "order", ORDERS, DEFAULTS["order"], t)
+    cells = st.columns(5)
+    for cell, (key, low, high, step) in zip(
+        cells,
+        (("seats", 1, 4096, 16), ("budget", 16, 262_144, 256), ("ttft", 1.0, 1e6, 100), ("tpot", 0.1, 1e5, 5)),
+        strict=False,
+    ):
+        with cell:
+            _number(chosen, key, low, high, t, step)
+    with cells[4]:
+        chosen["prefix"] = fields.switch(PAGE, "prefix", t)
+
+
+def _more(chosen: dict[str, Any], t: Translate) -> None:
+    """Replicas, failures, engines of their own for prompts, the engine's profile: closed where all is as usual."""
+    rare = ("replicas", "pre", "dec", "pp", "dp", "ep", "profile")
+    is_used = any(key in st.query_params or st.session_state.get(key, DEFAULTS[key]) != DEFAULTS[key] for key in rare)
+    with st.expander(t("simulate.more"), expanded=is_used):
+        cells = st.columns(5)
+        for cell, (key, high) in zip(cells, (("replicas", 64), ("most", 256), ("queue", 1000)), strict=False):
+            with cell:
+                _number(chosen, key, 0 if key == "most" else 1, high, t)
+        with cells[3]:
+            _number(chosen, "fail_at", 0.0, 1e6, t, 10)
+        with cells[4]:
+            _number(chosen, "fail_for", 1.0, 1e6, t, 10)
+        chosen["router"] = fields.one_of(PAGE, "router", ROUTERS, DEFAULTS["router"], t)
+        last = st.columns(6)
+        for cell, (key, low, high) in zip(
+            last, (("pre", 0, 64), ("dec", 0, 64), ("pp", 1, 8), ("dp", 1, 32), ("ep", 1, 1024)), strict=False
+        ):
+            with cell:
+                _number(chosen, key, low, high, t)
+        with last[5]:
+            chosen["profile"] = fields.choice(PAGE, "profile", list(profiles()), DEFAULTS["profile"], t)
+    chosen["versus"] = fields.several(
+        PAGE, "versus", _others(chosen), DEFAULTS["versus"], t, lambda name: t(f"simulate.case_{name}")
+    )
+
+
+def _others(chosen: Mapping[str, Any]) -> list[str]:
+    """The policies that could decide instead; a router only where there is something to choose."""
+    own = {chosen["policy"], chosen["order"], chosen["router"]}
+    routed = chosen["replicas"] > 1 or chosen["most"] > 1
+    return [name for name, field in POLICIES.items() if name not in own and (routed or field != "cluster.router")]
+
+
+# --- the scenario ---
+
+
+def scenario_of(chosen: Mapping[str, Any]) -> Scenario:
+    """The scenario that the choices of the form come to; raises MemboundError where they contradict each other."""
+    formats = list(precisions([chosen["formats"]], hardware.get_hardware(chosen["hw"]), ()))
+    if not formats:
+        raise MemboundError(f"'{chosen['hw']}' computes in no 8-bit format; choose other formats or another device")
+    techniques: list[Any] = [technique.model_dump(mode="json") for technique in formats[0].techniques]
+    if chosen["draft"] != "none":
+        techniques.append({"name": chosen["draft"]})
+    pools = None
+    if chosen["pre"] or chosen["dec"]:
+        pools = {"prefill_engines": max(1, chosen["pre"]), "decode_engines": max(1, chosen["dec"])}
+    return parse_scenario(
+        {
+            "name": "simulate",
+            "model": chosen["model"],
+            "hardware": chosen["hw"],
+            "parallel": {degree: chosen[degree] for degree in ("tp", "pp", "dp", "ep")},
+            "engine": {
+                "max_num_seqs": chosen["seats"],
+                "max_batched_tokens": chosen["budget"],
+                "profile": chosen["profile"],
+                "batching": chosen["policy"],
+                "order": chosen["order"],
+                "prefix_caching": chosen["prefix"],
+                "disaggregation": pools,
+            },
+            "cluster": _cluster(chosen),
+            "techniques": techniques,
+            "workload": _workload(chosen),
+            "slo": {"ttft_s": chosen["ttft"] / 1e3, "tpot_s": chosen["tpot"] / 1e3},
+        }
+    )
+
+
+def _cluster(chosen: Mapping[str, Any]) -> dict[str, Any] | None:
+    count, most = chosen["replicas"], chosen["most"]
+    if count == 1 and most <= 1 and not chosen["fail_at"]:
+        return None
+    group: dict[str, Any] = {"count": count}
+    if most > 1:
+        group["autoscaling"] = {
+            "min_replicas": min(count, most),
+            "max_replicas": max(count, most),
+            "target_queue": chosen["queue"],
+        }
+    failures = None
+    if chosen["fail_at"]:
+        failures = {"outages": [{"replica": 0, "at_s": chosen["fail_at"], "for_s": chosen["fail_for"]}]}
+    return {"router": chosen["router"], "groups": [group], "failures": failures}
+
+
+def _workload(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    kind = chosen["traffic"]
+    if kind == "trace":
+        return {"arrivals": _trace_arrivals(chosen).model_dump(mode="json"), "requests": chosen["requests"], "seed": 1}
+    arrivals: dict[str, Any] = {"kind": "poisson", "rate_rps": chosen.get("rate")}
+    if kind == "closed_loop":
+        arrivals = {"kind": "closed_loop", "concurrency": chosen["users"]}
+    elif kind == "gamma":
+        arrivals = {"kind": "gamma", "rate_rps": chosen["rate"], "cv": chosen["cv"]}
+    prompts: dict[str, Any] = {"kind": "synthetic", "tokens": _length(chosen, "prompt")}
+    if kind == "sessions":
+        prompts = {
+            "kind": "sessions",
+            "tokens": _length(chosen, "prompt"),
+            "turns": {"kind": "geometric", "mean": chosen["turns"]},
+            "think": {"kind": "exponential", "mean_s": max(chosen["think"], 1e-3)},
+            "system_tokens": chosen["system"],
+            "context_limit": min(MOST_CONTEXT, models.catalog()[chosen["model"]].max_context),
+        }
+    return {
+        "arrivals": arrivals,
+        "requests": chosen["requests"],
+        "prompts": prompts,
+        "output_tokens": _length(chosen, "output"),
+        "seed": 1,
+    }
+
+
+def _length(chosen: Mapping[str, Any], key: str) -> dict[str, Any]:
+    tokens = chosen[key]
+    if chosen["spread"] == "fixed":
+        return {"kind": "fixed", "tokens": tokens}
+    return {"kind": "lognormal", "median": tokens, "sigma": SIGMA, "high": 4 * tokens}
