@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from membound.app import endpoint as at_endpoint
 from membound.app import kernels, planning
 from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
+from membound.app.imports import import_results
 from membound.app.outputs import check_output
 from membound.app.terminal import (
     HardwareOption,
@@ -360,6 +361,7 @@ def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
 
 
 planning.add_commands(app)
+app.command("import")(import_results)
 app.add_typer(kernels.app)
 
 

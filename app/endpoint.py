@@ -58,6 +58,16 @@ class EndpointComparison(ComparisonResult):
 
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
+    def judge(self, point: dict[str, Any], predicted: RunResult, measured: list[RunResult], whence: str) -> None:
+        """Adds a point with its prediction and the repeats of its measurement."""
+        scenario, index = predicted.scenario, len(self.predicted)
+        relative_error = times_for(get_hardware(scenario.hardware)).relative_error
+        self.predicted[index, "baseline"], self.measured[index, "baseline"] = predicted, measured
+        conditions = f"{_conditions(scenario)}, {whence}"
+        self.rows.append(baseline_row(predicted, measured, relative_error, point, conditions))
+        self.metrics += _metric_rows(predicted.summary, [run.summary for run in measured], relative_error, point)
+        self.notes += [note for note in measured[-1].provenance.notes if note not in self.notes]
+
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {"metrics": self.metrics}
 
@@ -87,16 +97,12 @@ def compare(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> Endpo
     from membound.runtime.endpoint.measure import measure as measure_at
     from membound.runtime.endpoint.measure import need_answers
 
-    hardware = get_hardware(scenario.hardware)
     result = EndpointComparison([], {}, {})
     points = list(scenario.points())
     cells = len(points) * scenario.repeats
     for index, (values, asked) in enumerate(points):
         listener.progress(index / len(points), "predicting")
-        relative_error = times_for(
-            hardware if "hardware" not in values else get_hardware(asked.hardware)
-        ).relative_error
-        predicted = simulate(with_best_drafts(asked).scenario)
+        predicted = predict(asked)
         measured = []
         for repeat in range(scenario.repeats):
             done = index * scenario.repeats + repeat
@@ -107,12 +113,13 @@ def compare(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> Endpo
             run = measure_at(asked, endpoint, progress)
             need_answers(run)
             measured.append(run)
-        result.predicted[index, "baseline"], result.measured[index, "baseline"] = predicted, measured
-        conditions = _conditions(asked, endpoint)
-        result.rows.append(baseline_row(predicted, measured, relative_error, values, conditions))
-        result.metrics += _metric_rows(predicted.summary, [run.summary for run in measured], relative_error, values)
-        result.notes += [note for note in measured[-1].provenance.notes if note not in result.notes]
+        result.judge(values, predicted, measured, f"against {endpoint.base_url}, {scenario.repeats} repeats")
     return result
+
+
+def predict(scenario: Scenario) -> RunResult:
+    """The scenario simulated, with the best drafts where it leaves their length open."""
+    return simulate(with_best_drafts(scenario).scenario)
 
 
 def _metric_rows(
@@ -146,12 +153,9 @@ def _value(summary: Summary, metric: str, statistic: str | None) -> float | None
     return found
 
 
-def _conditions(scenario: Scenario, endpoint: Endpoint) -> str:
+def _conditions(scenario: Scenario) -> str:
     techniques = ", ".join(technique.name for technique in scenario.techniques) or "no technique"
-    return (
-        f"{scenario.model} on {scenario.hardware} as engine '{scenario.engine.profile}' with {techniques}, "
-        f"against {endpoint.base_url}, {scenario.repeats} repeats"
-    )
+    return f"{scenario.model} on {scenario.hardware} as engine '{scenario.engine.profile}' with {techniques}"
 
 
 def comparison(document: dict[str, Any]) -> RenderableType:
