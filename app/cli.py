@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from membound.app import endpoint as at_endpoint
 from membound.app import kernels, planning
 from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
 from membound.app.imports import import_results
@@ -143,8 +142,10 @@ def measure(
     if server is not None:
         if log is not None:
             raise MemboundError("option --timeline shows steps, which a server does not; leave it out with --endpoint")
+        from membound.runtime.endpoint.measure import measure as measure_at
+
         with measuring("membound measure") as listener:
-            result = at_endpoint.measure(chosen, server, listener)
+            result = measure_at(chosen, server, listener.progress)
         keep_run(Store(membound_home()), "measure", chosen, result)
         print_result(result.to_json(), as_json, report.run)
         return
@@ -186,10 +187,12 @@ def compare(
     server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
     chosen = scenario_of(scenario, set_)
     if server is not None:
+        from membound.app import endpoint_comparison
+
         with measuring("membound compare") as listener:
-            at_server = at_endpoint.compare(chosen, server, listener)
+            at_server = endpoint_comparison.compare(chosen, server, listener)
         keep_comparison(Store(membound_home()), chosen, at_server)
-        print_result(at_server.to_json(), as_json, at_endpoint.comparison)
+        print_result(at_server.to_json(), as_json, endpoint_comparison.comparison)
         return
     _ensure_calibrated()
     with measuring("membound compare") as listener:

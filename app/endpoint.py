@@ -1,31 +1,14 @@
-"""How is a scenario measured at somebody else's server, and held against its prediction?
-
-The scenario says what the server is taken for: its hardware, engine profile and techniques are what is predicted.
-"""
+"""Which server do `measure` and `compare` take instead of this machine?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
-from membound.app.compare import ComparisonResult, Listener
-from membound.app.text import digits, seconds
-from membound.roofline.comparison import baseline_row, spread
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import get_hardware
-from membound.roofline.result import Distribution, RunResult, Summary
-from membound.roofline.scenario import Scenario
-from membound.roofline.times import times_for
-from membound.simulator.drafting import with_best_drafts
-from membound.simulator.run import run as simulate
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from membound.runtime.endpoint.address import Endpoint
 
 EndpointOption = Annotated[
@@ -45,32 +28,6 @@ PatienceOption = Annotated[
     typer.Option("--endpoint-timeout", metavar="S", help="seconds to wait for a token: 300 for the first, then 60"),
 ]
 
-# What a client sees: a key of the summary, which number of a distribution, and its unit.
-_METRICS = (
-    *(("tpot_s", "mean", "s"), ("ttft_s", "mean", "s"), ("ttft_s", "p99", "s"), ("e2e_s", "mean", "s")),
-    ("output_tokens_per_s", None, "tokens/s"),
-)
-
-
-@dataclass
-class EndpointComparison(ComparisonResult):
-    """A comparison with one row a point, and beside it every metric that a client sees."""
-
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-
-    def judge(self, point: dict[str, Any], predicted: RunResult, measured: list[RunResult], whence: str) -> None:
-        """Adds a point with its prediction and the repeats of its measurement."""
-        scenario, index = predicted.scenario, len(self.predicted)
-        relative_error = times_for(get_hardware(scenario.hardware)).relative_error
-        self.predicted[index, "baseline"], self.measured[index, "baseline"] = predicted, measured
-        conditions = f"{_conditions(scenario)}, {whence}"
-        self.rows.append(baseline_row(predicted, measured, relative_error, point, conditions))
-        self.metrics += _metric_rows(predicted.summary, [run.summary for run in measured], relative_error, point)
-        self.notes += [note for note in measured[-1].provenance.notes if note not in self.notes]
-
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"metrics": self.metrics}
-
 
 def endpoint_of(url: str | None, model: str | None, key_env: str | None, patience_s: float | None) -> Endpoint | None:
     """The endpoint that the options name, None without one; raises MemboundError where they do not go together."""
@@ -83,106 +40,3 @@ def endpoint_of(url: str | None, model: str | None, key_env: str | None, patienc
         if value is not None:
             raise MemboundError(f"option {option} is for a server; give its address with --endpoint too")
     return None
-
-
-def measure(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> RunResult:
-    """The scenario's workload at the endpoint."""
-    from membound.runtime.endpoint.measure import measure as measure_at
-
-    return measure_at(scenario, endpoint, listener.progress)
-
-
-def compare(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> EndpointComparison:
-    """Predicts each point of the sweep for the scenario's hardware and engine, and measures it `repeats` times."""
-    from membound.runtime.endpoint.measure import measure as measure_at
-    from membound.runtime.endpoint.measure import need_answers
-
-    result = EndpointComparison([], {}, {})
-    points = list(scenario.points())
-    cells = len(points) * scenario.repeats
-    for index, (values, asked) in enumerate(points):
-        listener.progress(index / len(points), "predicting")
-        predicted = predict(asked)
-        measured = []
-        for repeat in range(scenario.repeats):
-            done = index * scenario.repeats + repeat
-
-            def progress(fraction: float, message: str, done: int = done) -> None:
-                listener.progress((done + fraction) / cells, f"{message} (run {done + 1} of {cells})")
-
-            run = measure_at(asked, endpoint, progress)
-            need_answers(run)
-            measured.append(run)
-        result.judge(values, predicted, measured, f"against {endpoint.base_url}, {scenario.repeats} repeats")
-    return result
-
-
-def predict(scenario: Scenario) -> RunResult:
-    """The scenario simulated, with the best drafts where it leaves their length open."""
-    return simulate(with_best_drafts(scenario).scenario)
-
-
-def _metric_rows(
-    predicted: Summary, measured: list[Summary], relative_error: float, point: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Each metric that both have, the measured one as the median of the repeats."""
-    for metric, statistic, unit in _METRICS:
-        expected = _value(predicted, metric, statistic)
-        samples = [value for one in measured if (value := _value(one, metric, statistic)) is not None]
-        if not expected or not samples:
-            continue
-        median = float(np.median(samples))
-        yield {
-            "point": point,
-            "metric": metric,
-            "statistic": statistic,
-            "unit": unit,
-            "predicted": expected,
-            "low": expected / (1 + relative_error),
-            "high": expected * (1 + relative_error),
-            "measured": median,
-            "spread": spread(samples),
-            "error": expected / median - 1 if median else None,
-            "samples": samples,
-        }
-
-
-def _value(summary: Summary, metric: str, statistic: str | None) -> float | None:
-    value = getattr(summary, metric)
-    found: float | None = getattr(value, statistic) if isinstance(value, Distribution) and statistic else value
-    return found
-
-
-def _conditions(scenario: Scenario) -> str:
-    techniques = ", ".join(technique.name for technique in scenario.techniques) or "no technique"
-    return f"{scenario.model} on {scenario.hardware} as engine '{scenario.engine.profile}' with {techniques}"
-
-
-def comparison(document: dict[str, Any]) -> RenderableType:
-    """Predicted beside measured, a table for each point and a row for each metric."""
-    from itertools import groupby
-
-    from rich.console import Group
-
-    tables = [_table(point, list(rows)) for point, rows in groupby(document["metrics"], lambda row: row["point"])]
-    conditions = list(dict.fromkeys(row["conditions"] for row in document["comparisons"]))
-    return Group(*tables, *conditions, *document["notes"])
-
-
-def _table(point: dict[str, Any], rows: list[dict[str, Any]]) -> RenderableType:
-    from rich.table import Table
-
-    at = ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items())
-    table = Table(title=at or None, box=None, pad_edge=False)
-    for column in ("", "predicted", "interval", "measured", "error"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for row in rows:
-        shown = seconds if row["unit"] == "s" else digits
-        table.add_row(
-            " ".join(filter(None, (row["metric"], row["statistic"]))),
-            shown(row["predicted"]),
-            f"{shown(row['low'])} to {shown(row['high'])}",
-            shown(row["measured"]) + ("" if row["spread"] is None else f" ± {shown(row['spread'])}"),
-            "" if row["error"] is None else f"{row['error']:+.1%}",
-        )
-    return table

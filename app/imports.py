@@ -59,7 +59,7 @@ def import_results(
 
 def _compared(runs: list[RunResult], file: Path) -> Any:
     """Each run beside the prediction of its scenario."""
-    from membound.app.endpoint import EndpointComparison, predict
+    from membound.app.endpoint_comparison import EndpointComparison, predict
 
     comparison = EndpointComparison([], {}, {})
     for run in runs:
@@ -72,7 +72,7 @@ def _render(document: dict[str, Any]) -> RenderableType:
     from rich.console import Group
 
     from membound.app import report
-    from membound.app.endpoint import comparison
+    from membound.app.endpoint_comparison import comparison
 
     shown: list[RenderableType] = [report.run(run) for run in document["runs"]]
     if "metrics" in document:
