@@ -17,6 +17,7 @@ from membound.runtime.quantization.rtn import round_to_nearest
 from membound.runtime.quantization.statistics import InputStatistics
 
 EXPONENTS = 20  # of the mean magnitude that are tried, from 0 to below 1
+ROWS = 256  # of a matrix, evenly spread, on which a search for the scales of its columns looks
 SHRINKS = tuple(1 - step / 20 for step in range(10))  # of a group's range, from 1 to 0.55
 
 
@@ -49,7 +50,7 @@ def search_scales(weight: Tensor, inputs: InputStatistics, grid: Grid, magnitude
 
     `magnitude` [k] is the mean |x| unless channels have to share their scales and so bring a common one.
     """
-    weight = checked(weight)
+    weight = checked(weight)[:: max(1, len(weight) // ROWS)]
     magnitude = inputs.mean_abs if magnitude is None else magnitude
     magnitude = magnitude.clamp(min=1e-4 * float(magnitude.max()) + 1e-12)
     best, least = torch.ones_like(magnitude), float("inf")
@@ -71,11 +72,12 @@ def search_shrinks(weight: Tensor, second_moments: Tensor, grid: Grid) -> Tensor
     n, k = weight.shape
     group = grid.columns(k)
     blocks = grouped(weight, group)  # [n, groups, group]
-    moments = torch.zeros(blocks.shape[1], group, group)
+    moments = torch.zeros(blocks.shape[1], group, group, device=weight.device)
     for i in range(blocks.shape[1]):
         part = second_moments[i * group : (i + 1) * group, i * group : (i + 1) * group]
         moments[i, : len(part), : len(part)] = part
-    best, least = torch.ones(n, blocks.shape[1]), torch.full((n, blocks.shape[1]), float("inf"))
+    best = torch.ones(n, blocks.shape[1], device=weight.device)
+    least = torch.full_like(best, float("inf"))
     for shrink in SHRINKS:
         scale, offset = grid.fit(blocks, shrink)
         error = blocks - grid.nearest(blocks, scale[..., None], None if offset is None else offset[..., None])

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from membound.runtime.quantization.quantized import checked
+from membound.runtime.quantization.quantized import checked, grouped
 
 Granularity = Literal["tensor", "row", "block"]
 
@@ -52,12 +52,18 @@ def to_fp8(weight: Tensor, granularity: Granularity = "tensor") -> Float8:
 def round_fp8_per_token(x: Tensor, group: int = 0) -> Tensor:
     """Activations [m, k] in E4M3 with a scale for each token, or for `group` of its values, as values in fp32."""
     m, k = x.shape
-    width = group or k
-    padded = torch.nn.functional.pad(x.float(), (0, -k % width)).view(m, -1, width)
-    scale = padded.abs().amax(-1, keepdim=True) / LARGEST
-    scale = torch.where(scale > 0, scale, 1.0)
-    rounded = (padded / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(1)[:, :k]
+    values = grouped(x.float(), min(group or k, k))  # [m, groups, group]
+    return _rounded(values, values.abs().amax(-1, keepdim=True)).view(m, -1)[:, :k]
+
+
+def round_fp8_per_tensor(x: Tensor) -> Tensor:
+    """Activations [m, k] in E4M3 with one scale for all of a step, as values in fp32."""
+    return _rounded(x.float(), x.float().abs().amax())
+
+
+def _rounded(values: Tensor, largest: Tensor) -> Tensor:
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    return (values / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
 
 
 def _spread(scale: Tensor, shape: torch.Size | tuple[int, int], granularity: Granularity) -> Tensor:

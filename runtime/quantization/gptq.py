@@ -13,15 +13,22 @@ from membound.runtime.quantization.surgeon import BLOCK, inverse_factor, sweep
 
 
 def gptq(
-    weight: Tensor, second_moments: Tensor, grid: Grid, *, act_order: bool = True, damping: float = 0.01
+    weight: Tensor,
+    second_moments: Tensor,
+    grid: Grid,
+    *,
+    act_order: bool = True,
+    damping: float = 0.01,
+    keep_zeros: bool = False,
 ) -> Quantized:
     """Weight [n, k] rounded column by column with the inputs' second moments [k, k].
 
     With `act_order` columns of large inputs come first. Groups keep their places then, with scales fitted beforehand,
     so that the codes need no index a column (the static groups of the authors' code); without it a group's scale is
-    fitted when its first column is reached.
+    fitted when its first column is reached. With `keep_zeros` what is 0 stays 0: the weight is pruned.
     """
     weight = checked(weight)
+    zeros = weight == 0 if keep_zeros else None
     k = weight.shape[1]
     group = grid.columns(k)
     dead = second_moments.diagonal() == 0  # never an input: its weight may be anything
@@ -43,6 +50,8 @@ def gptq(
     def to_grid(column: int, values: Tensor) -> Tensor:
         at = columns[column]
         own_scale, own_offset = scale[:, at // group], None if offset is None else offset[:, at // group]
+        if zeros is not None:
+            values = values.masked_fill(zeros[:, at], 0)
         codes[:, at] = grid.round(values, own_scale, own_offset)
         on_grid = codes[:, at] * own_scale
         return on_grid if own_offset is None else on_grid + own_offset

@@ -37,14 +37,16 @@ class Rotation:
     def apply(self, x: Tensor) -> Tensor:
         """x [..., k] times the matrix, in fp32."""
         p, q = len(self.sylvester), len(self.factor)
-        y = (x.float() * self.signs).unflatten(-1, (p, q))
-        return (self.sylvester @ (y @ self.factor)).flatten(-2)
+        signs, sylvester, factor = (part.to(x.device) for part in (self.signs, self.sylvester, self.factor))
+        y = (x.float() * signs).unflatten(-1, (p, q))
+        return (sylvester @ (y @ factor)).flatten(-2)
 
     def undo(self, x: Tensor) -> Tensor:
         """x [..., k] times the transposed matrix, in fp32."""
         p, q = len(self.sylvester), len(self.factor)
+        signs, sylvester, factor = (part.to(x.device) for part in (self.signs, self.sylvester, self.factor))
         y = x.float().unflatten(-1, (p, q))
-        return (self.sylvester @ (y @ self.factor.T)).flatten(-2) * self.signs
+        return (sylvester @ (y @ factor.T)).flatten(-2) * signs
 
 
 def rotation(size: int, seed: int | None = None) -> Rotation:

@@ -10,6 +10,7 @@ from torch import Tensor
 from membound.roofline.errors import MemboundError
 
 MOST_BITS = 8
+SMALLEST_GROUP = 32  # that the kernels read
 
 
 class QuantizationError(MemboundError):
@@ -54,7 +55,8 @@ class Grid:
     """Evenly spaced values: 2^bits of them for each group of `group` columns; 0 is the whole row.
 
     Symmetric ones lie around 0 and reach both extremes to half a step (as in GPTQ's code); asymmetric ones reach from
-    the least to the largest value, 0 among them, with a whole number as zero point.
+    the least to the largest value, 0 among them, with a whole number as zero point. Scales are rounded to fp16, as they
+    are stored, except those of whole rows in 8 bits.
     """
 
     bits: int
@@ -73,17 +75,21 @@ class Grid:
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
 
     def columns(self, k: int) -> int:
-        """Columns that share a scale in a row of `k`."""
-        return min(self.group or k, k)
+        """Columns that share a scale in a row of `k`: `group`, or half of it and so on where that divides the row.
+
+        A row that not even groups of 32 divide has a short last group.
+        """
+        group = min(self.group or k, k)
+        smaller = (group >> halvings for halvings in range(3) if not group % (SMALLEST_GROUP << halvings))
+        return next((size for size in smaller if k % size == 0), group)
 
     def fit(self, block: Tensor, shrink: Tensor | float = 1.0) -> tuple[Tensor, Tensor | None]:
         """Scale and offset [...] for values [..., columns], whose range is multiplied by `shrink` first."""
         if self.symmetric:
-            scale = block.abs().amax(-1) * shrink / (2 ** (self.bits - 1) - 0.5)
-            return _no_zeros(scale), None
+            return self._stored(block.abs().amax(-1) * shrink / (2 ** (self.bits - 1) - 0.5)), None
         low, high = block.amin(-1).clamp(max=0) * shrink, block.amax(-1).clamp(min=0) * shrink
-        scale = _no_zeros((high - low) / (2**self.bits - 1))
-        return scale, (low / scale).round() * scale
+        scale = self._stored((high - low) / (2**self.bits - 1))
+        return scale, (low / scale).round().clamp(-(2**self.bits - 1), 0) * scale
 
     def round(self, values: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         """The nearest codes, in the dtype of `values`; scale and offset broadcast against it."""
@@ -94,6 +100,12 @@ class Grid:
         """The values that `round`'s codes stand for."""
         on_grid = self.round(values, scale, offset) * scale
         return on_grid if offset is None else on_grid + offset
+
+    def _stored(self, scale: Tensor) -> Tensor:
+        """Scales as they can be stored; a group of zeros, or of numbers too small for a scale, gets 1: any works."""
+        if self.bits < MOST_BITS or self.group:
+            scale = scale.clamp(max=torch.finfo(torch.float16).max).half().float()
+        return torch.where(scale > 0, scale, 1.0)
 
     def quantized(self, codes: Tensor, scale: Tensor, offset: Tensor | None) -> Quantized:
         """Codes [n, k] with scale and offset [n, groups], in the dtypes of `Quantized`."""
@@ -122,8 +134,3 @@ def checked(weight: Tensor) -> Tensor:
     if not torch.isfinite(weight).all():
         raise QuantizationError("the weight has values that are not finite; nothing can be rounded to them")
     return weight
-
-
-def _no_zeros(scale: Tensor) -> Tensor:
-    """A group of zeros gets the scale 1: any works."""
-    return torch.where(scale > 0, scale, 1.0)

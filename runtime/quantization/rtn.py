@@ -18,14 +18,15 @@ def round_to_nearest(weight: Tensor, grid: Grid, shrink: Tensor | float = 1.0) -
     return grid.quantized(codes.flatten(1)[:, :k], scale, offset)
 
 
-def round_per_token(x: Tensor, bits: int, clip: float = 1.0) -> Tensor:
-    """Activations [m, k] rounded to symmetric integers with a scale for each token, as values in fp32.
+def round_per_token(x: Tensor, bits: int, clip: float = 1.0, group: int = 0) -> Tensor:
+    """Activations [m, k] rounded to symmetric integers, with a scale for each token or `group` of its values, as fp32.
 
     `clip` makes the grid reach less far than the largest value, which costs less than it saves at 4 bits
     (QuaRot, Ashkboos et al. 2024, arXiv 2404.00456, section 4: 0.9).
     """
-    x = x.float()
+    m, k = x.shape
     most = 2 ** (bits - 1) - 1
-    scale = x.abs().amax(-1, keepdim=True) * clip / most
+    values = grouped(x.float(), min(group or k, k))  # [m, groups, group]
+    scale = values.abs().amax(-1, keepdim=True) * clip / most
     scale = torch.where(scale > 0, scale, 1.0)
-    return (x / scale).round_().clamp_(-most - 1, most).mul_(scale)
+    return ((values / scale).round_().clamp_(-most - 1, most) * scale).view(m, -1)[:, :k]

@@ -42,23 +42,24 @@ class InputStatistics:
 class Accumulator:
     """Adds up what `InputStatistics` holds over any number of pieces; memory does not grow with tokens."""
 
-    def __init__(self, k: int, *, moments: bool = True) -> None:
+    def __init__(self, k: int, device: torch.device, *, moments: bool = True) -> None:
         self.tokens = 0
-        self._sum_abs, self._max_abs, self._sum_square = (torch.zeros(k) for _ in range(3))
-        self._moments = torch.zeros(k, k) if moments else None
+        self._sum_abs, self._max_abs, self._sum_square = (torch.zeros(k, device=device) for _ in range(3))
+        self._moments = torch.zeros(k, k, device=device) if moments else None
 
     def add(self, x: Tensor) -> None:
         """Inputs [tokens, k] of one call."""
-        x = x.float().cpu()
+        x = x.float()
         self.tokens += len(x)
         magnitude = x.abs()
         self._sum_abs += magnitude.sum(0)
-        self._max_abs = torch.maximum(self._max_abs, magnitude.amax(0))
+        self._max_abs = torch.maximum(self._max_abs, magnitude.amax(0)) if len(x) else self._max_abs
         self._sum_square += x.square().sum(0)
         if self._moments is not None:
             self._moments.addmm_(x.T, x)
 
     def statistics(self) -> InputStatistics:
+        """The means so far; raises QuantizationError where there was no token."""
         if not self.tokens:
             raise QuantizationError("a linear saw no token of the calibration text; calibrate on more text")
         moments = None if self._moments is None else self._moments / self.tokens

@@ -1,0 +1,102 @@
+"""How are the inputs of a model's linears observed while it reads calibration text?"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import Kernels
+from membound.roofline.models import ModelSpec
+from membound.runtime.decoder import Decoder
+from membound.runtime.linear import Linear
+from membound.runtime.plain import BLOCK_SIZE, single_sequence
+from membound.runtime.quantization.quantized import QuantizationError
+from membound.runtime.quantization.statistics import Accumulator, InputStatistics
+from membound.runtime.recipe import FormatRecipe, Recipe
+from membound.runtime.weights import Weights
+
+Statistics = dict[str, InputStatistics]  # by the matrix's name
+
+
+class ObservedLinear:
+    """A linear that adds its inputs to an accumulator before it multiplies them."""
+
+    def __init__(self, inner: Linear, accumulator: Accumulator) -> None:
+        self.inner = inner
+        self.accumulator = accumulator
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inner.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    @property
+    def emulated(self) -> bool:
+        return self.inner.emulated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.accumulator.add(x)
+        return self.inner(x)
+
+
+class ObservingRecipe:
+    """Another recipe's decoder, with the inputs of every matrix but the lm_head observed in `accumulators`."""
+
+    def __init__(self, inner: Recipe, *, moments: bool = True) -> None:
+        self.inner = inner
+        self.moments = moments
+        self.accumulators: dict[str, Accumulator] = {}
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        return self.inner.prepare(spec, weights)
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        linear = self.inner.linear(name, weight)
+        if name == "lm_head":
+            return linear
+        self.accumulators[name] = Accumulator(linear.shape[1], weight.device, moments=self.moments)
+        return ObservedLinear(linear, self.accumulators[name])
+
+
+def collect_statistics(
+    spec: ModelSpec, weights: Weights, kernels: Kernels, token_ids: Sequence[Sequence[int]], *, moments: bool = True
+) -> Statistics:
+    """What each linear's inputs look like while the model in bf16 reads `token_ids`, one window after the other.
+
+    Memory is that of the second moments, k x k for each matrix, however much is read. A matrix that saw no token, as an
+    expert that is never chosen, has no entry.
+    """
+    if not token_ids:
+        raise QuantizationError("there is no calibration text; give at least one window of tokens")
+    recipe = ObservingRecipe(FormatRecipe(kernels, "bf16"), moments=moments)
+    decoder = Decoder(spec, weights, kernels, recipe)
+    for window in token_ids:
+        blocks = -(-len(window) // BLOCK_SIZE)
+        batch = single_sequence(0, len(window), blocks, decoder.device)
+        ids = torch.tensor(window, device=decoder.device)
+        decoder.hidden(ids, batch, decoder.new_cache(blocks, BLOCK_SIZE))
+    return {name: seen.statistics() for name, seen in recipe.accumulators.items() if seen.tokens}
+
+
+class Calibrator:
+    """Collects the statistics of weights on one text, and keeps those of the weights it saw last."""
+
+    def __init__(self, kernels: Kernels, token_ids: Sequence[Sequence[int]]) -> None:
+        self.kernels = kernels
+        self.token_ids = token_ids
+        self._of: weakref.ref[Weights] | None = None
+        self._statistics: Statistics = {}
+
+    def statistics(self, spec: ModelSpec, weights: Weights) -> Statistics:
+        """Those of the model in bf16; collected once for the same weights."""
+        if self._of is None or self._of() is not weights:
+            self._statistics = {}
+            self._statistics = collect_statistics(spec, weights, self.kernels, self.token_ids)
+            self._of = weakref.ref(weights)
+        return self._statistics

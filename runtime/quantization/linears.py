@@ -1,0 +1,136 @@
+"""How is a quantized weight multiplied: by a kernel that reads its codes, or by one that reads what they stand for?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import Kernels, PackedWeight, WeightFormat
+from membound.roofline.precision import Precision
+from membound.runtime.linear import KernelLinear, Linear
+from membound.runtime.quantization.fp8 import Float8, round_fp8_per_tensor, round_fp8_per_token
+from membound.runtime.quantization.quantized import MOST_BITS, SMALLEST_GROUP, Quantized
+from membound.runtime.quantization.rtn import round_per_token
+
+
+def integer_linear(kernels: Kernels, quantized: Quantized) -> Linear:
+    """A linear that reads the codes where the kernels have their layout, and one that reads their values elsewhere."""
+    k, bits, group = quantized.shape[1], quantized.bits, quantized.group
+    symmetric = quantized.offset is None
+    format = _PACKED.get(bits)
+    if format is None or k % group or group % SMALLEST_GROUP or (bits == MOST_BITS and not symmetric):
+        return EmulatedLinear(kernels, quantized.dequantized().to(torch.bfloat16))
+    codes, scale = quantized.codes, quantized.scale
+    if symmetric and bits < MOST_BITS:
+        codes = codes.to(torch.int16) + 2 ** (bits - 1)  # the kernels count from 0
+    if bits == MOST_BITS and group == k:
+        scale = scale[:, 0]
+    return KernelLinear(kernels, kernels.pack_codes(codes, scale, quantized.zero, format))
+
+
+def int8_linear(kernels: Kernels, quantized: Quantized) -> Linear:
+    """A linear of int8 codes, a scale a row, that rounds its inputs to int8 as well."""
+    return KernelLinear(kernels, kernels.pack_codes(quantized.codes, quantized.scale[:, 0], None, "w8a8"))
+
+
+def fp8_linear(kernels: Kernels, weight: Float8) -> Linear:
+    """A linear that reads E4M3 where each row has one scale, and their values where a row has several."""
+    if weight.granularity == "block":
+        return EmulatedLinear(kernels, weight.dequantized().to(torch.bfloat16))
+    n = weight.codes.shape[0]
+    scale = weight.scale[:, 0].expand(n).contiguous()
+    return KernelLinear(kernels, PackedWeight("fp8", weight.codes.view(torch.uint8), scale))
+
+
+_PACKED: dict[int, WeightFormat] = {8: "int8", 4: "int4", 3: "int3", 2: "int2"}
+
+
+class EmulatedLinear:
+    """A weight as the values that its codes stand for, in bf16: the right numbers, at the wrong speed."""
+
+    emulated = True
+
+    def __init__(self, kernels: Kernels, values: Tensor) -> None:
+        self._inner = KernelLinear(kernels, kernels.pack(values, "bf16"))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._inner.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._inner(x)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What is done to activations [m, k] before they are multiplied; `emulated` where its time means nothing."""
+
+    apply: Callable[[Tensor], Tensor]
+    emulated: bool = False
+
+
+class ChangedInput:
+    """Another linear whose inputs are changed first: scaled, rotated, or rounded."""
+
+    def __init__(self, inner: Linear, change: Changed) -> None:
+        self.inner = inner
+        self.change = change
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inner.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    @property
+    def emulated(self) -> bool:
+        return self.change.emulated or self.inner.emulated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.inner(self.change.apply(x).to(x.dtype))
+
+
+class SplitLinear:
+    """Two linears whose outputs are added: all columns but a few, and those few from the same inputs."""
+
+    def __init__(self, regular: Linear, few: Linear, columns: Tensor) -> None:
+        self.regular = regular
+        self.few = few
+        self.columns = columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.regular.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.regular.nbytes + self.few.nbytes + self.columns.nbytes
+
+    @property
+    def emulated(self) -> bool:
+        return self.regular.emulated or self.few.emulated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        few = x.index_select(1, self.columns)
+        return self.regular(x.index_fill(1, self.columns, 0)) + self.few(few)
+
+
+def rounding(activations: Precision, clip: float = 1.0) -> Changed | None:
+    """Rounds activations as a format does, in each step; None for 16 bits and more."""
+    if activations.width >= 16:
+        return None
+    columns = activations.scales[0].columns if activations.scales else 0
+    if activations.values == "fp8":
+        whole = bool(activations.scales) and activations.scales[0].rows != 1
+        rounded = round_fp8_per_tensor if whole else lambda x: round_fp8_per_token(x, columns)
+        return Changed(rounded, emulated=True)
+    return Changed(lambda x: round_per_token(x, activations.width, clip, columns), emulated=True)

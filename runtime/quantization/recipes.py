@@ -1,0 +1,339 @@
+"""Which recipe quantizes or prunes a model's weights by which method, and what does it need?
+
+Every method is a recipe of the decoder: what concerns several matrices is done in `prepare`, and each matrix becomes a
+linear of its own. Tables and routers stay as the precision plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import Kernels
+from membound.roofline.models import ModelSpec
+from membound.roofline.precision import PRECISIONS, Precision
+from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.techniques import Sparsity24, Technique
+from membound.roofline.techniques.weights import PruningMethod, QuantizationMethod
+from membound.runtime.linear import KernelLinear, Linear
+from membound.runtime.quantization.awq import round_clipped, search_scales
+from membound.runtime.quantization.calibration import Calibrator, Statistics
+from membound.runtime.quantization.folding import Folder
+from membound.runtime.quantization.fp8 import Granularity, to_fp8
+from membound.runtime.quantization.gptq import gptq
+from membound.runtime.quantization.linears import (
+    Changed,
+    ChangedInput,
+    EmulatedLinear,
+    SplitLinear,
+    fp8_linear,
+    int8_linear,
+    integer_linear,
+    rounding,
+)
+from membound.runtime.quantization.magnitude import prune_by_magnitude
+from membound.runtime.quantization.outliers import split_outliers
+from membound.runtime.quantization.quantized import Grid, QuantizationError, Quantized
+from membound.runtime.quantization.quarot import online_rotation, rotated
+from membound.runtime.quantization.rtn import round_to_nearest
+from membound.runtime.quantization.smoothquant import smoothing_scales
+from membound.runtime.quantization.sparsegpt import sparsegpt
+from membound.runtime.quantization.sparsity import Pattern, Pruned
+from membound.runtime.quantization.statistics import InputStatistics
+from membound.runtime.quantization.wanda import wanda
+from membound.runtime.recipe import Recipe
+from membound.runtime.weights import Weights
+
+CLIP_BELOW_BITS, CLIP = 8, 0.9  # activations of fewer bits are clipped (QuaRot, section 4)
+_FP8: dict[str, Granularity] = {"fp8": "tensor", "fp8_row": "row", "fp8_block": "block"}
+_SCALED_PARTS = ("qkv", "o", "gate_up", "down")
+_PRUNED_PARTS = ("qkv", "o", "gate_up", "down", "q_a", "q_b", "kv_a", "kv_b")
+
+
+def grid_of(format: Precision) -> Grid | None:
+    """The grid of an integer format; None for any other."""
+    dense = _dense_name(format)
+    simple = len(format.scales) == 1 and format.scales[0].rows == 1
+    if dense in _LLAMA_CPP:
+        return _LLAMA_CPP[dense]
+    if not format.values.startswith("int") or not simple or not dense.startswith("int"):
+        return None
+    return Grid(format.width, format.scales[0].columns, symmetric="zero" not in dense)
+
+
+# llama.cpp's simple blocks: 32 values with a scale, in q4_1 and q5_1 also a minimum (ggml-common.h).
+_LLAMA_CPP = {
+    "q8_0": Grid(8, 32),
+    "q5_0": Grid(5, 32),
+    "q4_0": Grid(4, 32),
+    "q5_1": Grid(5, 32, symmetric=False),
+    "q4_1": Grid(4, 32, symmetric=False),
+}
+
+
+class RoundingRecipe:
+    """Round to nearest, in integers or fp8, which needs no calibration; other methods change parts of it."""
+
+    method: QuantizationMethod = "rtn"
+    calibrated = False
+
+    def __init__(self, kernels: Kernels, plan: PrecisionPlan, calibrator: Calibrator | None = None) -> None:
+        if self.calibrated and calibrator is None:
+            raise QuantizationError(
+                f"method '{self.method}' needs calibration text, and this model has no tokenizer; "
+                "give method 'rtn', or weights that come with one"
+            )
+        if problem := format_problem(plan):
+            raise QuantizationError(problem)
+        self.kernels = kernels
+        self.plan = plan
+        self.calibrator = calibrator
+        self.layers = 0
+        self.statistics: Statistics = {}
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        self.layers = len(weights.layers)
+        if self.calibrated:
+            assert self.calibrator is not None
+            self.statistics = self.calibrator.statistics(spec, weights)
+        return weights
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        format = self.format_of(name)
+        if format.width >= 16:
+            if format.sparse:
+                return KernelLinear(self.kernels, self.kernels.pack(weight, "sparse24"))
+            return KernelLinear(self.kernels, self.kernels.pack(weight, "fp32" if format.width == 32 else "bf16"))
+        clip = CLIP if self.plan.activations.width < CLIP_BELOW_BITS else 1.0
+        rounded = rounding(self.plan.activations, clip)
+        grid = grid_of(format)
+        if rounded is not None and grid == Grid(8) and self.plan.activations == PRECISIONS["int8"]:
+            return int8_linear(self.kernels, self.on_grid(name, weight, grid))
+        linear = self.quantized(name, weight, format)
+        return linear if rounded is None else ChangedInput(linear, rounded)
+
+    def format_of(self, name: str) -> Precision:
+        """The weight format of a matrix by its name, as the precision plan has it."""
+        plan, path = self.plan, name.split(".")
+        if path[0] == "layers":
+            index, end = int(path[1]), self.layers - plan.plain_last_layers
+            if index < plan.plain_first_layers or index >= end:
+                return plan.plain
+        return plan.weights_of(_part(path))
+
+    def quantized(self, name: str, weight: Tensor, format: Precision) -> Linear:
+        """The linear of a matrix whose weights are not kept in 16 bits."""
+        grid = grid_of(format)
+        quantized = to_fp8(weight, _FP8[_dense_name(format)]) if grid is None else self.on_grid(name, weight, grid)
+        if format.sparse:  # no kernel reads indices beside codes
+            return EmulatedLinear(self.kernels, quantized.dequantized().to(torch.bfloat16))
+        if isinstance(quantized, Quantized):
+            return integer_linear(self.kernels, quantized)
+        return fp8_linear(self.kernels, quantized)
+
+    def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
+        """A matrix in integers."""
+        return round_to_nearest(weight, grid)
+
+
+class GptqRecipe(RoundingRecipe):
+    """GPTQ; a matrix that saw no calibration token, as a rare expert, is rounded to nearest."""
+
+    method = "gptq"
+    calibrated = True
+
+    def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
+        inputs = self.statistics.get(name)
+        if inputs is None:
+            return round_to_nearest(weight, grid)
+        return gptq(weight, inputs.moments, grid, keep_zeros=self.plan.weights.sparse)
+
+
+class AwqRecipe(RoundingRecipe):
+    """AWQ, its scales folded into what comes before; where nothing can take them a matrix only has its ranges."""
+
+    method = "awq"
+    calibrated = True
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        weights = super().prepare(spec, weights)
+        grid = grid_of(self.plan.weights)
+        assert grid is not None, "the technique refuses AWQ for what is no integer"
+        layers = []
+        scaled = dict(self.statistics)
+        for index, (layer, tensors) in enumerate(zip(spec.stack, weights.layers, strict=False)):
+            folder = Folder(layer, dict(tensors))
+            for part in filter(folder.takes, _SCALED_PARTS):
+                name = f"layers.{index}.{part}"
+                if self.format_of(name).width >= 16:
+                    continue
+                inputs = self.statistics[name]
+                magnitude = folder.shared(part, inputs.mean_abs)
+                scales = search_scales(folder.tensors[part], inputs, grid, magnitude)
+                folder.fold(part, scales)
+                scaled[name] = inputs.scaled(1 / scales)
+            layers.append(folder.tensors)
+        self.statistics = scaled
+        return replace(weights, layers=tuple(layers))
+
+    def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
+        inputs = self.statistics.get(name)
+        return round_to_nearest(weight, grid) if inputs is None else round_clipped(weight, inputs, grid)
+
+
+class SmoothQuantRecipe(RoundingRecipe):
+    """SmoothQuant, its scales folded into what comes before; `alpha` is the paper's for most models."""
+
+    method = "smoothquant"
+    calibrated = True
+    alpha = 0.5
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        weights = super().prepare(spec, weights)
+        layers = []
+        for index, (layer, tensors) in enumerate(zip(spec.stack, weights.layers, strict=False)):
+            folder = Folder(layer, dict(tensors))
+            for part in filter(folder.takes, _SCALED_PARTS):
+                name = f"layers.{index}.{part}"
+                if self.format_of(name).width >= 16:
+                    continue
+                largest = folder.shared(part, self.statistics[name].max_abs)
+                scales = smoothing_scales(folder.tensors[part], largest, self.alpha)
+                folder.fold(part, folder.shared(part, scales))
+            layers.append(folder.tensors)
+        return replace(weights, layers=tuple(layers))
+
+
+class OutlierRecipe(RoundingRecipe):
+    """LLM.int8(): what stands out is multiplied in 16 bits, the rest in 8."""
+
+    method = "llm_int8"
+    calibrated = True
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        inputs = self.statistics.get(name)
+        if inputs is None or self.format_of(name).width >= 16:
+            return super().linear(name, weight)
+        split = split_outliers(weight, inputs.max_abs)
+        regular = int8_linear(self.kernels, split.regular)
+        if not len(split.columns):
+            return regular
+        few = KernelLinear(self.kernels, self.kernels.pack(split.outliers, "bf16"))
+        return SplitLinear(regular, few, split.columns)
+
+
+class QuarotRecipe(RoundingRecipe):
+    """QuaRot with rounding to nearest; the inputs of `down` are rotated in each step."""
+
+    method = "quarot"
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        return super().prepare(spec, rotated(spec, weights))
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        linear = super().linear(name, weight)
+        if not name.endswith(".down"):
+            return linear
+        return ChangedInput(linear, Changed(online_rotation(weight.shape[1]).apply))
+
+
+class PruningRecipe:
+    """Prunes every matrix of the layers before another recipe takes them; routers stay whole."""
+
+    def __init__(
+        self,
+        inner: Recipe,
+        method: PruningMethod,
+        calibrator: Calibrator | None,
+        pattern: Pattern = "2:4",
+        sparsity: float = 0.5,
+    ) -> None:
+        if method != "magnitude" and calibrator is None:
+            raise QuantizationError(
+                f"method '{method}' needs calibration text, and this model has no tokenizer; give method 'magnitude'"
+            )
+        self.inner = inner
+        self.method = method
+        self.calibrator = calibrator
+        self.pattern = pattern
+        self.sparsity = sparsity
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        statistics: Statistics = {}
+        if self.method != "magnitude" and self.calibrator is not None:
+            statistics = self.calibrator.statistics(spec, weights)
+        layers = []
+        for index, tensors in enumerate(weights.layers):
+            pruned = dict(tensors)
+            for part, tensor in tensors.items():
+                if tensor.dim() == 2 and part.rsplit(".", 1)[-1] in _PRUNED_PARTS:
+                    kept = self._pruned(tensor, statistics.get(f"layers.{index}.{part}"))
+                    pruned[part] = kept.weight.to(tensor.dtype)
+            layers.append(pruned)
+        return self.inner.prepare(spec, replace(weights, layers=tuple(layers)))
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        return self.inner.linear(name, weight)
+
+    def _pruned(self, weight: Tensor, inputs: InputStatistics | None) -> Pruned:
+        if self.method == "magnitude" or inputs is None:
+            return prune_by_magnitude(weight, self.sparsity, self.pattern)
+        if self.method == "wanda":
+            return wanda(weight, inputs.mean_square, self.sparsity, self.pattern)
+        return sparsegpt(weight, inputs.moments, self.sparsity, self.pattern)
+
+
+QUANTIZERS: dict[QuantizationMethod, type[RoundingRecipe]] = {
+    recipe.method: recipe
+    for recipe in (RoundingRecipe, GptqRecipe, AwqRecipe, SmoothQuantRecipe, OutlierRecipe, QuarotRecipe)
+}
+
+
+def recipe_for(
+    techniques: Sequence[Technique], plan: PrecisionPlan, kernels: Kernels, calibrator: Calibrator | None
+) -> Recipe:
+    """The recipe that techniques ask for, in the formats of their set-up's plan; raises QuantizationError."""
+    methods = [getattr(technique, "method", "rtn") for technique in techniques if technique.sets_weights]
+    recipe = QUANTIZERS[methods[0] if methods else "rtn"](kernels, plan, calibrator)
+    pruning = next((technique for technique in techniques if isinstance(technique, Sparsity24)), None)
+    if pruning is None:
+        return recipe
+    if recipe.method == "quarot":
+        raise QuantizationError("sparsity_2_4 and method 'quarot' exclude each other: a rotation fills the zeros")
+    return PruningRecipe(recipe, pruning.method, calibrator)
+
+
+def format_problem(plan: PrecisionPlan) -> str | None:
+    """The first format of a plan's weights or activations that the runtime cannot make, in one sentence, or None."""
+    for part in ("attention", "ffn", "experts", "shared_experts", "router", "lm_head"):
+        format = plan.weights_of(part)
+        if format.width < 16 and grid_of(format) is None and _dense_name(format) not in _FP8:
+            return (
+                f"weights in {format.name} are predicted, not measured yet: the runtime quantizes to integers of 2 to "
+                "8 bits such as int4_g64 or int8, to q8_0, q4_0 and q4_1, and to fp8, fp8_row and fp8_block"
+            )
+    activations = plan.activations
+    if activations.width < 16 and not (activations.values.startswith("int") or activations.values == "fp8"):
+        return (
+            f"activations in {activations.name} are predicted, not measured yet: the runtime rounds them to integers "
+            "such as int8 and int4_row, and to fp8"
+        )
+    return None
+
+
+def _dense_name(format: Precision) -> str:
+    return format.name.removesuffix("_sparse24")
+
+
+def _part(path: Sequence[str]) -> str:
+    """The part of a precision plan to which a matrix belongs."""
+    if path[-1] in ("lm_head", "router"):
+        return path[-1]
+    if "experts" in path:
+        return "experts"
+    if "shared" in path:
+        return "shared_experts"
+    return "ffn" if path[-1] in ("gate_up", "down") else "attention"
