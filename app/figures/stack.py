@@ -204,11 +204,11 @@ def shares_figure(shares: Sequence[Share], t: Translate) -> go.Figure:
 
 def pairs_figure(titles: Sequence[str], ratios: Sequence[Sequence[float | None]], t: Translate) -> go.Figure:
     """The gain of each two as a share of the product of their gains: below 1 they save the same."""
-    fig = figure(130 + ROW_HEIGHT * len(titles))
+    fig = figure(150 + ROW_HEIGHT * len(titles))
     shown = [[("–" if value is None else f"{value:.2f}") for value in row] for row in ratios]
     fig.add_heatmap(
         z=[[None if value is None else math.log2(value) for value in row] for row in ratios],
-        x=list(titles),
+        x=[_in_lines(title) for title in titles],
         y=list(titles),
         text=shown,
         texttemplate="%{text}",
@@ -225,3 +225,9 @@ def pairs_figure(titles: Sequence[str], ratios: Sequence[Sequence[float | None]]
     fig.update_xaxes(ticks="", tickangle=0, tickfont={"size": 11}, automargin=True)
     fig.update_layout(margin={"l": 8, "b": 32, "t": 16})
     return fig
+
+
+def _in_lines(title: str) -> str:
+    """A title that fits under its column: a word a line, a translation in one."""
+    english, bracket, translated = title.partition(" (")
+    return english.replace(" ", "<br>") + (f"<br>({translated}" if bracket else "")

@@ -390,9 +390,9 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
     st.caption(t(f"techniques.about_{name}"))
     gain = effect.gain(choice.metric)
     if gain is None:
-        st.markdown(t("techniques.makes_fit") if effect.after is not None else t("techniques.refused"))
-        if effect.after is None:
-            st.caption(effect.reason or "")
+        possible = effect.after is not None
+        st.markdown(t("techniques.makes_fit") if possible else t("techniques.refused"))
+        st.caption(t("techniques.without", reason=effect.reason) if possible else effect.reason or "")
     else:
         verdict = verdict_of(gain, effect.error)
         words = t(f"techniques.verdict_{verdict}")
