@@ -34,6 +34,7 @@ from membound.roofline.shape import Count, StepShape
 from membound.roofline.step import check_parallel, step_weight_bytes
 from membound.roofline.tasks import acceptance_of, found_of
 from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts, SelfDrafts, Size
+from membound.roofline.techniques.weights import weights_in
 from membound.roofline.token_tree import TokenTree, best_tree, chain
 
 # Vocabularies differ by padding within a family; by more than this they are not the same.
@@ -244,7 +245,9 @@ class Speculation:
             return _Drafter()
         if isinstance(drafts, ModelDrafts):
             spec = draft_model(model, drafts.draft)
-            return _DraftModel(spec, replace(self.plain, precision=_drafting_formats(model, spec, self.plain)))
+            return _DraftModel(
+                spec, replace(self.plain, precision=_drafting_formats(model, spec, self.plain, drafts.format))
+            )
         if isinstance(drafts, SelfDrafts):
             return _FirstLayers(first_layers(model, drafts.layers), self.plain)
         if drafts.kind == "medusa":
@@ -256,8 +259,10 @@ class Speculation:
         return _Module(_one_layer(model, dense=True), _own_head(self.plain))
 
 
-def _drafting_formats(model: ModelSpec, spec: ModelSpec, setup: EngineSetup) -> PrecisionPlan:
+def _drafting_formats(model: ModelSpec, spec: ModelSpec, setup: EngineSetup, format: str | None) -> PrecisionPlan:
     """A drafter is published in formats of its own; a technique that sets the model's weights sets its too."""
+    if format is not None:
+        return replace(weights_in(format).apply(EngineSetup()).precision, kv=setup.kv)
     plan, published = setup.precision, model.published
     if (plan.weights, plan.exceptions) != (published.weights, published.exceptions):
         return plan

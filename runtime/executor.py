@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
-from membound.runtime.sampling import Sampler
+from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch, slots_of
+from membound.runtime.sampling import Guesses, Sampler
+from membound.runtime.speculation.base import Proposer
 from membound.simulator.scheduling.loop import Clock
-from membound.simulator.scheduling.request import Outcome, Sequence, Step
+from membound.simulator.scheduling.request import Outcome, Sequence, Step, Work
+
+if TYPE_CHECKING:
+    from membound.runtime.parallel.leader import DividedDecoder
 
 
 class TorchExecutor:
     """Runs steps on a decoder over a pool of KV blocks, and takes their time from the clock.
 
-    Steps that `graphs` has captured are replayed.
+    Steps that `graphs` has captured are replayed. A `proposer` that drafts from what the model computes is told of it.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | DividedDecoder,
         kv: KvCache,
         block_size: int,
         sampler: Sampler,
         clock: Clock,
         graphs: DecodeGraphs | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.decoder = decoder
         self.kv = kv
@@ -35,52 +42,92 @@ class TorchExecutor:
         self.sampler = sampler
         self.clock = clock
         self.graphs = graphs
+        self.proposer = proposer
         self.seats = Seats()
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         start_s = self.clock.now_s()
         self.seats.update(step, sequences)
-        token_ids, batch, logits_rows = self._inputs(step, sequences)
-        if self.graphs is not None and self.graphs.takes(batch):
-            logits = self.graphs.run(token_ids, batch, logits_rows)  # [rows, vocab]
-        else:
-            device = self.decoder.device
-            logits = self.decoder.forward(token_ids.to(device), batch.to(device), self.kv, logits_rows.to(device))
+        normed, logits = self._computed(step.work, sequences)
         emitting = [work for work in step.work if work.emits]
-        drafts = [work.drafts for work in emitting]
-        emitted = self.sampler.verify(logits, [work.logits_rows for work in emitting], drafts)
-        by_id = {work.sequence: tokens for work, tokens in zip(emitting, emitted, strict=True)}
-        return Outcome(self.clock.now_s() - start_s, by_id)
+        verified = self.sampler.verify(logits, [self._guesses(work) for work in emitting])
+        paths = {work.sequence: found.path for work, found in zip(emitting, verified, strict=True)}
+        self._keep_paths(emitting, paths, sequences)
+        if self.proposer is not None:
+            self.proposer.observe(step, normed, paths)
+        emitted = {work.sequence: found.tokens for work, found in zip(emitting, verified, strict=True)}
+        return Outcome(self.clock.now_s() - start_s, emitted)
 
-    def _inputs(self, step: Step, sequences: dict[int, Sequence]) -> tuple[Tensor, RaggedBatch, Tensor]:
+    def _computed(self, listed: tuple[Work, ...], sequences: dict[int, Sequence]) -> tuple[Tensor | None, Tensor]:
+        """The normed hidden states [tokens, hidden] where the proposer reads them, and the logits [rows, vocab]."""
+        in_trees = any(work.parents is not None for work in listed)
+        if in_trees and max(work.tokens for work in listed) > MOST_IN_TREE:
+            # A long prompt has no bits to say what its tokens see: it is computed apart.
+            decoding = tuple(work for work in listed if work.tokens <= MOST_IN_TREE)
+            rest = tuple(work for work in listed if work.tokens > MOST_IN_TREE)
+            return self._apart(listed, (decoding, rest), sequences)
+        token_ids, batch, rows = self._inputs(listed, sequences)
+        if self.proposer is None or not self.proposer.reads_hidden:
+            if self.graphs is not None and self.graphs.takes(batch):
+                return None, self.graphs.run(token_ids, batch, rows)
+            device = self.decoder.device
+            return None, self.decoder.forward(token_ids.to(device), batch.to(device), self.kv, rows.to(device))
+        assert isinstance(self.decoder, Decoder), "hidden states are those of one process"
+        device = self.decoder.device
+        normed = self.decoder.hidden(token_ids.to(device), batch.to(device), self.kv).normed
+        return normed, self.decoder.logits(normed[rows.to(device)])
+
+    def _apart(
+        self, listed: tuple[Work, ...], groups: tuple[tuple[Work, ...], ...], sequences: dict[int, Sequence]
+    ) -> tuple[Tensor | None, Tensor]:
+        """The same, computed group by group and put into the order of `listed`."""
+        states: dict[int, Tensor] = {}
+        logits: dict[int, Tensor] = {}
+        for group in groups:
+            normed, rows = self._computed(group, sequences)
+            for work, part in zip(group, rows.split([work.logits_rows for work in group]), strict=True):
+                logits[work.sequence] = part
+            if normed is not None:
+                for work, part in zip(group, normed.split([work.tokens for work in group]), strict=True):
+                    states[work.sequence] = part
+        all_states = torch.cat([states[work.sequence] for work in listed]) if states else None
+        return all_states, torch.cat([logits[work.sequence] for work in listed])
+
+    def _inputs(self, listed: tuple[Work, ...], sequences: dict[int, Sequence]) -> tuple[Tensor, RaggedBatch, Tensor]:
         """Token ids [tokens], the ragged batch, and the rows [rows] whose logits are needed, on the host."""
-        size = self.block_size
-        held = [sequences[work.sequence].blocks for work in step.work]
-        table = np.zeros((len(held), max(map(len, held))), dtype=np.int32)
         tokens: list[int] = []
-        positions, slots, rows = [], [], []
-        query_start = [0]
-        for i, (work, blocks) in enumerate(zip(step.work, held, strict=True)):
+        parts, rows = [], []
+        for work in listed:
             ids = sequences[work.sequence].token_ids
             assert ids is not None, "the runtime needs the tokens"
-            table[i, : len(blocks)] = blocks
             tokens += ids[work.start : work.context]
             tokens += work.drafts
-            position = np.arange(work.start, work.context)
-            positions.append(position)
-            slots.append(table[i, position // size].astype(np.int64) * size + position % size)
-            query_start.append(len(tokens))
-            rows.append(np.arange(len(tokens) - work.logits_rows, len(tokens)))
-        batch = RaggedBatch(
-            positions=torch.from_numpy(np.concatenate(positions)),
-            slots=torch.from_numpy(np.concatenate(slots)),
-            query_start=torch.tensor(query_start, dtype=torch.int32),
-            context_len=torch.tensor([work.context for work in step.work], dtype=torch.int32),
-            block_table=torch.from_numpy(table),
-            most_queries=max(map(len, positions)),
-            seats=torch.tensor([self.seats.of[work.sequence] for work in step.work]),
-        )
-        return torch.tensor(tokens), batch, torch.from_numpy(np.concatenate(rows))
+            blocks, seat = sequences[work.sequence].blocks, self.seats.of[work.sequence]
+            parts.append(Part(work.start, work.tokens, blocks, seat, len(work.drafts), work.parents))
+            rows += range(len(tokens) - work.logits_rows, len(tokens))
+        return torch.tensor(tokens), ragged_batch(parts, self.block_size), torch.tensor(rows, dtype=torch.int64)
+
+    def _guesses(self, work: Work) -> Guesses:
+        drawn_from = self.proposer.drawn_from(work.sequence) if self.proposer and work.drafts else None
+        return Guesses(work.drafts, work.parents, drawn_from)
+
+    def _keep_paths(
+        self, emitting: list[Work], paths: dict[int, tuple[int, ...]], sequences: dict[int, Sequence]
+    ) -> None:
+        """Moves K and V of the guesses that were accepted behind those of the tokens before them."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for work in emitting:
+            first = work.context - len(work.drafts)
+            moved = [(first + guess, first + i) for i, guess in enumerate(paths[work.sequence]) if guess != i]
+            blocks = sequences[work.sequence].blocks
+            sources += slots_of(blocks, [source for source, _ in moved], self.block_size)
+            targets += slots_of(blocks, [target for _, target in moved], self.block_size)
+        if sources:
+            device = self.decoder.device
+            lists = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+            for layer in self.kv:
+                layer.move_tokens(*lists)  # type: ignore[attr-defined]
 
 
 class Seats:

@@ -2,66 +2,155 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+TYPICAL_THRESHOLD, TYPICAL_SHARE = 0.09, 0.3
+
+
+class Guesses(NamedTuple):
+    """What was drafted for a sequence: a chain, or with `parents` a tree; -1 is the token before the first guess.
+
+    `drawn_from` [guesses, vocab] are the distributions that the guesses were drawn from; of several guesses with one
+    parent, each given that it is none of those before it. Without, nothing was drawn: a guess is certain.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    drawn_from: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits that verify them."""
+        return 1 + len(self.tokens)
+
+    def children(self) -> list[list[int]]:
+        """The guesses that follow the token before the first guess, and each guess."""
+        following: list[list[int]] = [[] for _ in range(self.rows)]
+        for guess in range(len(self.tokens)):
+            following[guess if self.parents is None else self.parents[guess] + 1].append(guess)
+        return following
+
+
+class Verified(NamedTuple):
+    """What a sequence emits: the guesses that were accepted, which are a `path`, and one token more."""
+
+    tokens: tuple[int, ...]
+    path: tuple[int, ...]
+
 
 class Sampler(Protocol):
-    """Turns the logits of a sequence's last token and of its drafts into emitted tokens."""
+    """Turns the logits of a sequence's newest token and of its guesses into emitted tokens."""
 
-    def verify(self, logits: Tensor, sizes: list[int], drafts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """For sequences with `sizes[i]` = 1 + len(drafts[i]) rows of `logits` [sum(sizes), vocab]: what each emits.
-
-        That is the accepted prefix of its drafts and one token more.
-        """
+    def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
+        """What each sequence emits, with `guesses[i].rows` rows of `logits` [rows, vocab] for sequence i."""
 
 
 class GreedySampler:
-    """The most likely token; a draft is accepted when it is that token, so the output is plain greedy decoding's."""
+    """The most likely token; a guess is accepted when it is that token, so the output is plain greedy decoding's."""
 
-    def verify(self, logits: Tensor, sizes: list[int], drafts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        best = logits.argmax(dim=-1).tolist()
-        emitted, row = [], 0
-        for size, guess in zip(sizes, drafts, strict=True):
-            accepted = 0
-            while accepted < len(guess) and guess[accepted] == best[row + accepted]:
-                accepted += 1
-            emitted.append(tuple(best[row : row + accepted + 1]))
-            row += size
-        return emitted
+    def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
+        best, first, verified = logits.argmax(dim=-1).tolist(), 0, []
+        for guess in guesses:
+            verified.append(self._walk(guess, best[first : first + guess.rows]))
+            first += guess.rows
+        return verified
+
+    def _walk(self, guess: Guesses, best: list[int]) -> Verified:
+        def choose(row: int, children: list[int]) -> tuple[int, int | None]:
+            token = best[row]
+            return token, next((child for child in children if guess.tokens[child] == token), None)
+
+        return _walk(guess, choose)
 
 
 class TemperatureSampler:
-    """Samples from softmax(logits / temperature); drafts pass modified rejection sampling, so the distribution holds.
+    """Samples from softmax(logits / temperature); guesses pass modified rejection sampling, so the distribution holds.
 
-    A draft is a point mass, so token x is accepted with probability p(x) and otherwise replaced by a sample of p
-    without x. Source: Leviathan et al., ICML 2023, algorithm 1, with q a point mass.
+    A guess x that was drawn from q is accepted with probability min(1, p(x) / q(x)), and otherwise the next guess is
+    tried, or a token drawn, with norm(max(p - q, 0)) for p. A certain guess has q(x) = 1. Sources: Leviathan et al.,
+    ICML 2023, algorithm 1; for several guesses of a token Miao et al., SpecInfer, ASPLOS 2024, algorithm 2.
     """
 
     def __init__(self, temperature: float, seed: int, device: torch.device | str = "cpu") -> None:
         self.temperature = temperature
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
-    def verify(self, logits: Tensor, sizes: list[int], drafts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
         probabilities = torch.softmax(logits / self.temperature, dim=-1)  # [rows, vocab]
-        parts = probabilities.split(sizes)
-        return [self._verify(p, guess) for p, guess in zip(parts, drafts, strict=True)]
+        parts = probabilities.split([guess.rows for guess in guesses])
+        return [self._verify(p, guess) for p, guess in zip(parts, guesses, strict=True)]
 
-    def _verify(self, probabilities: Tensor, guess: tuple[int, ...]) -> tuple[int, ...]:
-        for position, token in enumerate(guess):
-            p = probabilities[position]
-            if torch.rand((), generator=self.generator, device=p.device) >= p[token]:
-                rest = p.clone()
-                rest[token] = 0
-                return (*guess[:position], self._sample(rest))
-        return (*guess, self._sample(probabilities[len(guess)]))
+    def _verify(self, probabilities: Tensor, guess: Guesses) -> Verified:
+        def choose(row: int, children: list[int]) -> tuple[int, int | None]:
+            p = probabilities[row]
+            for child in children:
+                token = guess.tokens[child]
+                q = None if guess.drawn_from is None else guess.drawn_from[child]
+                drawn = torch.rand((), generator=self.generator, device=p.device)
+                if drawn * (1.0 if q is None else q[token]) < p[token]:
+                    return token, child
+                p = _without(p, token, q)
+            return self._sample(p), None
+
+        return _walk(guess, choose)
 
     def _sample(self, weights: Tensor) -> int:
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
 
-def sampler_for(temperature: float, seed: int, device: torch.device | str) -> Sampler:
+class TypicalSampler(TemperatureSampler):
+    """Accepts every guess that is typical of the model, so that the output is not distributed as without guesses.
+
+    A guess x is accepted where p(x) > min(e, d exp(-H(p))); of all accepted paths the longest is taken. Source: Cai et
+    al., Medusa, 2024, section 3.3.1; e = 0.09 and d = 0.3 as in the authors' code (from memory).
+    """
+
+    def _verify(self, probabilities: Tensor, guess: Guesses) -> Verified:
+        entropy = torch.special.entr(probabilities).sum(dim=-1)  # [rows]
+        least = torch.clamp(TYPICAL_SHARE * torch.exp(-entropy), max=TYPICAL_THRESHOLD).tolist()
+        paths: dict[int, tuple[int, ...]] = {-1: ()}
+        for child, token in enumerate(guess.tokens):
+            parent = child - 1 if guess.parents is None else guess.parents[child]
+            if parent in paths and float(probabilities[parent + 1, token]) > least[parent + 1]:
+                paths[child] = (*paths[parent], child)
+        path = max(paths.values(), key=len)
+        last = self._sample(probabilities[path[-1] + 1 if path else 0])
+        return Verified((*(guess.tokens[child] for child in path), last), path)
+
+
+def _walk(guess: Guesses, choose: Callable[[int, list[int]], tuple[int, int | None]]) -> Verified:
+    """Follows the guesses for as long as `choose` takes one of those that come next, of which it is told the row."""
+    tokens: list[int] = []
+    path: list[int] = []
+    following = guess.children()
+    row = 0
+    while True:
+        token, child = choose(row, following[row])
+        tokens.append(token)
+        if child is None:
+            return Verified(tuple(tokens), tuple(path))
+        path.append(child)
+        row = child + 1
+
+
+def _without(p: Tensor, token: int, q: Tensor | None) -> Tensor:
+    """The distribution of a token that a rejected guess leaves."""
+    if q is None:
+        rest = p.clone()
+        rest[token] = 0
+    else:
+        rest = (p - q).clamp(min=0)
+    total = rest.sum()
+    # Where q equals p to the last bit, nothing can be rejected but by rounding.
+    return rest / total if total > 0 else p
+
+
+def sampler_for(temperature: float, seed: int, device: torch.device | str, *, typical: bool = False) -> Sampler:
     """Greedy at temperature 0, else the sampler of that temperature."""
-    return GreedySampler() if temperature == 0 else TemperatureSampler(temperature, seed, device)
+    if temperature == 0:
+        return GreedySampler()
+    return (TypicalSampler if typical else TemperatureSampler)(temperature, seed, device)

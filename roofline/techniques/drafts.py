@@ -54,12 +54,17 @@ class NgramDrafts(Drafts):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDrafts(Drafts):
-    """A smaller model with the same vocabulary writes ahead; None is the smallest of the model's own family."""
+    """A smaller model with the same vocabulary writes ahead; None is the smallest of the model's own family.
+
+    `weights` are where its own come from and `format` what they are kept in; None is as the model's.
+    """
 
     kind = "draft_model"
     content = "draft_model"
 
     draft: str | None
+    weights: str | None = None
+    format: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques.base import Technique
@@ -25,6 +25,7 @@ from membound.roofline.techniques.drafts import (
     SelfDrafts,
 )
 from membound.roofline.techniques.setup import EngineSetup
+from membound.roofline.techniques.weights import weights_in
 
 # What is tried where a length or a tree is open.
 MOST_CHAIN, MOST_DEPTH = 16, 8
@@ -143,11 +144,26 @@ class DraftModelSpeculation(Speculative):
 
     name: Literal["draft_model_speculation"] = "draft_model_speculation"
     draft: str | None = Field(None, description="a model as in the scenario's; without it the smallest of the family")
+    weights: str | None = Field(
+        None, description="the draft's weights, as the scenario's; those of its file, or the same"
+    )
+    format: str | None = Field(
+        None, description="the format of the draft's weights, such as int8; without it the model's"
+    )
     gamma: int | None = Field(None, ge=1, le=32, description="draft length, tokens a step; the best if not given")
     alpha: float = Field(0.75, ge=0, le=1, description="chance that a drafted token is accepted")
 
+    @field_validator("format")
+    @classmethod
+    def _is_known(cls, format: str | None) -> str | None:
+        if format is not None:
+            weights_in(format)
+        return format
+
     def drafts(self) -> Drafts:
-        return ModelDrafts(gamma=self.size.depth, alpha=self.alpha, draft=self.draft)
+        return ModelDrafts(
+            gamma=self.size.depth, alpha=self.alpha, draft=self.draft, weights=self.weights, format=self.format
+        )
 
 
 class SelfSpeculation(Speculative):

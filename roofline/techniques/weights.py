@@ -117,6 +117,11 @@ class WeightQuantization(WeightFormat):
         return _quantized(setup, _weight_format(self.format), activations)
 
 
+def weights_in(format: str) -> Int8Weights | WeightQuantization:
+    """The technique that keeps weights in a format and nothing else."""
+    return Int8Weights() if format == "int8" else WeightQuantization(format=format)
+
+
 class W8A8(WeightFormat):
     """Weights and activations in 8 bits: half the bytes, and the device's 8-bit rate, which is twice the 16-bit one.
 

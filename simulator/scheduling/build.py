@@ -50,17 +50,18 @@ def build_scheduler(
     memory: KvMemory,
     content_known: bool,
     numbered_blocks: bool = False,
+    drafter: Drafter | None = None,
 ) -> Scheduler:
     """The scheduler that the scenario's engine and techniques ask for, over the blocks of `memory`.
 
-    `numbered_blocks` is for an engine that computes. Raises MemboundError where the scenario contradicts itself.
+    `numbered_blocks` is for an engine that computes, as is its `drafter` where that computes too. Raises MemboundError
+    where the scenario contradicts itself.
     """
     setup, engine = scenario.setup, scenario.engine
     batching = batching_of(engine, setup)
-    drafter: Drafter | None = None
-    if isinstance(setup.drafts, NgramDrafts) and content_known:
+    if drafter is None and isinstance(setup.drafts, NgramDrafts) and content_known:
         drafter = NgramDrafter(setup.drafts)
-    elif setup.drafts is not None:
+    elif drafter is None and setup.drafts is not None:
         drafter = _modelled_drafter(scenario.workload, setup.drafts)
     seconds_per_token = _seconds_per_token(scenario, model, times)
     return Scheduler(

@@ -1,0 +1,78 @@
+"""Where do the tokens of several sequences lie that are computed in one pass?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from membound.kernels.base import RaggedBatch
+
+MOST_IN_TREE = 64  # new tokens of a sequence in a batch with trees: each has a bit
+
+
+class Part(NamedTuple):
+    """One sequence's new tokens: `tokens` of them from position `start` on, the last `guesses` of which are guesses.
+
+    Guess i follows guess `parents[i]`, or for -1 the token before the first guess, and takes the position behind it;
+    without `parents` each follows the one before. Its K and V take the slot of its place in the batch.
+    """
+
+    start: int
+    tokens: int
+    blocks: Sequence[int]
+    seat: int = 0
+    guesses: int = 0
+    parents: tuple[int, ...] | None = None
+
+
+def ragged_batch(parts: Sequence[Part], block_size: int) -> RaggedBatch:
+    """The batch of all parts, on the host; with a tree where one of them has one."""
+    table = np.zeros((len(parts), max(len(part.blocks) for part in parts)), dtype=np.int32)
+    positions, slots = [], []
+    for row, part in enumerate(parts):
+        table[row, : len(part.blocks)] = part.blocks
+        places = np.arange(part.start, part.start + part.tokens)
+        slots.append(table[row, places // block_size].astype(np.int64) * block_size + places % block_size)
+        positions.append(places if part.parents is None else part.start + _depths(part))
+    sizes = [part.tokens for part in parts]
+    tree = None
+    if any(part.parents is not None for part in parts):
+        tree = torch.from_numpy(np.concatenate([_sight(part) for part in parts]).view(np.int64))
+    return RaggedBatch(
+        positions=torch.from_numpy(np.concatenate(positions)),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        query_start=torch.from_numpy(np.cumsum([0, *sizes], dtype=np.int32)),
+        context_len=torch.tensor([part.start + part.tokens for part in parts], dtype=torch.int32),
+        block_table=torch.from_numpy(table),
+        most_queries=max(sizes),
+        seats=torch.tensor([part.seat for part in parts]),
+        tree=tree,
+    )
+
+
+def slots_of(blocks: Sequence[int], places: Sequence[int], block_size: int) -> list[int]:
+    """The slots of some places of a sequence."""
+    return [blocks[place // block_size] * block_size + place % block_size for place in places]
+
+
+def _depths(part: Part) -> np.ndarray:
+    """How far each new token of a tree lies behind the first."""
+    known = part.tokens - part.guesses
+    depths = list(range(known))
+    for parent in part.parents or ():
+        depths.append(depths[known + parent] + 1)
+    return np.array(depths)
+
+
+def _sight(part: Part) -> np.ndarray:
+    """Which new tokens each new token sees, as bits: [tokens] uint64."""
+    assert part.tokens <= MOST_IN_TREE, "a bit for each new token"
+    known = part.tokens - part.guesses
+    parents = range(-1, part.guesses - 1) if part.parents is None else part.parents
+    sight = [(1 << (place + 1)) - 1 for place in range(known)]
+    for guess, parent in enumerate(parents):
+        sight.append(sight[known + parent] | 1 << (known + guess))
+    return np.array(sight, dtype=np.uint64)
