@@ -44,6 +44,7 @@ from membound.runtime.parallel.shards import shard_spec
 from membound.runtime.plain import generate_plain
 from membound.runtime.recipe import FormatRecipe
 from membound.runtime.sampling import sampler_for
+from membound.runtime.speculation.build import RUNNING, DraftHost, proposer_for
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
@@ -210,8 +211,11 @@ class Runtime:
         as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
         times = times_for(hardware)
         blocks = memory.num_blocks
-        scheduler = build_scheduler(as_one, decoder.spec, times, memory, content_known=True, numbered_blocks=True)
         kv = decoder.new_cache(blocks, scenario.engine.block_size, scenario.engine.max_num_seqs)
+        proposer = proposer_for(scenario, DraftHost(decoder, kv, blocks, scenario.engine.block_size, self.decoder))
+        scheduler = build_scheduler(
+            as_one, decoder.spec, times, memory, content_known=True, numbered_blocks=True, drafter=proposer
+        )
         sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
         _warm_up(decoder, scenario)
         longest_blocks = -(-longest // scenario.engine.block_size)
@@ -219,7 +223,7 @@ class Runtime:
 
         stalls, meter = self.kernels.stalls(), _EnergyMeter(self.device)
         clock = clock or WallClock()
-        executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock, graphs)
+        executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock, graphs, proposer)
         recorder = recorder or Recorder(observer)
         client = client_for(scenario.workload.arrivals, requests)
         for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
@@ -271,7 +275,7 @@ def unmeasured(setup: EngineSetup) -> str | None:
         (plan.weights.name not in ("fp32", "bf16", "int8"), f"weights in {plan.weights.name}", "fp32, bf16 and int8"),
         (plan.activations.width < 16, f"activations in {plan.activations.name}", "16 and 32 bits"),
         (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),
-        (drafts is not None and drafts.kind != "ngram", f"speculation by {drafts and drafts.kind}", "n-gram drafts"),
+        (drafts is not None and drafts.kind not in RUNNING, f"speculation by {drafts and drafts.kind}", ", ".join(RUNNING)),
         (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
     )
     wrong = next((part for part in parts if part[0]), None)
