@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,13 +10,15 @@ from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch, WeightFormat
 from membound.roofline.models import ModelSpec
-from membound.runtime.blocks.attention import GroupedAttention, NewStore
-from membound.runtime.blocks.base import LayerCache
-from membound.runtime.blocks.build import BlockBuilder, plain_store
-from membound.runtime.linear import Linear
+from membound.runtime.blocks.attention import NewStore
+from membound.runtime.blocks.base import LayerCache, Stream
+from membound.runtime.blocks.build import BlockBuilder
+from membound.runtime.blocks.moe import MixtureNetwork
+from membound.runtime.blocks.norms import LayerNorm
+from membound.runtime.blocks.routing import RouterStatistics
+from membound.runtime.linear import BiasedLinear, Linear
 from membound.runtime.recipe import FormatRecipe, Recipe
-from membound.runtime.rope import RopeTables
-from membound.runtime.weights import Weights, rope_frequencies
+from membound.runtime.weights import Weights
 
 KvCache = Sequence[LayerCache]
 
@@ -34,7 +34,7 @@ class Decoder:
     """A stack of blocks over `kernels`, whose matrices are what `recipe` makes of `weights`; the embedding is bf16.
 
     It has as many layers as `weights`, which may be fewer than `spec` names. `new_store` makes the KV store of an
-    attention layer; without it K and V lie as the kernels keep them.
+    attention layer; without it K and V lie as the kernels keep them. Latent attention is `absorbed` in decode or not.
     """
 
     def __init__(
@@ -44,20 +44,45 @@ class Decoder:
         kernels: Kernels,
         recipe: Recipe | WeightFormat = "bf16",
         new_store: NewStore | None = None,
+        *,
+        absorbed: bool = True,
     ) -> None:
         if isinstance(recipe, str):
             recipe = FormatRecipe(kernels, recipe)
         weights = recipe.prepare(spec, weights)
         self.spec = spec
         self.kernels = kernels
+        self.arithmetic = weights.arithmetic
         self.device = weights.embed.device
         self.embed = weights.embed
-        rope = _rope_tables(spec, weights)
-        builder = BlockBuilder(spec, kernels, rope, recipe.linear, new_store or plain_store(kernels, self.device))
+        self.extras = weights.extras
+        builder = BlockBuilder(
+            spec,
+            weights.arithmetic,
+            kernels,
+            recipe.linear,
+            self.device,
+            new_store,
+            weights.rope_factors,
+            absorbed=absorbed,
+        )
         pairs = zip(spec.stack, weights.layers, strict=False)
         self.blocks = [builder.build(index, layer, tensors) for index, (layer, tensors) in enumerate(pairs)]
-        self.final_norm = weights.final_norm
-        self.lm_head = recipe.linear("lm_head", weights.lm_head)
+        self.final_norm = builder.norm(weights.final_norm, weights.extras.get("final_norm_bias"))
+        self.embedding_norm: LayerNorm | None = None
+        if "embedding_norm" in weights.extras:
+            norm, bias = weights.extras["embedding_norm"], weights.extras.get("embedding_norm_bias")
+            self.embedding_norm = LayerNorm(spec.hidden, norm, bias, spec.norm_eps)
+        head = recipe.linear("lm_head", weights.lm_head)
+        bias = weights.extras.get("lm_head_bias")
+        self.lm_head = head if bias is None else BiasedLinear(head, bias)
+        matrices = {name for name, _ in self.linears()}
+        self._vector_bytes = weights.final_norm.nbytes + sum(
+            tensor.nbytes
+            for index, layer in enumerate(weights.layers)
+            for part, tensor in layer.items()
+            if f"layers.{index}.{part}" not in matrices and part not in ("rkv", "rkvg")
+        )
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Every matrix by its name, such as `layers.3.qkv`, and `lm_head`."""
@@ -66,27 +91,28 @@ class Decoder:
                 yield f"layers.{index}.{part}", linear
         yield "lm_head", self.lm_head
 
-    def storing(self, new_store: NewStore) -> Decoder:
-        """The same weights over KV stores of another kind, where a layer attends; recurrent states stay as they are."""
-        other = copy(self)
-        other.blocks = [
-            replace(block, mixer=block.mixer.storing(new_store))
-            if isinstance(block.mixer, GroupedAttention)
-            else block
-            for block in self.blocks
-        ]
-        return other
-
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one step reads: all but the embedding table, of which it reads a row a token."""
-        norms = [norm for block in self.blocks for norm in (block.mixer_norm, block.ffn_norm) if norm is not None]
-        return sum(linear.nbytes for _, linear in self.linears()) + sum(n.nbytes for n in [*norms, self.final_norm])
+        """Bytes of weights that a step of many tokens reads: all but the embedding table, of which it reads rows.
+
+        Of a mixture all experts count; `idle_bytes` are those that a single token does not read.
+        """
+        return sum(linear.nbytes for _, linear in self.linears()) + self._vector_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the experts that one token does not take: a step reads between the two."""
+        return sum(mixture.idle_bytes for mixture in self._mixtures().values())
 
     @property
     def emulated(self) -> bool:
         """Whether the time of a step means nothing, because a matrix is multiplied in another format than its own."""
         return any(linear.emulated for _, linear in self.linears())
+
+    @property
+    def router_statistics(self) -> dict[int, RouterStatistics]:
+        """How often each expert was chosen, by the number of the layer; empty without mixtures."""
+        return {index: mixture.statistics for index, mixture in self._mixtures().items()}
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int = 1) -> KvCache:
         """An empty cache for every layer: blocks of tokens, and what is kept for each of `seats` sequences."""
@@ -103,37 +129,37 @@ class Decoder:
     @torch.inference_mode()
     def hidden(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, layers: int | None = None) -> Hidden:
         """The hidden states of `token_ids` [tokens] after the first `layers` layers, or all of them."""
-        return self.continued(self.embed[token_ids].to(self.kernels.activation_dtype), batch, cache, layers)
+        return self.continued(self._embedded(token_ids, batch.positions), batch, cache, layers)
 
     @torch.inference_mode()
     def continued(self, residual: Tensor, batch: RaggedBatch, cache: KvCache, layers: int | None = None) -> Hidden:
         """The same of tokens whose states before the first layer are `residual` [tokens, hidden], which changes."""
-        eps = self.spec.norm_eps
+        stream = Stream(residual)
         caches = iter(cache)
-        added: Tensor | None = None  # what the part before computed, not yet in the residual
         for block in self.blocks[:layers]:
-            if block.mixer is not None and block.mixer_norm is not None:
-                x = self._norm(added, residual, block.mixer_norm, eps)
-                added = block.mixer(x, batch, next(caches))
-            if block.ffn is not None and block.ffn_norm is not None:
-                x = self._norm(added, residual, block.ffn_norm, eps)
-                added = block.ffn(x)
-        return Hidden(residual, self._norm(added, residual, self.final_norm, eps))
+            block(stream, batch, next(caches) if block.mixer else None)
+        normed = stream.normed(self.final_norm)
+        return Hidden(stream.residual, normed)
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [rows, vocab] in fp32 of hidden states [rows, hidden] that are normed."""
-        return self.lm_head(normed).float()
+        logits = self.lm_head(normed).float()
+        if self.arithmetic.logits_scale != 1:
+            logits = logits * self.arithmetic.logits_scale
+        cap = self.arithmetic.final_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _norm(self, added: Tensor | None, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """Adds the part before into `residual`, and norms the sum."""
-        if added is None:
-            return self.kernels.rms_norm(residual, norm, eps)
-        return self.kernels.add_rms_norm(added, residual, norm, eps)
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed[token_ids].to(self.kernels.activation_dtype)  # [tokens, hidden]
+        if self.arithmetic.embedding_scale != 1:
+            x = x * self.arithmetic.embedding_scale
+        if "positions" in self.extras:
+            table = self.extras["positions"]
+            # OPT's table has rows before the first position
+            x = x + table[positions + table.shape[0] - self.spec.max_context].to(x.dtype)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
-
-def _rope_tables(spec: ModelSpec, weights: Weights) -> RopeTables:
-    frequencies = rope_frequencies(spec).to(weights.embed.device)
-    if weights.rope_factors is not None:
-        frequencies = frequencies / weights.rope_factors
-    return RopeTables.of(frequencies, spec.max_context)
+    def _mixtures(self) -> dict[int, MixtureNetwork]:
+        networks = enumerate(block.ffn for block in self.blocks)
+        return {index: ffn for index, ffn in networks if isinstance(ffn, MixtureNetwork)}

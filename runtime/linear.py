@@ -47,3 +47,27 @@ class KernelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weight)
+
+
+class BiasedLinear:
+    """A linear layer and the bias [n] that is added to what it returns."""
+
+    def __init__(self, inner: Linear, bias: Tensor) -> None:
+        self.inner = inner
+        self.bias = bias
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.inner.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    @property
+    def emulated(self) -> bool:
+        return self.inner.emulated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y + self.bias.to(y.dtype)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
@@ -18,10 +19,20 @@ from membound.runtime.rope import RopeTables
 NewStore = Callable[[GroupedQueryAttention, int, int, int], KvStore]
 
 
+@dataclass(frozen=True)
+class HeadNorms:
+    """The norms of q and k before they are turned: over each head [head_dim], or over all heads at once."""
+
+    q: Tensor
+    k: Tensor
+    over: str
+    eps: float
+
+
 class GroupedAttention:
     """Attention of `spec`: MHA, GQA or MQA, over a KV store of the kind that `new_store` makes.
 
-    Before rotation some models add a bias to q, k and v (Qwen2), or norm each head of q and k (Qwen3).
+    Values narrower than keys are stored as wide as these, with zeros behind them.
     """
 
     def __init__(
@@ -33,50 +44,57 @@ class GroupedAttention:
         o: Linear,
         new_store: NewStore,
         *,
-        bias: Tensor | None = None,
-        norms: tuple[Tensor, Tensor] | None = None,
-        norm_eps: float = 1e-5,
+        norms: HeadNorms | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.spec = spec
         self.kernels = kernels
         self.rope = rope
         self.qkv = qkv
         self.o = o
-        self.bias = None if bias is None else bias.to(kernels.activation_dtype)
         self.norms = norms
-        self.norm_eps = norm_eps
+        self.softcap = softcap
         self._new_store = new_store
-        self._scale = spec.head_dim**-0.5
+        self._scale = spec.head_dim**-0.5 if scale is None else scale
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
-        qkv = self._project(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
-        attended = cache.attend(qkv, self.rope, batch, self._scale)  # type: ignore[attr-defined]
+        qkv, gate = self._project(x)
+        capped = {} if self.softcap is None else {"softcap": self.softcap}
+        attended = cache.attend(qkv, self.rope, batch, self._scale, **capped)  # type: ignore[attr-defined]
+        if self.spec.value_dim < self.spec.head_dim:
+            attended = attended.unflatten(1, (self.spec.heads, -1))[..., : self.spec.value_dim].flatten(1)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
         return self.o(attended)  # [tokens, hidden]
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> KvStore:
         return self._new_store(self.spec, num_blocks, block_size, seats)
 
-    def storing(self, new_store: NewStore) -> GroupedAttention:
-        """The same attention over a KV store of another kind."""
-        other = copy(self)
-        other._new_store = new_store
-        return other
-
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield "qkv", self.qkv
         yield "o", self.o
 
-    def _project(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(x)
-        if self.bias is not None:
-            qkv = qkv + self.bias
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """q, k and v [tokens, (heads + 2 * kv_heads) * head_dim], and the output's gate [tokens, heads * v_dim]."""
+        spec, qkv = self.spec, self.qkv(x)
+        gate: Tensor | None = None
+        if self.norms is None and not spec.output_gate and spec.value_dim == spec.head_dim:
+            return qkv, gate
+        widths = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.value_dim]
+        if spec.output_gate:
+            q, gate, k, v = qkv.split([widths[0], spec.heads * spec.value_dim, *widths[1:]], dim=-1)
+        else:
+            q, k, v = qkv.split(widths, dim=-1)
         if self.norms is not None:
-            spec, tokens = self.spec, qkv.shape[0]
-            widths = [spec.heads * spec.head_dim, *2 * (spec.kv_heads * spec.head_dim,)]
-            *normed, v = qkv.split(widths, dim=-1)
-            heads = [part.reshape(-1, spec.head_dim) for part in normed]
-            q, k = (
-                self.kernels.rms_norm(part, norm, self.norm_eps) for part, norm in zip(heads, self.norms, strict=True)
-            )
-            qkv = torch.cat([q.view(tokens, -1), k.view(tokens, -1), v], dim=-1)
-        return qkv
+            q, k = self._normed(q, self.norms.q), self._normed(k, self.norms.k)
+        if spec.value_dim < spec.head_dim:
+            v = functional.pad(v.unflatten(1, (spec.kv_heads, -1)), (0, spec.head_dim - spec.value_dim)).flatten(1)
+        return torch.cat([q, k, v], dim=-1), gate
+
+    def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
+        """[tokens, heads * head_dim] normed."""
+        assert self.norms is not None, "the caller has checked it"
+        width = self.spec.head_dim if self.norms.over == "head" else heads.shape[1]
+        rows = heads.reshape(-1, width)
+        return self.kernels.rms_norm(rows, weight, self.norms.eps).view(heads.shape)

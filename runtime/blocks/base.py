@@ -1,14 +1,15 @@
-"""What must a part of a layer promise?"""
+"""What must a part of a layer promise, and how do parts make a layer?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.runtime.blocks.norms import Norm
 from membound.runtime.linear import Linear
 
 
@@ -43,14 +44,49 @@ class FeedForward(Protocol):
         """Its matrices by their part's name."""
 
 
+@runtime_checkable
+class ShiftedFeedForward(Protocol):
+    """A network that also sees its input of the token before, which the layer's cache keeps (RWKV)."""
+
+    def shifted(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        """x [tokens, hidden] to [tokens, hidden]."""
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Its matrices by their part's name."""
+
+
+class Stream:
+    """The hidden states of a step's tokens between two parts: a sum, and what the last part has yet to add to it."""
+
+    def __init__(self, residual: Tensor) -> None:
+        self.residual = residual  # [tokens, hidden]
+        self.added: Tensor | None = None
+
+    def normed(self, norm: Norm | None) -> Tensor:
+        """The sum, normed; the sum itself without a norm."""
+        added, self.added = self.added, None
+        if norm is None:
+            if added is not None:
+                self.residual += added
+            return self.residual
+        return norm(self.residual) if added is None else norm.add(added, self.residual)
+
+
 @dataclass(frozen=True)
 class Block:
-    """One layer: x + mixer(norm(x)), then x + ffn(norm(x)); either part may be missing. Norms are fp32 [hidden]."""
+    """One layer: x + mixer(norm(x)), then x + ffn(norm(x)); either part may be missing, and so may a norm.
 
-    mixer_norm: Tensor | None
+    A norm after a part applies to what it adds. In a `parallel` layer both parts read the same x, and the network the
+    mixer's norm if it has none of its own.
+    """
+
     mixer: Mixer | None
-    ffn_norm: Tensor | None
-    ffn: FeedForward | None
+    ffn: FeedForward | ShiftedFeedForward | None
+    mixer_norm: Norm | None = None
+    mixer_post_norm: Norm | None = None
+    ffn_norm: Norm | None = None
+    ffn_post_norm: Norm | None = None
+    parallel: bool = False
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """All matrices by their part's name."""
@@ -58,3 +94,28 @@ class Block:
             yield from self.mixer.linears()
         if self.ffn is not None:
             yield from self.ffn.linears()
+
+    def __call__(self, stream: Stream, batch: RaggedBatch, cache: LayerCache | None) -> None:
+        """Takes the stream through this layer; `cache` is that of the mixer."""
+        if self.parallel:
+            x = stream.normed(self.mixer_norm)
+            y = x if self.ffn_norm is None else self.ffn_norm(stream.residual)
+            stream.added = self._mix(x, batch, cache) + self._feed(y, batch, cache)
+            return
+        if self.mixer is not None:
+            mixed = self._mix(stream.normed(self.mixer_norm), batch, cache)
+            stream.added = mixed if self.mixer_post_norm is None else self.mixer_post_norm(mixed)
+        if self.ffn is not None:
+            fed = self._feed(stream.normed(self.ffn_norm), batch, cache)
+            stream.added = fed if self.ffn_post_norm is None else self.ffn_post_norm(fed)
+
+    def _mix(self, x: Tensor, batch: RaggedBatch, cache: LayerCache | None) -> Tensor:
+        assert self.mixer is not None and cache is not None, "a layer that mixes has a cache"
+        return self.mixer(x, batch, cache)
+
+    def _feed(self, x: Tensor, batch: RaggedBatch, cache: LayerCache | None) -> Tensor:
+        if isinstance(self.ffn, ShiftedFeedForward):
+            assert cache is not None, "a network that sees the token before stands beside a mixer"
+            return self.ffn.shifted(x, batch, cache)
+        assert self.ffn is not None, "the caller has checked it"
+        return self.ffn(x)

@@ -1,0 +1,161 @@
+"""How does a layer attend to a cache of latent vectors (MLA)?
+
+DeepSeek-V2, arXiv 2405.04434, section 2.1: a token keeps one latent, from which K and V of every head are unpacked, and
+one turned key that all heads share. Absorbed, the unpacking matrices are applied to q and to the output instead, and
+attention runs on the latents as if they were one KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from membound.kernels.base import Kernels, RaggedBatch
+from membound.roofline.models import LatentAttention
+from membound.runtime.blocks.base import LayerCache
+from membound.runtime.blocks.norms import Norm
+from membound.runtime.latent_kv import LatentKv
+from membound.runtime.linear import Linear
+from membound.runtime.rope import RopeTables
+
+
+@dataclass(frozen=True)
+class LatentLinears:
+    """The matrices of a layer; with a compressed q `inputs` makes it and the latent at once, and `q` unpacks it.
+
+    Without, `q` and `kv_a` both read the hidden state.
+    """
+
+    kv_b: Linear
+    o: Linear
+    q: Linear
+    kv_a: Linear | None = None
+    inputs: Linear | None = None
+    q_norm: Norm | None = None
+
+    def named(self) -> Iterator[tuple[str, Linear]]:
+        """By the names of `roofline.models`."""
+        if self.inputs is not None:
+            yield "q_a_kv_a", self.inputs
+            yield "q_b", self.q
+        else:
+            assert self.kv_a is not None, "the latent comes from somewhere"
+            yield "q", self.q
+            yield "kv_a", self.kv_a
+        yield "kv_b", self.kv_b
+        yield "o", self.o
+
+
+class LatentMixer:
+    """Latent attention: sequences with one new token on the latents (if `absorbed`), others with K and V unpacked.
+
+    The absorbed halves are what `kv_b` does, read back from it once, so that they follow its format; they stay in 16
+    bits as in other engines.
+    """
+
+    def __init__(
+        self,
+        spec: LatentAttention,
+        kernels: Kernels,
+        rope: RopeTables,
+        linears: LatentLinears,
+        latent_norm: Norm,
+        scale: float,
+        *,
+        absorbed: bool = True,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.kernels = kernels
+        self.rope = rope
+        self._linears = linears
+        self.latent_norm = latent_norm
+        self.absorbed = absorbed
+        self.scale = scale
+        self.device = device
+        eye = torch.eye(spec.kv_lora_rank, dtype=kernels.activation_dtype, device=device)
+        unpack = linears.kv_b(eye).unflatten(1, (spec.heads, -1)).permute(1, 2, 0)  # [heads, nope + v, rank]
+        kept = torch.float32 if kernels.kv_dtype == torch.float32 else torch.bfloat16
+        k, v = unpack.to(kept).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+        self.q_absorb = k.contiguous()  # [heads, nope, rank]
+        self.v_absorb = v.transpose(1, 2).contiguous()  # [heads, rank, v]
+
+    def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
+        assert isinstance(cache, LatentKv)
+        spec, parts = self.spec, self._linears
+        if parts.inputs is not None and parts.q_norm is not None:
+            compressed, latents = parts.inputs(x).split([spec.q_lora_rank or 0, spec.kv_elements_per_token], dim=-1)
+            q = parts.q(parts.q_norm(compressed.contiguous()))
+        else:
+            assert parts.kv_a is not None, "the latent comes from somewhere"
+            q, latents = parts.q(x), parts.kv_a(x)
+        latent, key = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        key = self.rope.rotate(key.unsqueeze(1), batch.positions).squeeze(1)
+        cache.store(torch.cat([self.latent_norm(latent.contiguous()), key], dim=-1), batch)
+        q_nope, q_rope = q.unflatten(1, (spec.heads, -1)).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
+        q = torch.cat([q_nope, self.rope.rotate(q_rope, batch.positions)], dim=-1)  # [tokens, heads, nope + rope]
+        return parts.o(self._attend(q, batch, cache).flatten(1))
+
+    def new_cache(self, num_blocks: int, block_size: int, seats: int) -> LatentKv:
+        width, dtype = self.spec.kv_elements_per_token, self.kernels.kv_dtype
+        return LatentKv.zeroed(width, num_blocks, block_size, dtype, self.device)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        return self._linears.named()
+
+    def _attend(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
+        """[tokens, heads, v_head_dim]."""
+        if batch.tree is not None or (self.absorbed and batch.most_queries == 1):
+            return self._on_latents(q, batch, cache)
+        starts = batch.query_start.tolist()
+        single = [i for i in range(batch.num_sequences) if starts[i + 1] - starts[i] == 1] if self.absorbed else []
+        out = q.new_empty(q.shape[0], self.spec.heads, self.spec.v_head_dim)
+        if single:
+            rows = torch.tensor([starts[i] for i in single], device=q.device)
+            out[rows] = self._on_latents(q[rows], _singles(batch, rows, single), cache)
+        for i in range(batch.num_sequences):
+            if i not in single and starts[i + 1] > starts[i]:
+                out[starts[i] : starts[i + 1]] = self._unpacked(q[starts[i] : starts[i + 1]], batch, i, cache)
+        return out
+
+    def _on_latents(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
+        spec = self.spec
+        nope, rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
+        latent = torch.bmm(nope.transpose(0, 1).to(self.q_absorb.dtype), self.q_absorb).transpose(0, 1)
+        q = torch.cat([latent.to(q.dtype), rope], dim=-1)  # [tokens, heads, rank + rope]
+        seen = self.kernels.attention(q.contiguous(), cache.blocks, cache.blocks, batch, self.scale)
+        seen = seen.unflatten(1, (spec.heads, -1))[..., : spec.kv_lora_rank]  # of the latents, not of the keys
+        out = torch.bmm(seen.transpose(0, 1).to(self.v_absorb.dtype), self.v_absorb)
+        return out.transpose(0, 1).to(q.dtype)
+
+    def _unpacked(self, q: Tensor, batch: RaggedBatch, sequence: int, cache: LatentKv) -> Tensor:
+        """The new tokens q [tokens, heads, nope + rope] of one sequence over K and V of every head."""
+        spec, queries = self.spec, q.shape[0]
+        latents = cache.of_sequence(batch, sequence).to(q.dtype)
+        latent, key = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        unpacked = self._linears.kv_b(latent.contiguous()).unflatten(1, (spec.heads, -1))
+        k, v = unpacked.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
+        k = torch.cat([k, key.unsqueeze(1).expand(-1, spec.heads, -1)], dim=-1)  # [context, heads, nope + rope]
+        context = k.shape[0]
+        place = torch.arange(context, device=q.device)
+        seen = place <= place[context - queries :, None]  # [queries, context]
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)[0].transpose(0, 1)
+
+
+def _singles(batch: RaggedBatch, rows: Tensor, sequences: list[int]) -> RaggedBatch:
+    """The part of a batch that brings one token each."""
+    return replace(
+        batch,
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        query_start=torch.arange(len(sequences) + 1, dtype=torch.int32, device=rows.device),
+        context_len=batch.context_len[sequences],
+        block_table=batch.block_table[sequences],
+        most_queries=1,
+        seats=None if batch.seats is None else batch.seats[sequences],
+    )

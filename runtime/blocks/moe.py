@@ -1,0 +1,81 @@
+"""What does a mixture of experts do with each token?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from membound.runtime.arithmetic import Routing
+from membound.runtime.blocks.base import FeedForward
+from membound.runtime.blocks.routing import RouterStatistics, route
+from membound.runtime.linear import Linear
+
+
+class MixtureNetwork:
+    """The weighted sum of the experts that the router chooses, beside a shared one that every token takes.
+
+    Each expert's matrices are read once a step, for all of its tokens, and those of an expert without tokens not at
+    all. `latent` leads to the width on which the routed experts work, and back.
+    """
+
+    def __init__(
+        self,
+        rule: Routing,
+        top_k: int,
+        router: Linear,
+        experts: Sequence[FeedForward],
+        *,
+        router_bias: Tensor | None = None,
+        shared: FeedForward | None = None,
+        shared_gate: Linear | None = None,
+        latent: tuple[Linear, Linear] | None = None,
+        device: torch.device,
+    ) -> None:
+        self.rule = rule
+        self.top_k = top_k
+        self.router = router
+        self.router_bias = router_bias
+        self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
+        self.latent = latent
+        self.statistics = RouterStatistics(len(experts), device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        routed = route(self.router(x), self.top_k, self.rule, self.router_bias)
+        self.statistics.add(routed)
+        inner = x if self.latent is None else self.latent[0](x)
+        out = torch.zeros_like(inner)
+        start = 0
+        for expert, count in zip(self.experts, routed.counts.tolist(), strict=True):
+            if count:
+                rows = routed.tokens[start : start + count]
+                y = expert(inner[rows]) * routed.weights[start : start + count, None].to(x.dtype)
+                out.index_add_(0, rows, y)
+                start += count
+        if self.latent is not None:
+            out = self.latent[1](out)
+        return out if self.shared is None else out + self._shared(self.shared, x)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        yield "router", self.router
+        if self.shared is not None:
+            yield from self.shared.linears()
+        if self.shared_gate is not None:
+            yield "shared_gate", self.shared_gate
+        if self.latent is not None:
+            yield from zip(("latent_in", "latent_out"), self.latent, strict=True)
+        for expert in self.experts:
+            yield from expert.linears()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the experts that a single token does not take."""
+        of_one = sum(linear.nbytes for _, linear in self.experts[0].linears())
+        return (len(self.experts) - self.top_k) * of_one
+
+    def _shared(self, shared: FeedForward, x: Tensor) -> Tensor:
+        y = shared(x)
+        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y

@@ -1,0 +1,105 @@
+"""Which experts does each token go to, with which weights, and how evenly are they used?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from membound.runtime.arithmetic import Routing
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The slots of a step, expert by expert: slot i sends token `tokens[i]` with `weights[i]`, both [slots].
+
+    Expert e has the `counts[e]` slots that follow those of the experts before it.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    counts: Tensor  # [experts]
+    probabilities: Tensor  # [tokens, experts], each token's scores as shares of 1
+
+
+def route(logits: Tensor, top_k: int, rule: Routing, bias: Tensor | None = None) -> Routed:
+    """The experts of tokens with these logits [tokens, experts], in fp32; of equal scores the lowest number wins."""
+    logits = logits.float()
+    if bias is not None and rule.bias == "logits":
+        logits = logits + bias
+    scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
+    probabilities = scores if rule.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+    if rule.choice == "expert":
+        return _experts_choose(scores, probabilities, top_k, rule)
+    ranked = scores if bias is None or rule.bias == "logits" else scores + bias
+    if rule.groups > 1:
+        ranked = _within_best_groups(ranked, rule)
+    chosen = ranked.sort(-1, descending=True, stable=True).indices[:, :top_k]  # [tokens, top_k]
+    weights = scores.gather(1, chosen)
+    if rule.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    experts = chosen.flatten()
+    order = experts.argsort(stable=True)
+    return Routed(
+        tokens=order // top_k,
+        weights=(weights * rule.scale).flatten()[order],
+        counts=torch.bincount(experts, minlength=logits.shape[1]),
+        probabilities=probabilities,
+    )
+
+
+def _within_best_groups(ranked: Tensor, rule: Routing) -> Tensor:
+    """The scores, with -inf for all experts outside the best groups."""
+    groups = ranked.unflatten(1, (rule.groups, -1))  # [tokens, groups, experts of a group]
+    best = groups.topk(2 if rule.group_score == "best_two" else 1, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rule.group_top_k, dim=-1).indices, True)
+    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+
+
+def _experts_choose(scores: Tensor, probabilities: Tensor, top_k: int, rule: Routing) -> Routed:
+    tokens, experts = scores.shape
+    capacity = min(tokens, -(-int(tokens * top_k * rule.capacity_factor) // experts))
+    best = scores.T.topk(max(1, capacity), dim=-1)  # [experts, capacity]
+    return Routed(
+        tokens=best.indices.flatten(),
+        weights=best.values.flatten() * rule.scale,
+        counts=torch.full((experts,), best.indices.shape[1], device=scores.device),
+        probabilities=probabilities,
+    )
+
+
+class RouterStatistics:
+    """How often each expert of one layer was chosen since the beginning or the last `reset`."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.tokens = 0
+        self.load = torch.zeros(experts, dtype=torch.int64, device=device)  # slots
+        self.probability = torch.zeros(experts, dtype=torch.float64, device=device)  # sums over tokens
+
+    def add(self, routed: Routed) -> None:
+        """Counts a step."""
+        self.tokens += routed.probabilities.shape[0]
+        self.load += routed.counts
+        self.probability += routed.probabilities.double().sum(0)
+
+    def reset(self) -> None:
+        self.tokens = 0
+        self.load.zero_()
+        self.probability.zero_()
+
+    @property
+    def busiest(self) -> float:
+        """The load of the busiest expert over the mean: 1 is even."""
+        return float(self.load.max() / self.load.double().mean()) if self.tokens else 1.0
+
+    @property
+    def auxiliary_loss(self) -> float:
+        """experts * sum of f_e P_e, f the share of slots and P the mean probability: 1 where both are even.
+
+        Fedus et al. 2021, Switch Transformers, arXiv 2101.03961, equation 4, without its coefficient.
+        """
+        if not self.tokens:
+            return 1.0
+        shares = self.load.double() / self.load.sum()
+        return float(len(self.load) * (shares * self.probability / self.tokens).sum())

@@ -1,0 +1,56 @@
+"""Where do the latents of multi-head latent attention lie?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from membound.kernels.arena import Arena
+from membound.kernels.base import RaggedBatch
+from membound.runtime.kv_store import move_slots
+
+
+class LatentKv:
+    """One vector a token for all heads, its latent and then its turned key: [blocks, block_size, 1, rank + rope]."""
+
+    emulated = False
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks
+
+    @classmethod
+    def zeroed(cls, width: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LatentKv:
+        """A cache whose blocks are zero, in huge pages on a CPU."""
+        shape = (num_blocks, block_size, 1, width)
+        if device.type == "cpu":
+            return cls(Arena().empty(shape, dtype))
+        return cls(torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes
+
+    def store(self, latents: Tensor, batch: RaggedBatch) -> None:
+        """Keeps the new tokens' latents [tokens, rank + rope]."""
+        size = self.blocks.shape[1]
+        self.blocks[batch.slots // size, batch.slots % size, 0] = latents.to(self.blocks.dtype)
+
+    def of_sequence(self, batch: RaggedBatch, sequence: int) -> Tensor:
+        """The latents of all tokens of a sequence of the batch: [context, rank + rope]."""
+        context, size = int(batch.context_len[sequence]), self.blocks.shape[1]
+        table = batch.block_table[sequence, : -(-context // size)].long()
+        return self.blocks[table].flatten(0, 2)[:context]
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        rows = torch.as_tensor(blocks, device=self.blocks.device)
+        return self.blocks[rows].flatten(1).view(torch.uint8)
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        rows = torch.as_tensor(blocks, device=self.blocks.device)
+        kept = content.to(self.blocks.device).view(self.blocks.dtype)
+        self.blocks[rows] = kept.view(len(blocks), *self.blocks.shape[1:])
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        move_slots([self.blocks], sources, targets)

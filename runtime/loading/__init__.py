@@ -1,0 +1,1 @@
+"""Where do a model's weights come from: safetensors, GGUF, or a generator of random numbers?"""
