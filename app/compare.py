@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from membound.roofline.comparison import Comparison, Quality, baseline_row, technique_row
+from membound.roofline.comparison import Comparison, Quality, baseline_row, variant_row
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.result import RunResult
 from membound.roofline.scenario import ClosedLoop, Scenario
-from membound.roofline.techniques import Technique
 from membound.roofline.times import times_for
+from membound.roofline.variants import Variant
 from membound.simulator.run import run as simulate
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from membound.runtime.tokenizer import Tokenizer
     from membound.simulator.scheduling.request import Outcome, Step
 
+BASELINE = "baseline"
 LIVE_INTERVAL_S = 0.5
 # A stalled step takes about half as long again, so one in twenty moves a mean by two or three hundredths.
 STALLS_PER_STEP = 0.05
@@ -42,19 +43,28 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the sweep: the plain engine there, and the techniques that mean something there."""
+    """One point of the sweep: the plain engine there, and the variants that mean something there."""
 
     values: dict[str, Any]
     plain: Scenario
-    techniques: tuple[Technique, ...]
+    variants: tuple[Variant, ...]
 
-    def scenario(self, technique: Technique | None) -> Scenario:
-        return self.plain if technique is None else self.plain.with_techniques((technique,))
+    def scenarios(self) -> dict[str, Scenario]:
+        """Every engine to run, by name: the plain one, other baselines, and each variant after its own."""
+        named = {BASELINE: self.plain}
+        for variant in self.variants:
+            named[self.baseline_of(variant)] = variant.baseline(self.plain)
+            named[variant.name] = variant.scenario(self.plain)
+        return named
+
+    def baseline_of(self, variant: Variant) -> str:
+        """The name of the engine that a variant is compared with."""
+        return " beside ".join([BASELINE, *(one.name for one in variant.beside)])
 
 
 @dataclass
 class ComparisonResult:
-    """All rows, and the runs behind them: predicted and measured by point and technique name."""
+    """All rows, and the runs behind them: predicted and measured by point and variant, or `baseline`."""
 
     rows: list[Comparison]
     predicted: dict[tuple[int, str], RunResult]
@@ -67,29 +77,24 @@ class ComparisonResult:
 
 
 def points_of(scenario: Scenario) -> list[Point]:
-    """The sweep's points; a technique that needs a batch is left out where there is a single client."""
+    """The sweep's points; a variant that needs a batch is left out where there is a single client."""
     points = []
     for values, at_point in scenario.points():
         arrivals = at_point.workload.arrivals
         alone = isinstance(arrivals, ClosedLoop) and arrivals.concurrency == 1
-        techniques = tuple(t for t in at_point.techniques if not (alone and t.needs_batch()))
-        points.append(Point(values, at_point.with_techniques(()), techniques))
+        variants = tuple(one for one in scenario.compared() if not (alone and one.needs_batch()))
+        points.append(Point(values, at_point.with_techniques(()), variants))
     return points
 
 
 def predict_rows(scenario: Scenario, hardware: HardwareSpec) -> ComparisonResult:
     """The rows of a comparison before anything was measured."""
-    relative_error = times_for(hardware).relative_error
-    conditions = _conditions(scenario, hardware)
     result = ComparisonResult([], {}, {})
+    rows = _Rows(scenario, hardware)
     for index, point in enumerate(points_of(scenario)):
-        plain = simulate(point.plain, hardware)
-        result.predicted[index, "baseline"] = plain
-        result.rows.append(baseline_row(plain, [], relative_error, point.values, conditions))
-        for technique in point.techniques:
-            run = simulate(point.scenario(technique), hardware)
-            result.predicted[index, technique.name] = run
-            result.rows.append(technique_row(technique, (plain, run), [], relative_error, point.values, conditions))
+        predicted = {name: simulate(asked, hardware) for name, asked in point.scenarios().items()}
+        result.predicted |= {(index, name): run for name, run in predicted.items()}
+        result.rows += rows.of(point, predicted, {}, {})
     return result
 
 
@@ -101,33 +106,54 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
         listener.event("row", row.model_dump(mode="json"))
 
     listener.progress(0.0, f"loading {scenario.model}")
-    relative_error = times_for(hardware).relative_error
-    conditions = _conditions(scenario, hardware)
     points = points_of(scenario)
     cells = _Cells(points, scenario.repeats, runtime, hardware, listener)
-    lossy = [technique for technique in scenario.techniques if not technique.lossless]
-    qualities: dict[str, Quality | None] = {t.name: _quality(scenario, t, runtime) for t in lossy}
+    qualities: dict[str, Quality | None] = {
+        one.name: _quality(scenario.with_techniques(()), one, runtime)
+        for one in scenario.compared()
+        if not one.lossless
+    }
     rows: list[Comparison] = []
+    made = _Rows(scenario, hardware)
     for index, point in enumerate(points):
-        names = ["baseline", *(technique.name for technique in point.techniques)]
-        runs: dict[str, list[RunResult]] = {name: [] for name in names}
+        asked = point.scenarios()
+        runs: dict[str, list[RunResult]] = {name: [] for name in asked}
         for repeat in range(scenario.repeats):
-            for technique in (None, *point.techniques):
-                name = technique.name if technique else "baseline"
-                runs[name].append(cells.measure(index, point, technique, repeat))
-        for name, measured in runs.items():
-            result.measured[index, name] = measured
-        plain = result.predicted[index, "baseline"]
-        rows.append(baseline_row(plain, runs["baseline"], relative_error, point.values, conditions))
-        for technique in point.techniques:
-            pairs = list(zip(runs["baseline"], runs[technique.name], strict=True))
-            predicted = (plain, result.predicted[index, technique.name])
-            quality = qualities.get(technique.name)
-            rows.append(technique_row(technique, predicted, pairs, relative_error, point.values, conditions, quality))
-        for row in rows[-1 - len(point.techniques) :]:
+            for name, engine in asked.items():
+                runs[name].append(cells.measure(index, point, name, engine, repeat))
+        result.measured |= {(index, name): measured for name, measured in runs.items()}
+        predicted = {name: result.predicted[index, name] for name in asked}
+        rows += made.of(point, predicted, runs, qualities)
+        for row in rows[-1 - len(point.variants) :]:
             listener.event("row", row.model_dump(mode="json"))
     listener.progress(1.0, "done")
     return ComparisonResult(rows, result.predicted, result.measured, cells.notes())
+
+
+class _Rows:
+    """Makes the rows of a point: the plain engine's, then one for each variant."""
+
+    def __init__(self, scenario: Scenario, hardware: HardwareSpec) -> None:
+        self.relative_error = times_for(hardware).relative_error
+        self.conditions = _conditions(scenario, hardware)
+
+    def of(
+        self,
+        point: Point,
+        predicted: Mapping[str, RunResult],
+        measured: Mapping[str, list[RunResult]],
+        qualities: Mapping[str, Quality | None],
+    ) -> list[Comparison]:
+        error, conditions = self.relative_error, self.conditions
+        plain = predicted[BASELINE]
+        rows = [baseline_row(plain, measured.get(BASELINE, []), error, point.values, conditions)]
+        for variant in point.variants:
+            base = point.baseline_of(variant)
+            both = (predicted[base], predicted[variant.name])
+            pairs = list(zip(measured.get(base, []), measured.get(variant.name, []), strict=True))
+            quality = qualities.get(variant.name)
+            rows.append(variant_row(variant, both, pairs, error, point.values, conditions, quality))
+        return rows
 
 
 class _Cells:
@@ -139,14 +165,12 @@ class _Cells:
         self.runtime = runtime
         self.hardware = hardware
         self.listener = listener
-        self.total = repeats * sum(1 + len(point.techniques) for point in points)
+        self.total = repeats * sum(len(point.scenarios()) for point in points)
         self.done = self.repeated = self.disturbed = 0
         self.last: RunResult | None = None
 
-    def measure(self, index: int, point: Point, technique: Technique | None, repeat: int) -> RunResult:
-        scenario = point.scenario(technique)
-        name = technique.title if technique else "baseline"
-        payload = {"technique": technique.name if technique else "baseline", "point": point.values, "repeat": repeat}
+    def measure(self, index: int, point: Point, name: str, scenario: Scenario, repeat: int) -> RunResult:
+        payload = {"technique": name, "point": point.values, "repeat": repeat}
         self.listener.event("cell", payload | {"index": self.done, "total": self.total})
         message = f"{name}, {_point_text(point.values)}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
         run = self._run(scenario, message)
@@ -229,10 +253,10 @@ class LiveObserver:
         self.listener.event("text", {"request": sequence, "prompt": prompt, "text": text})
 
 
-def _quality(scenario: Scenario, technique: Technique, runtime: Runtime) -> Quality | None:
+def _quality(plain: Scenario, variant: Variant, runtime: Runtime) -> Quality | None:
     from membound.runtime.quality import divergence
 
-    return divergence(scenario.with_techniques(()), scenario.with_techniques((technique,)), runtime)
+    return divergence(variant.baseline(plain), variant.scenario(plain), runtime)
 
 
 def _conditions(scenario: Scenario, hardware: HardwareSpec) -> str:

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.result import RunResult, Summary
-from membound.roofline.techniques import GainMetric, Technique
+from membound.roofline.techniques import GainMetric
+from membound.roofline.variants import Variant
 
-Verdict = Literal["gain", "loss", "no difference", "not measured"]
+Verdict = Literal["gain", "loss", "no difference", "not measured", "emulated"]
 
 UNITS: dict[GainMetric, str] = {"tpot_s": "s", "output_tokens_per_s": "tokens/s"}
 
@@ -42,6 +43,7 @@ class Comparison(BaseModel):
 
     For the baseline, predicted and measured are its decode TPOT in seconds; for a technique they are gains over the
     named baseline, above 1 is better. `spread` is half the range of the repeats; `error` is predicted / measured - 1.
+    `same_outputs` is the share of greedy requests that got the tokens that they got from the baseline.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -65,6 +67,7 @@ class Comparison(BaseModel):
     samples: list[float]
     acceptance_rate_predicted: float | None = None
     acceptance_rate_measured: float | None = None
+    same_outputs: float | None = None
     conditions: str
 
 
@@ -147,8 +150,15 @@ def baseline_row(
     )
 
 
-def technique_row(
-    technique: Technique,
+def _same_outputs(measured: Sequence[tuple[RunResult, RunResult]]) -> float | None:
+    """The share of requests that got the same tokens; None where tokens were drawn, or nobody kept them."""
+    kept = [(base.outputs, run.outputs) for base, run in measured if base.scenario.temperature == 0]
+    same = [run.get(id) == tokens for base, run in kept for id, tokens in (base or {}).items() if run]
+    return float(np.mean(same)) if same else None
+
+
+def variant_row(
+    variant: Variant,
     predicted: tuple[RunResult, RunResult],
     measured: Sequence[tuple[RunResult, RunResult]],
     relative_error: float,
@@ -156,27 +166,30 @@ def technique_row(
     conditions: str,
     quality: Quality | None = None,
 ) -> Comparison:
-    """A technique's gain; each pair is (baseline, technique), measured pairs ran next to each other.
+    """A variant's gain; each pair is (baseline, variant), measured pairs ran next to each other.
 
-    The measured gain is the median of the pairs' ratios, so that a drift of the machine cancels within each pair.
+    The measured gain is the median of the pairs' ratios, so that a drift of the machine cancels within each pair. An
+    engine that was emulated has none.
     """
     before, after = predicted
-    value = gain(before.summary, after.summary, technique.gain_metric)
-    samples = [gain(base.summary, run.summary, technique.gain_metric) for base, run in measured]
+    value = gain(before.summary, after.summary, variant.gain_metric)
+    emulated = any(run.provenance.emulated for _, run in measured)
+    samples = [] if emulated else [gain(base.summary, run.summary, variant.gain_metric) for base, run in measured]
     acceptance = [run.summary.acceptance_rate for _, run in measured if run.summary.acceptance_rate is not None]
     return Comparison(
-        technique=technique.name,
-        baseline=technique.compared_with(predicted[0].scenario.setup),
-        metric=technique.gain_metric,
+        technique=variant.name,
+        baseline=variant.compared_with(predicted[0].scenario),
+        metric=variant.gain_metric,
         unit="ratio",
         point=point,
         **_prediction_and_measurement(value, relative_error, samples),
-        verdict=verdict(samples),
-        lossless=technique.lossless,
+        verdict="emulated" if emulated else verdict(samples),
+        lossless=variant.lossless,
         quality=quality,
         bottleneck_before=bottleneck(before.summary),
         bottleneck_after=bottleneck(after.summary),
         acceptance_rate_predicted=after.summary.acceptance_rate,
         acceptance_rate_measured=float(np.median(acceptance)) if acceptance else None,
+        same_outputs=_same_outputs(measured),
         conditions=conditions,
     )

@@ -76,7 +76,8 @@ class Summary(BaseModel):
 class Provenance(BaseModel):
     """Who made the numbers, when, on what, in which state.
 
-    `stalls` counts how often other programs held up the run's threads: a run with many was disturbed.
+    `stalls` counts how often other programs held up the run's threads: a run with many was disturbed. Where a part of
+    the engine was `emulated`, the tokens are its own and the times are not.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -86,6 +87,7 @@ class Provenance(BaseModel):
     hardware: str
     versions: dict[str, str] = {}
     stalls: int = 0
+    emulated: bool = False
     notes: list[str] = []
 
 

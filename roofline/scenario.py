@@ -22,6 +22,7 @@ from membound.roofline.model_files import published_formats
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
+from membound.roofline.variants import Variant, completed
 from membound.roofline.workload import ClosedLoop as ClosedLoop
 from membound.roofline.workload import Workload
 
@@ -40,7 +41,8 @@ class Scenario(Part):
     `parallel` is how one replica divides the model over devices; without a `cluster` there is one. `without` names
     usual techniques that the engine lacks, and `expert_skew` s says that of a mixture's experts the i-th is as popular
     as i^-s; 0 is uniform. `sweep` lists the points at which `compare` asks it again, each as dotted paths into the
-    scenario with values.
+    scenario with values. `variants` are the engines that it compares with the plain one; without them each technique
+    is one.
     """
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
@@ -59,6 +61,12 @@ class Scenario(Part):
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
     repeats: int = Field(3, ge=1, le=50, description="measurements of each cell, interleaved with its baseline")
     sweep: tuple[dict[str, JsonValue], ...] = ()
+    variants: tuple[Variant, ...] = Field((), max_length=200)
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _variants_may_be_short(cls, value: Any) -> Any:
+        return completed(value) if isinstance(value, list | tuple) else value
 
     @field_validator("techniques", mode="before")
     @classmethod
@@ -79,6 +87,11 @@ class Scenario(Part):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
         engine_setup(self.techniques, self.without)  # refuses those that exclude each other
+        called = [variant.name for variant in self.variants]
+        if twice := {name for name in called if called.count(name) > 1}:
+            raise ValueError(f"variants name {', '.join(sorted(twice))} twice; give each a name of its own")
+        for variant in self.variants:
+            variant.scenario(self.model_copy(update={"sweep": (), "variants": (), "techniques": ()}))
         if self.cluster is not None and self.engine.disaggregation is not None:
             raise ValueError("cluster and engine.disaggregation exclude each other; remove one of them")
         if self.cluster is not None and self.cluster.router == "prefix_aware" and not self.engine.prefix_caching:
@@ -114,6 +127,10 @@ class Scenario(Part):
         without = tuple(dict.fromkeys((*self.without, *dropped)))
         return self.model_copy(update={"techniques": techniques, "without": without})
 
+    def compared(self) -> tuple[Variant, ...]:
+        """The engines that a comparison measures beside the plain one."""
+        return self.variants or tuple(Variant(name=one.name, techniques=(one,)) for one in self.techniques)
+
     def with_value(self, path: str, value: Any) -> Scenario:
         """This scenario with the field at the dotted `path` replaced; raises MemboundError for a bad path or value."""
         document = self.model_dump(mode="json")
@@ -129,7 +146,7 @@ class Scenario(Part):
     def points(self) -> Iterator[tuple[dict[str, Any], Scenario]]:
         """Each point of the sweep with its scenario; the scenario itself without a sweep."""
         for point in self.sweep or ({},):
-            scenario = self.model_copy(update={"sweep": ()})
+            scenario = self.model_copy(update={"sweep": (), "variants": ()})
             for path, value in point.items():
                 scenario = scenario.with_value(path, value)
             yield point, scenario

@@ -13,7 +13,7 @@ from membound.app.i18n import Translate
 from membound.roofline.comparison import Comparison
 from membound.roofline.operating_point import OperatingPoint, SweepPoint
 
-VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not measured": "…"}
+VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not measured": "…", "emulated": "∅"}
 
 
 def operator_table(point: OperatingPoint, t: Translate) -> pd.DataFrame:
