@@ -7,35 +7,47 @@ PyTorch meaning of every operation; a faster set (C++ on the CPU, Triton on a GP
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from membound.kernels.kv_formats import QuantizedKv
 
-WeightFormat = Literal["fp32", "bf16", "int8"]
+# fp32 and bf16 as they are; int8 to int2: integer codes; w8a8: int8, multiplied with activations rounded to int8;
+# fp8: e4m3; sparse24: two of four numbers in bf16; q4_k and q6_k: GGUF's blocks.
+WeightFormat = Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "fp8", "sparse24", "q4_k", "q6_k"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A linear layer's weight [n, k] in the layout that its kernel reads.
+    """A linear layer's weight [n, k] in the layout that its kernel reads; `quantize.py` says what the numbers mean.
 
-    `data` is fp32, bf16 or int8; for int8, `scale` [n] (fp32) turns row `i` back into `data[i] * scale[i]`.
+    A row's `scale` and `offset` hold for `group_size` of its elements, or for all of them where that is None. Where
+    `interleaved`, rows lie 16 at a time, a 32-bit word of each beside the next, and so do their scales and offsets.
     """
 
     format: WeightFormat
     data: Tensor
     scale: Tensor | None = None
+    offset: Tensor | None = None
+    group_size: int | None = None
+    size: tuple[int, int] | None = None  # (n, k) where the shape of `data` is another
+    interleaved: bool = False
+    kept: Tensor | None = None  # sparse24: [n, k / 8] uint8, bit i of byte j where element 8 j + i is one of the two
 
     @property
     def shape(self) -> tuple[int, int]:
+        if self.size is not None:
+            return self.size
         n, k = self.data.shape
         return n, k
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        parts = (self.data, self.scale, self.offset, self.kept)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 @dataclass(frozen=True)
@@ -103,8 +115,25 @@ class Kernels(Protocol):
         A measurement during which it grew was disturbed; kernels that cannot tell return 0.
         """
 
-    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
-        """Lays out a [n, k] weight; int8 is symmetric round-to-nearest with one scale a row."""
+    def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
+        """Lays out a [n, k] weight, rounded to nearest; raises ValueError for what these kernels do not have.
+
+        int8, w8a8 and fp8 are symmetric with one scale a row; int4, int3 and int2 have a scale and an offset for each
+        `group_size` elements of a row (32, or a multiple that divides k; by default the largest up to 128).
+        """
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
+        """Lays out codes that another quantizer chose: the weight is scale * (codes - zero).
+
+        int8 and w8a8 have signed codes and no `zero`; int4, int3 and int2 codes from 0 on, about their middle where
+        `zero` is None. codes are integers [n, k]; scale and zero [n, k / group_size] or, for a scale a row, [n].
+        """
+
+    def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
+        """Lays out a GGUF tensor's bytes, in the order of the file, without rounding: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K."""
+
+    def emulates(self, format: WeightFormat) -> bool:
+        """Whether `linear` in this format means what it should but takes a time that says nothing about the format."""
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """x [m, k] times weight [n, k] transposed, accumulated in fp32: [m, n]."""

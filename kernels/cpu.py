@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from membound.kernels import cpu_build, quantize
+from membound.kernels import cpu_build
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.kv_formats import KV_DTYPES, QuantizedKv
+from membound.kernels.quantize import TILE_ROWS, Packer
 
-# From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds. int8 weights are widened
-# first, which takes a pass over 3 bytes a weight, so they need more tokens to pay.
-MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32, "int8": 256}
+# From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds.
+MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
+INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "q4_k", "q6_k")  # in the order of cpu_integer.cpp
 MOST_LAYOUTS = 1024
 LARGEST_TREE = 64
 NO_WINDOW = 2**62
@@ -30,7 +31,7 @@ KV_FORMATS = ("bf16", "fp8", "int8", "int4")  # in the order of cpu_kv.h
 
 
 class CpuKernels:
-    """The C++ kernels: fp32 activations, weights in fp32, bf16 or int8, K and V in bf16."""
+    """The C++ kernels: fp32 activations, weights in every format, K and V in bf16 or quantized."""
 
     name = "cpp"
     activation_dtype = torch.float32
@@ -44,8 +45,10 @@ class CpuKernels:
         library = cpu_build.load_library()
         self._linear = {
             format: _declare(library, f"membound_linear_{format}", "pppp" + "lll" + "i")
-            for format in ("fp32", "bf16", "int8")
+            for format in ("fp32", "bf16", "fp8", "sparse24")
         }
+        self._linear_integer = library.membound_linear_integer
+        self._linear_integer.argtypes, self._linear_integer.restype = [POINTER(_IntegerArguments), c_int], None
         self._rms_norm = _declare(library, "membound_rms_norm", "ppp" + "ll" + "fi")
         self._add_rms_norm = _declare(library, "membound_add_rms_norm", "pppp" + "ll" + "fi")
         self._silu_mul = _declare(library, "membound_silu_mul", "pp" + "ll" + "i")
@@ -60,7 +63,7 @@ class CpuKernels:
         self._lanes = library.membound_lanes()
         self._stalls = library.membound_stalls
         self._stalls.restype = c_int64
-        self._arena = Arena()
+        self._packer = Packer(Arena(), interleaved=True)
         self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if has_bf16_units() and not batch_invariant else {}
 
     def batch_invariant_below(self, format: WeightFormat) -> int | None:
@@ -81,25 +84,52 @@ class CpuKernels:
             text += f"; {format} linear of {tokens} tokens and more by torch's bf16 matrix units"
         return text
 
-    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
-        return quantize.pack(weight, format, self._arena)
+    def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
+        return self._packer.pack(weight, format, group_size)
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
+        return self._packer.pack_codes(codes, scale, zero, format)
+
+    def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
+        return self._packer.pack_gguf(raw, type, shape)
+
+    def emulates(self, format: WeightFormat) -> bool:
+        return False
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         m, k = x.shape
-        data = weight.data
-        n, weight_k = data.shape
-        if k != weight_k or not data.is_contiguous():
-            raise ValueError(f"x has {k} columns, and the weight is {n} x {weight_k} with strides {data.stride()}")
+        n, weight_k = weight.shape
+        if k != weight_k or not weight.data.is_contiguous():
+            raise ValueError(
+                f"x has {k} columns, and the weight is {n} x {weight_k} with strides {weight.data.stride()}"
+            )
         tokens = self._matrix_unit_tokens.get(weight.format)
         if tokens is not None and m >= tokens:
-            return _linear_by_matrix_units(x, weight)
+            return functional.linear(x.to(torch.bfloat16), weight.data).float()
         x = _contiguous(x)
         out = torch.empty(m, n)
-        scale = weight.scale
+        if weight.format in INTEGER_FORMATS:
+            if not weight.interleaved:
+                raise ValueError(f"the {weight.format} weight was packed by other kernels; pack it with these")
+            arguments = _IntegerArguments(
+                x.data_ptr(),
+                weight.data.data_ptr(),
+                _address(weight.scale),
+                _address(weight.offset),
+                out.data_ptr(),
+                m,
+                n,
+                k,
+                weight.group_size or 0,
+                weight.data.nbytes // (-(-n // TILE_ROWS) * TILE_ROWS * 4),
+                INTEGER_FORMATS.index(weight.format),
+            )
+            self._linear_integer(byref(arguments), torch.get_num_threads())
+            return out
         self._linear[weight.format](
             x.data_ptr(),
-            data.data_ptr(),
-            None if scale is None else scale.data_ptr(),
+            weight.data.data_ptr(),
+            _address(weight.scale if weight.kept is None else weight.kept),
             out.data_ptr(),
             m,
             n,
@@ -329,6 +359,11 @@ class _RopeArguments(Structure):
     _fields_ += [("kv", _KvBlocks), ("tokens", c_int64), ("heads", c_int64)]
 
 
+class _IntegerArguments(Structure):
+    _fields_ = [(name, c_void_p) for name in ("x", "codes", "scale", "offset", "out")]
+    _fields_ += [(name, c_int64) for name in ("m", "n", "k", "group", "words", "format")]
+
+
 class _AttentionArguments(Structure):
     _fields_ = [(name, c_void_p) for name in ("q", "query_start", "context_len", "block_table", "tree", "out")]
     _fields_ += [("kv", _KvBlocks)]
@@ -342,9 +377,8 @@ def has_bf16_units() -> bool:
     return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))
 
 
-def _linear_by_matrix_units(x: Tensor, weight: PackedWeight) -> Tensor:
-    y = functional.linear(x.to(torch.bfloat16), weight.data.to(torch.bfloat16)).float()
-    return y if weight.scale is None else y.mul_(weight.scale)
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _declare(library: ctypes.CDLL, name: str, signature: str) -> Any:

@@ -22,7 +22,7 @@ import torch
 
 from membound.roofline.home import home_folder
 
-SOURCES = ("cpu_linear.cpp", "cpu_attention.cpp", "cpu_pointwise.cpp")
+SOURCES = ("cpu_linear.cpp", "cpu_integer.cpp", "cpu_attention.cpp", "cpu_pointwise.cpp")
 HEADERS = ("cpu_kv.h", "cpu_threads.h", "cpu_vector.h")
 _THIS_PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # Contraction stays off: a compiler that fuses a multiply-add here and not there changes bits between code paths.

@@ -1,4 +1,4 @@
-// y = x W^T with W stored row by row in fp32, bf16 or int8: how close to the memory (few tokens) or the fp32 multiply
+// y = x W^T with W stored row by row in fp32, bf16, fp8 or half sparse: how close to the memory (few tokens) or the fp32 multiply
 // units (many tokens) can a plain layout get?
 //
 // Every output element is accumulated in the same order whatever m is: LANES partial sums over k, one fused
@@ -32,6 +32,45 @@ struct Product {
     }
 };
 
+// Two of each four numbers, in bf16, and a bit for each of the four that says which.
+struct Sparse24 {
+    const bf16* values;
+    const uint8_t* kept;
+    int64_t at = 0;  // the element that it points at, a multiple of LANES
+
+    Sparse24 operator+(int64_t elements) const { return {values, kept, at + elements}; }
+};
+
+using ::load, ::load_partial;
+
+INLINE Vec load(Sparse24 p) {
+    const bf16* values = p.values + p.at / 2;
+#if defined(__AVX512F__)
+    uint16_t mask;
+    memcpy(&mask, p.kept + p.at / 8, 2);
+    const __m512i widened = _mm512_cvtepu16_epi32(
+        _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)values)));
+    return (Vec)_mm512_maskz_expand_epi32(mask, _mm512_slli_epi32(widened, 16));
+#else
+    Vec v{};
+    for (int i = 0, next = 0; i < LANES; i++)
+        if (p.kept[(p.at + i) / 8] >> (p.at + i) % 8 & 1) {
+            const uint32_t bits = (uint32_t)values[next++] << 16;
+            float value;
+            memcpy(&value, &bits, 4);
+            v[i] = value;
+        }
+    return v;
+#endif
+}
+
+INLINE Vec load_partial(Sparse24, int) { return Vec{}; }  // rows are whole vectors
+
+template <class T> INLINE const char* address(const T* p) { return (const char*)p; }
+INLINE const char* address(Sparse24 p) { return (const char*)(p.values + p.at / 2); }
+template <class T> constexpr size_t element_bytes(const T*) { return sizeof(T); }
+constexpr size_t element_bytes(Sparse24) { return 1; }
+
 int64_t l2_bytes() {
 #ifdef _SC_LEVEL2_CACHE_SIZE
     static const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -50,15 +89,16 @@ void interleave(const float* x, int64_t k, int tokens, float* packed) {
             store(packed, load_partial(x + j * k + whole * LANES, k % LANES));
 }
 
+// W points at weights: const float*, const bf16*, const e4m3*, Sparse24.
 template <class W, int TOKENS, int ROWS>
-void direct_rows(const Product& p, const float* x /* interleaved */, const W* w, int64_t row) {
+void direct_rows(const Product& p, const float* x /* interleaved */, W w, int64_t row) {
     Vec sums[ROWS][TOKENS] = {};
-    w += row * p.k;
+    w = w + row * p.k;
     const int64_t whole = p.k / LANES * LANES;
     // Rows are too short for the hardware to recognise as streams, so the rows after the next ones are asked for here.
-    const char* ahead = (const char*)(w + 2 * ROWS * p.k);
+    const char* ahead = address(w + 2 * ROWS * p.k);
     for (int64_t i = 0; i < whole; i += LANES, x += TOKENS * LANES) {
-        for (size_t line = 0; line < sizeof(W) * ROWS * LANES; line += 64, ahead += 64)
+        for (size_t line = 0; line < element_bytes(w) * ROWS * LANES; line += 64, ahead += 64)
             __builtin_prefetch(ahead, 0, 2);
         for (int r = 0; r < ROWS; r++) {
             const Vec weights = load(w + r * p.k + i);
@@ -74,7 +114,7 @@ void direct_rows(const Product& p, const float* x /* interleaved */, const W* w,
         for (int j = 0; j < TOKENS; j++) p.put(j, row + r, sum(sums[r][j]));
 }
 
-template <class W, int TOKENS> void direct(const Product& p, const float* x, const W* w, int threads) {
+template <class W, int TOKENS> void direct(const Product& p, const float* x, W w, int threads) {
     // Several rows at once are several memory streams, which one core needs to fill its share of the bandwidth.
     constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
     constexpr int ROWS = SUMS / TOKENS < 4 ? SUMS / TOKENS : 4;
@@ -87,7 +127,7 @@ template <class W, int TOKENS> void direct(const Product& p, const float* x, con
     });
 }
 
-template <class W> void few_tokens(const Product& p, const W* w, int threads) {
+template <class W> void few_tokens(const Product& p, W w, int threads) {
     thread_local Scratch scratch;
     const float* x = p.x;
     if (p.m > 1 || p.k % LANES) {
@@ -108,7 +148,7 @@ template <class W> void few_tokens(const Product& p, const W* w, int threads) {
 }
 
 // Elements [start, start + depth) of `rows` weight rows to fp32 [depth / LANES, PANEL_ROWS, LANES], zero padded.
-template <class W> void convert(const W* w, int64_t k, int64_t start, int64_t depth, int rows, float* panel) {
+template <class W> void convert(W w, int64_t k, int64_t start, int64_t depth, int rows, float* panel) {
     const int64_t end = start + depth < k ? start + depth : k;
     const int64_t whole = start + (end - start) / LANES * LANES;
     for (int r = 0; r < PANEL_ROWS; r++) {
@@ -117,7 +157,7 @@ template <class W> void convert(const W* w, int64_t k, int64_t start, int64_t de
             for (int64_t i = 0; i < depth; i += LANES, to += PANEL_ROWS * LANES) store(to, Vec{});
             continue;
         }
-        const W* from = w + r * k;
+        const W from = w + r * k;
         for (int64_t i = start; i < whole; i += LANES, to += PANEL_ROWS * LANES) store(to, load(from + i));
         if (whole < end) store(to, load_partial(from + whole, end - whole));
     }
@@ -189,14 +229,14 @@ void block(const Product& p, const float* panel, const float* x, int64_t depth, 
 
 // Tokens [begin, end), interleaved in blocks of TILE_TOKENS, times one panel of weight rows.
 template <class W>
-void panel_product(const Product& p, const float* x, const W* w, int64_t begin, int64_t end, int64_t row,
+void panel_product(const Product& p, const float* x, W w, int64_t begin, int64_t end, int64_t row,
                    float* panel, float* carried) {
     const int64_t padded = round_up(p.k, LANES);
     const int64_t depth = round_up(ceil_div(padded, ceil_div(padded, PANEL_DEPTH)), LANES);
     const int rows = p.n - row < PANEL_ROWS ? p.n - row : PANEL_ROWS;
-    const W* next = w + (row + rows) * p.k;
+    const W next = w + (row + rows) * p.k;
     const int64_t following = p.n - row - rows < PANEL_ROWS ? p.n - row - rows : PANEL_ROWS;
-    Prefetch ahead{(const char*)next, (const char*)(next + following * p.k)};
+    Prefetch ahead{address(next), address(next + following * p.k)};
     for (int64_t start = 0; start < padded; start += depth) {
         const int64_t here = padded - start < depth ? padded - start : depth;
         const bool first = start == 0, last = start + here == padded;
@@ -215,7 +255,7 @@ void panel_product(const Product& p, const float* x, const W* w, int64_t begin, 
     }
 }
 
-template <class W> void many_tokens(const Product& p, const W* w, int threads) {
+template <class W> void many_tokens(const Product& p, W w, int threads) {
     thread_local Scratch packed;
     const int64_t padded = round_up(p.k, LANES);
     // The tokens of a block stay in L2 while all panels pass.
@@ -246,24 +286,29 @@ template <class W> void many_tokens(const Product& p, const W* w, int threads) {
     }
 }
 
-template <class W> void linear(const Product& p, const void* w, int threads) {
-    if (p.m <= DIRECT_TOKENS) return few_tokens(p, (const W*)w, threads);
-    many_tokens(p, (const W*)w, threads);
+template <class W> void linear(const Product& p, W w, int threads) {
+    if (p.m <= DIRECT_TOKENS) return few_tokens(p, w, threads);
+    many_tokens(p, w, threads);
 }
 
 }  // namespace
 
-EXPORT void membound_linear_fp32(const float* x, const void* w, const float* scale, float* out, int64_t m, int64_t n,
+EXPORT void membound_linear_fp32(const float* x, const float* w, const float* scale, float* out, int64_t m, int64_t n,
                                  int64_t k, int threads) {
-    linear<float>({x, scale, out, m, n, k}, w, threads);
+    linear({x, scale, out, m, n, k}, w, threads);
 }
 
-EXPORT void membound_linear_bf16(const float* x, const void* w, const float* scale, float* out, int64_t m, int64_t n,
+EXPORT void membound_linear_bf16(const float* x, const bf16* w, const float* scale, float* out, int64_t m, int64_t n,
                                  int64_t k, int threads) {
-    linear<bf16>({x, scale, out, m, n, k}, w, threads);
+    linear({x, scale, out, m, n, k}, w, threads);
 }
 
-EXPORT void membound_linear_int8(const float* x, const void* w, const float* scale, float* out, int64_t m, int64_t n,
-                                 int64_t k, int threads) {
-    linear<int8_t>({x, scale, out, m, n, k}, w, threads);
+EXPORT void membound_linear_fp8(const float* x, const e4m3* w, const float* scale, float* out, int64_t m, int64_t n,
+                                int64_t k, int threads) {
+    linear({x, scale, out, m, n, k}, w, threads);
+}
+
+EXPORT void membound_linear_sparse24(const float* x, const bf16* values, const uint8_t* kept, float* out, int64_t m,
+                                     int64_t n, int64_t k, int threads) {
+    linear({x, nullptr, out, m, n, k}, Sparse24{values, kept}, threads);
 }

@@ -12,9 +12,9 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from membound.kernels import quantize
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.kv_formats import QuantizedKv
+from membound.kernels.quantize import dequantize
 from membound.kernels.reference import TorchKernels
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks
@@ -25,6 +25,10 @@ from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
 from membound.kernels.triton.silu_mul import silu_mul
 from membound.kernels.triton.verify_attention import LARGEST_TREE, verify_attention
+
+
+# The formats that Triton kernels or the vendor's library multiply; the others are widened first.
+NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8")
 
 
 class TritonKernels:
@@ -55,13 +59,24 @@ class TritonKernels:
             f"{machine.multiprocessors} multiprocessors; bf16 linears by the vendor's library"
         )
 
-    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
-        return quantize.pack(weight, format)
+    def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
+        return self._torch.pack(weight, format, group_size)
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
+        return self._torch.pack_codes(codes, scale, zero, format)
+
+    def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
+        return self._torch.pack_gguf(raw, type, shape)
+
+    def emulates(self, format: WeightFormat) -> bool:
+        return format not in NATIVE
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        if weight.format == "int8":
+        if weight.format == "int8" and weight.group_size is None:
             assert weight.scale is not None
             return linear_byte(x, ByteWeight("int8", weight.data, weight.scale))
+        if weight.format not in NATIVE or weight.group_size is not None:
+            return functional.linear(x, dequantize(weight).to(x.dtype)).to(self.activation_dtype)
         return functional.linear(x.to(weight.data.dtype), weight.data).to(self.activation_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,41 +1,341 @@
-"""How is a [n, k] weight laid out in each of the formats that `linear` reads?"""
+"""How is a [n, k] weight laid out in each of the formats that `linear` reads, and what numbers do its codes mean?
+
+A row of int8, int4, int3, int2 and the k-quants is a run of 32-bit words. The order of the codes in a word is that of
+GGUF's Q4_0: of 32 int4 codes, byte i holds code i in its low bits and code i + 16 in its high bits.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from membound.kernels.arena import Arena
-from membound.kernels.base import PackedWeight, WeightFormat
+from membound.kernels.base import WEIGHT_FORMATS, PackedWeight, WeightFormat
+
+CODE_BITS: dict[WeightFormat, int] = {"int8": 8, "w8a8": 8, "int4": 4, "int3": 3, "int2": 2}
+GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+TILE_ROWS = 16
+SMALLEST_GROUP = 32
+LARGEST_E4M3 = 448.0
+_ROWS = 4096  # bounds the fp32 copy of a large weight
 
 
-def pack(weight: Tensor, format: WeightFormat, arena: Arena | None = None) -> PackedWeight:
-    """fp32 and bf16 are a cast; int8 is symmetric, rounded to nearest, one fp32 scale a row (an error of scale / 2).
+@dataclass(frozen=True)
+class Packer:
+    """Lays weights out; what is not in its format yet goes into `arena`, where a CPU reads it faster."""
 
-    What is not in its format yet is written into `arena`, where a CPU reads it faster.
-    """
-    if weight.dim() != 2:
-        raise ValueError(f"a linear weight has two dimensions, this one has shape {tuple(weight.shape)}")
-    if format == "fp32":
-        return PackedWeight(format, _cast(weight, torch.float32, arena))
-    if format == "bf16":
-        return PackedWeight(format, _cast(weight, torch.bfloat16, arena))
-    if format == "int8":
-        scale = weight.abs().amax(dim=1).float() / 127  # [n]
-        divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
-        shape = weight.shape
-        data = arena.empty(shape, torch.int8) if arena else torch.empty(shape, dtype=torch.int8, device=weight.device)
-        for rows in range(0, weight.shape[0], _ROWS):  # bounds the fp32 copy of a large weight
+    arena: Arena | None = None
+    interleaved: bool = False  # words of 16 rows side by side, for the C++ kernels
+
+    def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
+        """A weight rounded to nearest: fp32 and bf16 are a cast, of the others see `Kernels.pack`."""
+        if weight.dim() != 2:
+            raise ValueError(f"a linear weight has two dimensions, this one has shape {tuple(weight.shape)}")
+        if group_size is not None and format not in ("int4", "int3", "int2"):
+            raise ValueError(f"group_size: is {group_size}, but {format} has no groups to choose; leave it out")
+        if format == "fp32":
+            return PackedWeight(format, self._cast(weight, torch.float32))
+        if format == "bf16":
+            return PackedWeight(format, self._cast(weight, torch.bfloat16))
+        if format == "fp8":
+            return self._fp8(weight)
+        if format == "sparse24":
+            return self._sparse24(weight)
+        if format in ("int8", "w8a8"):
+            scale = weight.abs().amax(dim=1).float() / 127  # [n]
+            return self.pack_codes(_rounded(weight, scale[:, None], None, -127, 127), scale, None, format)
+        if format in CODE_BITS:
+            return self._groups(weight, format, group_size)
+        if format in WEIGHT_FORMATS:
+            raise ValueError(f"{format} weights come from a GGUF file: pack_gguf takes its bytes, nothing rounds to it")
+        raise ValueError(f"no such weight format: {format}; there are {', '.join(WEIGHT_FORMATS)}")
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
+        """Codes of another quantizer; see `Kernels.pack_codes`."""
+        n, k = codes.shape
+        bits = CODE_BITS.get(format)
+        if bits is None:
+            raise ValueError(f"format: is {format}, but only {', '.join(CODE_BITS)} are made of codes")
+        signed = bits == 8
+        lowest, highest = (-128, 127) if signed else (0, 2**bits - 1)
+        if codes.numel() and not (lowest <= int(codes.min()) and int(codes.max()) <= highest):
+            raise ValueError(f"codes: are {int(codes.min())} to {int(codes.max())}, {format} has {lowest} to {highest}")
+        if scale.dim() == 1 and signed:
+            if zero is not None:
+                raise ValueError(f"zero: {format} codes are symmetric, leave it out")
+            if not bool(scale.isfinite().all()):
+                raise ValueError("weight: has an infinite or NaN row, should be finite")
+            return self._words(format, _bytes(codes), scale.float(), None, None, (n, k))
+        scale = scale.unsqueeze(1) if scale.dim() == 1 else scale
+        groups = scale.shape[1]
+        group_size = k // groups if groups else 0
+        if format == "w8a8" or group_size * groups != k or group_size % SMALLEST_GROUP:
+            raise ValueError(
+                f"scale: has {groups} groups for rows of {k}; {format} takes "
+                + ("a scale a row" if format == "w8a8" else f"groups of {SMALLEST_GROUP} or a multiple that divides k")
+            )
+        if signed and zero is not None:
+            raise ValueError(f"zero: {format} codes are symmetric, leave it out")
+        stored = scale.half()
+        if not bool(stored.isfinite().all()):
+            raise ValueError("scale: is infinite or NaN in fp16, should be finite")
+        offset = None if zero is None else -(stored.float() * zero.reshape(n, groups).float()).half()
+        return self._words(format, _LAYOUT[format](codes), stored, offset, group_size, (n, k))
+
+    def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
+        """A GGUF tensor's bytes, moved but not changed; see `Kernels.pack_gguf`."""
+        if type not in GGUF_TYPES:
+            raise ValueError(f"type: is {type}, but of GGUF's block formats only {', '.join(GGUF_TYPES)} are read")
+        block, nbytes = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q4_K": (256, 144), "Q6_K": (256, 210)}[
+            type
+        ]
+        n, k = shape
+        if k % block or raw.numel() * raw.itemsize != n * k // block * nbytes:
+            raise ValueError(
+                f"raw: has {raw.numel() * raw.itemsize} bytes for {n} x {k} numbers, {type} has {nbytes} bytes for "
+                f"each {block} of a row"
+            )
+        blocks = _dense(raw).view(torch.uint8).view(n, k // block, nbytes)
+        if type == "Q4_K":
+            return self._words("q4_k", blocks.flatten(1), None, None, None, shape)
+        if type == "Q6_K":  # to whole words
+            padded = torch.nn.functional.pad(blocks, (0, 2))
+            return self._words("q6_k", padded.flatten(1), None, None, None, shape)
+        numbers = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}[type]
+        meta = _dense(blocks[:, :, : 2 * numbers]).view(torch.float16)  # [n, k / 32, 1 or 2]
+        offset = meta[:, :, 1].contiguous() if numbers == 2 else None
+        format: WeightFormat = "int8" if type == "Q8_0" else "int4"
+        codes = blocks[:, :, 2 * numbers :].flatten(1)
+        return self._words(format, codes, meta[:, :, 0].contiguous(), offset, 32, shape)
+
+    def _groups(self, weight: Tensor, format: WeightFormat, group_size: int | None) -> PackedWeight:
+        n, k = weight.shape
+        if group_size is None:
+            group_size = next((size for size in (128, 64, SMALLEST_GROUP) if k % size == 0), 0)
+        if not group_size or group_size % SMALLEST_GROUP or k % group_size:
+            raise ValueError(
+                f"group_size: is {group_size or 'open'}, but {format} needs rows ({k} elements) that a multiple of "
+                f"{SMALLEST_GROUP} divides"
+            )
+        levels = 2 ** CODE_BITS[format] - 1
+        grouped = weight.reshape(n, k // group_size, group_size)
+        low, high = grouped.amin(-1).float().clamp_max(0), grouped.amax(-1).float().clamp_min(0)
+        scale = ((high - low) / levels).half().float()  # codes are of the scale that `linear` will read
+        zero = torch.where(scale > 0, -low / torch.where(scale > 0, scale, 1.0), 0.0).round_()
+        parts = [t.repeat_interleave(group_size, dim=1) for t in (scale, zero)]
+        return self.pack_codes(_rounded(weight, *parts, 0, levels), scale, zero, format)
+
+    def _fp8(self, weight: Tensor) -> PackedWeight:
+        scale = weight.abs().amax(dim=1).float() / LARGEST_E4M3
+        if not bool(scale.isfinite().all()):
+            raise ValueError("weight: has an infinite or NaN row, should be finite")
+        divisor = torch.where(scale > 0, scale, 1.0)
+        data = self._empty(weight.shape, torch.uint8, weight.device)
+        for rows in range(0, weight.shape[0], _ROWS):
             part = slice(rows, rows + _ROWS)
-            data[part] = (weight[part].float() / divisor[part, None]).round_().clamp_(-127, 127)
-        return PackedWeight(format, data, scale)
-    raise ValueError(f"no such weight format: {format}")
+            narrow = (weight[part].float() / divisor[part, None]).clamp_(-LARGEST_E4M3, LARGEST_E4M3)
+            data[part] = narrow.to(torch.float8_e4m3fn).view(torch.uint8)
+        return PackedWeight("fp8", data, scale)
+
+    def _sparse24(self, weight: Tensor) -> PackedWeight:
+        n, k = weight.shape
+        if k % 16:
+            raise ValueError(f"weight: has rows of {k}, sparse24 needs a multiple of 16")
+        # stable: of equal magnitudes the first stay
+        order = weight.view(n, k // 4, 4).abs().sort(dim=-1, descending=True, stable=True).indices
+        places = order[:, :, :2].sort(dim=-1).values  # [n, k / 4, 2]
+        values = weight.view(n, k // 4, 4).gather(-1, places).reshape(n, k // 2)
+        bits = (1 << places).sum(dim=-1).to(torch.uint8)  # [n, k / 4], four bits each
+        kept = bits[:, 0::2] | bits[:, 1::2] << 4
+        data = self._put(values.to(torch.bfloat16))
+        return PackedWeight("sparse24", data, size=(n, k), kept=self._put(kept))
+
+    def _words(
+        self,
+        format: WeightFormat,
+        row_bytes: Tensor,
+        scale: Tensor | None,
+        offset: Tensor | None,
+        group_size: int | None,
+        size: tuple[int, int],
+    ) -> PackedWeight:
+        """Rows of bytes as they are, or interleaved by words."""
+        meta = (scale, offset)
+        if not self.interleaved:
+            data = self._put(row_bytes.view(torch.int8) if format in ("int8", "w8a8") else row_bytes)
+            return PackedWeight(format, data, *meta, group_size, size)
+        padded = _dense(torch.nn.functional.pad(row_bytes, (0, -row_bytes.shape[1] % 4))).view(torch.int32)
+        if group_size is None:  # a scale a row
+            meta = tuple(None if t is None else torch.nn.functional.pad(t, (0, -size[0] % TILE_ROWS)) for t in meta)
+        else:
+            meta = tuple(None if t is None else _interleave(t) for t in meta)
+        placed = [None if t is None else self._put(t) for t in meta]
+        return PackedWeight(format, self._put(_interleave(padded)), *placed, group_size, size, interleaved=True)
+
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if weight.dtype == dtype and weight.is_contiguous():
+            return weight
+        return self.arena.like(weight, dtype) if self.arena else weight.to(dtype).contiguous()
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.arena.empty(shape, dtype) if self.arena else torch.empty(shape, dtype=dtype, device=device)
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return self.arena.like(tensor, tensor.dtype) if self.arena else tensor.contiguous()
 
 
-def _cast(weight: Tensor, dtype: torch.dtype, arena: Arena | None) -> Tensor:
-    if weight.dtype == dtype and weight.is_contiguous():
-        return weight
-    return arena.like(weight, dtype) if arena else weight.to(dtype).contiguous()
+def dequantize(weight: PackedWeight) -> Tensor:
+    """The fp32 [n, k] that a packed weight stands for."""
+    n, k = weight.shape
+    if weight.format in ("fp32", "bf16"):
+        return weight.data.float()
+    if weight.format == "fp8":
+        assert weight.scale is not None
+        return weight.data.view(torch.float8_e4m3fn).float() * weight.scale[:, None]
+    if weight.format == "sparse24":
+        assert weight.kept is not None
+        bits = weight.kept[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=weight.kept.device) & 1
+        dense = torch.zeros(n, k, device=weight.data.device)
+        dense[bits.view(n, k).bool()] = weight.data.float().flatten()
+        return dense
+    rows = _deinterleave(weight.data, n).view(torch.uint8) if weight.interleaved else weight.data.view(torch.uint8)
+    if weight.format == "q4_k":
+        return _q4_k(rows.reshape(n, k // 256, 144)).reshape(n, k)
+    if weight.format == "q6_k":
+        return _q6_k(rows.reshape(n, k // 256, 212)).reshape(n, k)
+    codes = _CODES[weight.format](rows)[:, :k].float()
+    assert weight.scale is not None
+    if weight.group_size is None:
+        return codes * weight.scale[:n, None].float()
+    meta = [weight.scale, weight.offset]
+    if weight.interleaved:
+        meta = [None if t is None else _deinterleave(t, n) for t in meta]
+    scale, offset = (None if t is None else t.float().repeat_interleave(weight.group_size, dim=1) for t in meta)
+    if offset is not None:
+        return codes * scale + offset
+    return (codes if weight.format == "int8" else codes - 2 ** (CODE_BITS[weight.format] - 1)) * scale
 
 
-_ROWS = 4096
+def _rounded(weight: Tensor, scale: Tensor, zero: Tensor | None, lowest: int, highest: int) -> Tensor:
+    """round(weight / scale) + zero as int8 or uint8 codes."""
+    dtype = torch.int8 if lowest < 0 else torch.uint8
+    codes = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    divisor = torch.where(scale > 0, scale, 1.0)
+    for rows in range(0, weight.shape[0], _ROWS):
+        part = slice(rows, rows + _ROWS)
+        scaled = (weight[part].float() / divisor[part]).round_()
+        scaled = scaled if zero is None else scaled + zero[part]
+        codes[part] = scaled.clamp_(lowest, highest).to(dtype)
+    return codes
+
+
+def _interleave(rows: Tensor) -> Tensor:
+    """[n, words] to [ceil(n / 16), words, 16], zeros for the rows that are not there."""
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % TILE_ROWS))
+    return padded.view(-1, TILE_ROWS, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def _deinterleave(tiles: Tensor, n: int) -> Tensor:
+    return _dense(tiles.transpose(1, 2).reshape(-1, tiles.shape[1])[:n])
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy with the usual strides, also of dimensions of one, which a view as another type looks at."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.to(torch.int8).view(torch.uint8)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Of 32 codes, byte i: code i (low) and i + 16 (high)."""
+    low, high = codes.to(torch.uint8).unflatten(1, (-1, 2, 16)).unbind(2)  # [n, k / 32, 16]
+    return (low | high << 4).flatten(1)
+
+
+def _crumbs(codes: Tensor) -> Tensor:
+    """Of 32 codes, bits 2c of byte i: code i + 8c."""
+    parts = (codes.to(torch.uint8) & 3).unflatten(1, (-1, 4, 8)).unbind(2)  # 4 of [n, k / 32, 8]
+    return (parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6).flatten(1)
+
+
+def _three_bits(codes: Tensor) -> Tensor:
+    """Of 32 codes, 8 bytes of their low two bits as int2, then a word of their third bits.
+
+    Code 8c + 4j + b has its third bit at 4c + 2j + (b & 1), plus 16 for b of 2 and 3.
+    """
+    n = codes.shape[0]
+    third = (codes.to(torch.int64) >> 2).view(n, -1, 32)
+    words = (third << _third_places(codes.device)).sum(dim=-1)  # [n, k / 32]
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    return torch.cat([_crumbs(codes).view(n, -1, 8), words[:, :, None].view(torch.uint8)], dim=-1).flatten(1)
+
+
+def _third_places(device: torch.device) -> Tensor:
+    code = torch.arange(32, device=device)
+    c, j, b = code // 8, code // 4 % 2, code % 4
+    return 4 * c + 2 * j + b % 2 + b // 2 * 16
+
+
+def _from_nibbles(rows: Tensor) -> Tensor:
+    blocks = rows.reshape(rows.shape[0], -1, 16)
+    return torch.cat([blocks & 15, blocks >> 4], dim=-1).flatten(1)
+
+
+def _from_crumbs(rows: Tensor) -> Tensor:
+    blocks = rows.reshape(rows.shape[0], -1, 8)
+    return torch.cat([blocks >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1)
+
+
+def _from_three_bits(rows: Tensor) -> Tensor:
+    blocks = rows.reshape(rows.shape[0], -1, 12)
+    words = _dense(blocks[:, :, 8:]).view(torch.int32)  # [n, k / 32, 1]
+    third = words >> _third_places(rows.device) & 1
+    low = _from_crumbs(blocks[:, :, :8].flatten(1)).view(third.shape)
+    return (low | third << 2).flatten(1)
+
+
+_LAYOUT: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
+    "int8": _bytes,
+    "w8a8": _bytes,
+    "int4": _nibbles,
+    "int3": _three_bits,
+    "int2": _crumbs,
+}
+_CODES: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
+    "int8": lambda rows: rows.view(torch.int8),
+    "w8a8": lambda rows: rows.view(torch.int8),
+    "int4": _from_nibbles,
+    "int3": _from_three_bits,
+    "int2": _from_crumbs,
+}
+
+
+def _halves(pairs: Tensor) -> Tensor:
+    """[..., 2] bytes to fp32 [..., 1]."""
+    return _dense(pairs).view(torch.float16).float()
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    """[n, blocks, 144] bytes to [n, blocks, 256]: eight groups of 32 with a 6-bit scale and minimum each."""
+    packed = blocks[..., 4:16]
+    low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat([low & 63, (high & 15) | low >> 6 << 4], dim=-1).float() * _halves(blocks[..., :2])
+    minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1).float() * _halves(blocks[..., 2:4])
+    nibbles = blocks[..., 16:].unflatten(-1, (4, 32))
+    codes = torch.stack([nibbles & 15, nibbles >> 4], dim=-2).flatten(-3, -2).float()  # [n, blocks, 8, 32]
+    return (codes * scales[..., None] - minima[..., None]).flatten(-2)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    """[n, blocks, 212] bytes to [n, blocks, 256]: sixteen groups of 16 with an int8 scale each."""
+    low = blocks[..., :128].unflatten(-1, (2, 2, 32))
+    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+    codes = torch.cat([low & 15, low >> 4], dim=-2) | (high >> shifts & 3) << 4  # [n, blocks, 2, 4, 32]
+    scales = _dense(blocks[..., 192:208]).view(torch.int8).float() * _halves(blocks[..., 208:210])
+    return ((codes.flatten(-3).unflatten(-1, (16, 16)).float() - 32) * scales[..., None]).flatten(-2)

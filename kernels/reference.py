@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from membound.kernels import quantize
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.kv_formats import QuantizedKv
+from membound.kernels.quantize import Packer, dequantize
 
 
 class TorchKernels:
@@ -21,23 +21,37 @@ class TorchKernels:
         self.device = torch.device(device)
         self.activation_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
+        self._packer = Packer()
+
     def stalls(self) -> int:
         return 0
 
     def describe(self) -> str:
         return f"plain PyTorch {torch.__version__} on {self.device}, linear layers in bf16 (int8 weights: bf16 x int8)"
 
-    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
-        return quantize.pack(weight, format)
+    def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
+        return self._packer.pack(weight, format, group_size)
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
+        return self._packer.pack_codes(codes, scale, zero, format)
+
+    def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
+        return self._packer.pack_gguf(raw, type, shape)
+
+    def emulates(self, format: WeightFormat) -> bool:
+        return format not in ("fp32", "bf16", "int8", "w8a8")
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         if weight.format == "fp32":
             y = functional.linear(x.float(), weight.data)
         elif weight.format == "bf16":
             y = functional.linear(x.to(torch.bfloat16), weight.data)
-        else:
-            assert weight.scale is not None
+        elif weight.format == "w8a8":
+            y = _linear_w8a8(x.float(), weight)
+        elif weight.format == "int8" and weight.scale is not None and weight.group_size is None:
             y = _linear_int8(x.to(torch.bfloat16), weight.data).float() * weight.scale
+        else:
+            y = functional.linear(x.float(), dequantize(weight))
         return y.to(self.activation_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -158,6 +172,14 @@ def _linear_int8(x: Tensor, data: Tensor) -> Tensor:
     if x.device.type == "cpu" and data.shape[0] % 16 == 0 and data.shape[1] % 16 == 0:
         return torch.ops.aten._weight_int8pack_mm(x, data, torch.ones(data.shape[0], dtype=x.dtype))
     return functional.linear(x, data.to(x.dtype))
+
+
+def _linear_w8a8(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [m, k], rounded to int8 with a scale a token, times int8 [n, k] transposed: [m, n] in fp32."""
+    assert weight.scale is not None
+    scale = x.abs().amax(dim=1, keepdim=True) / 127  # [m, 1]
+    codes = (x * torch.where(scale > 0, 1 / scale, 0)).round().clamp(-127, 127).to(torch.int8)
+    return torch._int_mm(codes, weight.data.t()).float() * scale * weight.scale
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
