@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,7 +46,7 @@ def test_statistics_do_not_depend_on_the_pieces(cuts: list[int], seed: int) -> N
     x = inputs(seed)
     accumulator = Accumulator(K, x.device)
     edges = [0, *sorted(set(cuts)), len(x)]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         accumulator.add(x[start:end])
     pieces, whole = accumulator.statistics(), statistics(x)
     assert pieces.tokens == len(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -52,7 +54,7 @@ def test_each_bit_halves_the_error() -> None:
     """6 dB a bit, for values that are spread evenly (Widrow and Kollar, Quantization noise, 2008)."""
     w = torch.rand(64, 4096, generator=torch.Generator().manual_seed(0)) - 0.5
     errors = [float((round_to_nearest(w, Grid(b, 0, False)).dequantized() - w).norm()) for b in range(3, 8)]
-    for before, after in zip(errors, errors[1:], strict=False):
+    for before, after in itertools.pairwise(errors):
         assert before / after == pytest.approx(2, rel=0.15)
 
 
