@@ -106,4 +106,4 @@ def test_what_makes_no_sense_is_one_sentence(membound, asked, tmp_path) -> None:
     assert "is not JSON" in refused(membound("import", str(broken)))
     assert "--endpoint" in refused(membound("measure", asked, "--endpoint-model", "m"))
     assert "connection refused" in refused(membound("compare", asked, "--endpoint", "http://127.0.0.1:9"))
-    assert not Store(tmp_path / "home").runs()
+    assert not list((tmp_path / "home").glob("runs/*"))
