@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,12 @@ class GroupedAttention:
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> KvStore:
         return self._new_store(self.spec, num_blocks, block_size, seats)
+
+    def storing(self, new_store: NewStore) -> GroupedAttention:
+        """The same attention over a KV store of another kind."""
+        other = copy(self)
+        other._new_store = new_store
+        return other
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield "qkv", self.qkv

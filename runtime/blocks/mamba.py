@@ -60,7 +60,9 @@ class Mamba2Mixer:
             y[segment.rows] = out
         y = y * functional.silu(z)
         if spec.gated_norm:
-            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * weights["gated_norm"]
+            grouped = y.unflatten(1, (spec.groups, -1))
+            y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(1)
+            y = y * weights["gated_norm"]
         return self.out_proj(y.to(self.kernels.activation_dtype))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> SeatStates:

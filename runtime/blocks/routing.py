@@ -35,7 +35,7 @@ def route(logits: Tensor, top_k: int, rule: Routing, bias: Tensor | None = None)
     ranked = scores if bias is None or rule.bias == "logits" else scores + bias
     if rule.groups > 1:
         ranked = _within_best_groups(ranked, rule)
-    chosen = ranked.sort(-1, descending=True, stable=True).indices[:, :top_k]  # [tokens, top_k]
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # [tokens, top_k]
     weights = scores.gather(1, chosen)
     if rule.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -43,10 +43,9 @@ class Assembler:
         with ThreadPoolExecutor(max_workers=2) as pool:
             embed = self._top("embed", (spec.vocab, spec.hidden), torch.bfloat16, arena)
             layers = tuple(pool.map(lambda item: self._layer(*item, arena), numbered))
-            unscaled = spec.norm == "unscaled"
-            norm = (
-                torch.ones(spec.hidden) if unscaled else self._top("final_norm", (spec.hidden,), torch.float32, arena)
-            )
+            norm = torch.ones(spec.hidden)
+            if spec.norm != "unscaled":
+                norm = self._top("final_norm", (spec.hidden,), torch.float32, arena) + self.layout.norm_offset
             tied = spec.tie_embeddings
             head = embed if tied else self._top("lm_head", (spec.vocab, spec.hidden), torch.bfloat16, arena)
             shapes = extra_shapes(spec).items()
@@ -54,7 +53,7 @@ class Assembler:
         return Weights(
             embed=embed,
             layers=layers,
-            final_norm=norm + self.layout.norm_offset,
+            final_norm=norm,
             lm_head=head,
             origin=self.origin,
             rope_factors=rope_factors,
@@ -64,9 +63,8 @@ class Assembler:
 
     def _top(self, part: str, shape: tuple[int, ...], dtype: torch.dtype, arena: Arena) -> Tensor:
         names = self._known(part, self.layout.top_sources(part))
-        return arena.like(
-            _checked(self.origin, names, _joined([self.read(name) for name in names], dtype), shape), dtype
-        )
+        whole = _joined([self.read(name) for name in names], dtype)
+        return arena.like(_checked(self.origin, names, whole, shape), dtype)
 
     def _layer(self, index: int, layer: Layer, arena: Arena) -> LayerWeights:
         prefix = self.layout.layer.format(index)
@@ -74,7 +72,7 @@ class Assembler:
         read = lru_cache(maxsize=4)(self.read)  # one tensor may hold all experts
 
         def part(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            names = [prefix + source for source in self._known(name, self.layout.sources(name))]
+            names = [prefix + source for source in self._known(name, self.layout.sources(name, layer.attention.kind))]
             pieces = [read(source) for source in names]
             kind, _, rest = name.partition(".")
             change = changes.get(name) or changes.get(f"{kind}.{rest.partition('.')[2]}")

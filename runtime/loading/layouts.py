@@ -1,7 +1,8 @@
 """By which names does each family store its tensors, and in which order are their rows?
 
-A layout is data: for each of our parts the tensors of a file that make it, row after row. A stem stands for `stem.weight`
-and, for a bias, `stem.bias`; a name that begins with "=" is the whole name. `{e}` is the number of an expert.
+A layout is data: for each of our parts the tensors of a file that make it, row after row. A stem stands for
+`stem.weight` and, for a bias, `stem.bias`; a name that begins with "=" is the whole name. `{e}` is the number of an
+expert.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class Layout:
         """This layout with some parts elsewhere."""
         return replace(self, parts={**self.parts, **parts}, **changes)  # type: ignore[arg-type]
 
-    def sources(self, part: str) -> tuple[str, ...]:
-        """The names, after the layer's prefix, of the tensors that make a part; () for one that it does not know."""
-        found = self._lookup(self.parts, part)
+    def sources(self, part: str, mixer: str) -> tuple[str, ...]:
+        """The names, after the layer's prefix, of the tensors that make a part; () for one that it does not know.
+
+        `mixer` is the kind of the layer's mixer, before whose parts it may stand: "gated_delta_net.o".
+        """
+        found = self._lookup(self.parts, f"{mixer}.{part}") or self._lookup(self.parts, part)
         if found or not part.startswith("experts."):
             return found
         _, expert, rest = part.split(".", 2)
@@ -106,6 +110,7 @@ QWEN3_NEXT = QWEN_MOE.with_parts(
     {
         "qkvz": "linear_attn.in_proj_qkvz",
         "ba": "linear_attn.in_proj_ba",
+        "gated_delta_net.o": "linear_attn.out_proj",
         "conv": "linear_attn.conv1d",
         "a": "=linear_attn.A_log",
         "dt_bias": "=linear_attn.dt_bias",

@@ -33,7 +33,7 @@ class Weights:
     lm_head: Tensor  # [vocab, hidden], bf16
     origin: str
     rope_factors: Tensor | None = None  # [rotated / 2], fp32, divides each rotation frequency in place of the spec's
-    arithmetic: Arithmetic = Arithmetic()
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     extras: dict[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Weights:

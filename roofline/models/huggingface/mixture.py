@@ -68,7 +68,9 @@ def _shared(c: Config) -> int:
 
 def deepseek(c: Config) -> Fields:
     """DeepSeek V2, V3, V3.2, Kimi K2, GLM-5: latent attention, dense layers first, shared experts."""
-    experts = _experts(c, shared_intermediate=_shared(c), router_bias=c.get("topk_method") == "noaux_tc")
+    usual = "noaux_tc" if c.architecture == "DeepseekV3ForCausalLM" else None
+    balanced = c.get("topk_method", default=usual) == "noaux_tc"
+    experts = _experts(c, shared_intermediate=_shared(c), router_bias=balanced)
     return model(c, _latent(c), _dense_first(c, experts))
 
 

@@ -1,0 +1,253 @@
+"""Does the decoder compute every family as transformers does?
+
+Each model is tiny and random, made from its config object; weights are rounded to bf16 in both, all else is fp32. What
+is left is the order of summation: 2e-4 on logits that spread over a few units.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.kernels.reference import TorchKernels
+from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.plain import single_sequence
+from membound.runtime.weights import load_safetensors
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 2e-4
+BLOCK_SIZE = 8
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_HEADS: dict[str, Any] = {"head_dim": 16}
+_MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 3}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+# name: (config class, what differs from _SMALL); windows are shorter than the test's sequences
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-window": ("Mistral", {"sliding_window": 7, **_HEADS}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3-one-kv-head": ("Qwen3", {**_HEADS, "num_key_value_heads": 1}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**_MOE, "num_experts": 6, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**_MOE, **_HEADS, "num_experts": 6, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
+    "gemma": ("Gemma", {**_HEADS, "hidden_activation": "gelu_pytorch_tanh"}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **_HEADS,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **_HEADS,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {**_MOE, **_LATENT, "q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False},
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {
+            **_MOE,
+            **_LATENT,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek-v3": ("DeepseekV3", {**_MOE, **_LATENT, "q_lora_rank": 20, "rope_parameters": _YARN}),
+    "olmo": ("Olmo", {}),
+    "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3", {"sliding_window": 5}),
+    "phi": ("Phi", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
+    "glm": ("Glm", {**_HEADS, "attention_bias": True}),
+    "glm4": ("Glm4", {**_HEADS, "attention_bias": True}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **_MOE,
+            **_HEADS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **_HEADS,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {**_YARN, "mscale": None, "mscale_all_dim": None, "truncate": False},
+        },
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 6, "sliding_window_pattern": 3}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.25, "hidden_size": 64}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "mamba2": (
+        "Mamba2",
+        {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16},
+    ),
+    "mamba": ("Mamba", {"state_size": 8, "intermediate_size": 96, "time_step_rank": 6}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **_MOE,
+            **_HEADS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 40,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+}
+
+
+class ExactKernels(TorchKernels):
+    """The plain kernels with nothing rounded to bf16."""
+
+    kv_dtype = torch.float32
+
+
+def tiny_model(family: str, folder: Path) -> Callable[[list[int]], Tensor]:
+    """Saves a random model of a family, and returns what transformers computes: logits [tokens, vocab] of tokens."""
+    name, changes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**_SMALL | changes, attn_implementation="eager")
+    torch.manual_seed(len(family))
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
+            if parameter.is_floating_point() and parameter.dim() > 1:
+                parameter.copy_((torch.randn_like(parameter) * parameter.shape[-1] ** -0.5).bfloat16())
+            elif parameter.is_floating_point():  # norms and biases are seldom all ones and zeros
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return lambda ids: model(torch.tensor([ids]), use_cache=False).logits[0].detach()
+
+
+class Session:
+    """Two sequences in scattered blocks, step by step."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.cache: KvCache = decoder.new_cache(16, BLOCK_SIZE, seats=3)
+        self.table = torch.tensor([[5, 2, 7, 9, 12, 3], [1, 6, 0, 8, 10, 4]], dtype=torch.int32)
+
+    def step(self, *pieces: tuple[int, list[int], int, int]) -> list[Tensor]:
+        """Takes tokens `start` to `end` of sequences; returns the logits of all of them, piece by piece."""
+        positions = [p for _, _, start, end in pieces for p in range(start, end)]
+        slots = [
+            int(self.table[s, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
+            for s, _, start, end in pieces
+            for p in range(start, end)
+        ]
+        lengths = [end - start for _, _, start, end in pieces]
+        batch = RaggedBatch(
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int(),
+            context_len=torch.tensor([end for *_, end in pieces], dtype=torch.int32),
+            block_table=self.table[[s for s, *_ in pieces]],
+            most_queries=max(lengths),
+            seats=torch.tensor([(2, 0)[s] for s, *_ in pieces]),
+        )
+        tokens = torch.tensor([t for _, ids, start, end in pieces for t in ids[start:end]])
+        logits = self.decoder.forward(tokens, batch, self.cache, torch.arange(len(tokens)))
+        return list(logits.split(lengths))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_what_transformers_computes(family: str, tmp_path: Path) -> None:
+    """Whole, and in chunks beside another sequence, and token by token."""
+    reference = tiny_model(family, tmp_path)
+    decoder = Decoder(*load_safetensors(tmp_path), ExactKernels(), "fp32")
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randint(3, 96, (n,), generator=generator).tolist() for n in (37, 22))
+    expected = {0: reference(a), 1: reference(b)}
+    assert expected[0].std() > 0.1
+
+    num_blocks = 5
+    batch = single_sequence(0, len(a), num_blocks, decoder.device)
+    whole = decoder.forward(torch.tensor(a), batch, decoder.new_cache(num_blocks, BLOCK_SIZE * 2), torch.arange(len(a)))
+    torch.testing.assert_close(whole, expected[0], rtol=0, atol=TOLERANCE)
+
+    session = Session(decoder)
+    steps = [
+        ((0, a, 0, 13), (1, b, 0, 20)),
+        ((1, b, 20, 21), (0, a, 13, 35)),
+        ((0, a, 35, 36), (1, b, 21, 22)),
+        ((0, a, 36, 37),),
+    ]
+    for pieces in steps:
+        for (sequence, _, start, end), logits in zip(pieces, session.step(*pieces), strict=True):
+            torch.testing.assert_close(logits, expected[sequence][start:end], rtol=0, atol=TOLERANCE)
