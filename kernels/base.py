@@ -105,6 +105,7 @@ class Kernels(Protocol):
     name: str
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
+    interleaved: bool  # whether `pack` lays the words of 16 rows side by side
 
     def describe(self) -> str:
         """One line for the record: which code runs, compiled how."""

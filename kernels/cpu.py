@@ -36,6 +36,8 @@ class CpuKernels:
     name = "cpp"
     activation_dtype = torch.float32
     kv_dtype = torch.bfloat16
+    emulates_quantized_kv = False
+    interleaved = True
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         """With `batch_invariant`, torch's matrix units are left alone, so that every m gives the same bits.
@@ -63,7 +65,7 @@ class CpuKernels:
         self._lanes = library.membound_lanes()
         self._stalls = library.membound_stalls
         self._stalls.restype = c_int64
-        self._packer = Packer(Arena(), interleaved=True)
+        self._packer = Packer(Arena(), interleaved=self.interleaved)
         self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if has_bf16_units() and not batch_invariant else {}
 
     def batch_invariant_below(self, format: WeightFormat) -> int | None:
@@ -219,8 +221,7 @@ class CpuKernels:
     ) -> Tensor:
         if queries < 1:
             raise ValueError(f"queries: is {queries}, should be the number of last tokens whose attention counts")
-        quantized = isinstance(keys, QuantizedKv)
-        layout = self._layout(keys.k, keys.v, keys) if quantized else self._layout(keys, keys)
+        layout = self._layout(keys.k, keys.v, keys) if isinstance(keys, QuantizedKv) else self._layout(keys, keys)
         longest = int(batch.context_len.max())
         out = torch.empty(batch.num_sequences, layout.kv.kv_heads, longest)
         q = _contiguous(q)
@@ -446,7 +447,7 @@ def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None
         if not quantized.scales.is_contiguous():
             raise TypeError("the scales of quantized K and V must be contiguous")
         scales = quantized.scales.data_ptr()
-    blocks = _KvBlocks(
+    kv = _KvBlocks(
         k_blocks.data_ptr(),
         v_blocks.data_ptr(),
         scales,
@@ -457,4 +458,4 @@ def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None
         v_blocks.stride(0),
         KV_FORMATS.index(quantized.format if quantized else "bf16"),
     )
-    return _KvLayout(ref(k_blocks), ref(v_blocks), quantized, blocks)
+    return _KvLayout(ref(k_blocks), ref(v_blocks), quantized, kv)

@@ -26,7 +26,6 @@ from membound.kernels.triton.rope_store import rope_store
 from membound.kernels.triton.silu_mul import silu_mul
 from membound.kernels.triton.verify_attention import LARGEST_TREE, verify_attention
 
-
 # The formats that Triton kernels or the vendor's library multiply; the others are widened first.
 NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8")
 
@@ -41,6 +40,8 @@ class TritonKernels:
     name = "triton"
     activation_dtype = torch.bfloat16
     kv_dtype = torch.bfloat16
+    emulates_quantized_kv = False
+    interleaved = False
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = torch.device(device)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import WEIGHT_FORMATS, PackedWeight, WeightFormat
@@ -102,7 +103,7 @@ class Packer:
         if type == "Q4_K":
             return self._words("q4_k", blocks.flatten(1), None, None, None, shape)
         if type == "Q6_K":  # to whole words
-            padded = torch.nn.functional.pad(blocks, (0, 2))
+            padded = pad(blocks, (0, 2))
             return self._words("q6_k", padded.flatten(1), None, None, None, shape)
         numbers = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}[type]
         meta = _dense(blocks[:, :, : 2 * numbers]).view(torch.float16)  # [n, k / 32, 1 or 2]
@@ -125,8 +126,8 @@ class Packer:
         low, high = grouped.amin(-1).float().clamp_max(0), grouped.amax(-1).float().clamp_min(0)
         scale = ((high - low) / levels).half().float()  # codes are of the scale that `linear` will read
         zero = torch.where(scale > 0, -low / torch.where(scale > 0, scale, 1.0), 0.0).round_()
-        parts = [t.repeat_interleave(group_size, dim=1) for t in (scale, zero)]
-        return self.pack_codes(_rounded(weight, *parts, 0, levels), scale, zero, format)
+        scales, zeros = (t.repeat_interleave(group_size, dim=1) for t in (scale, zero))
+        return self.pack_codes(_rounded(weight, scales, zeros, 0, levels), scale, zero, format)
 
     def _fp8(self, weight: Tensor) -> PackedWeight:
         scale = weight.abs().amax(dim=1).float() / LARGEST_E4M3
@@ -163,17 +164,20 @@ class Packer:
         size: tuple[int, int],
     ) -> PackedWeight:
         """Rows of bytes as they are, or interleaved by words."""
-        meta = (scale, offset)
         if not self.interleaved:
             data = self._put(row_bytes.view(torch.int8) if format in ("int8", "w8a8") else row_bytes)
-            return PackedWeight(format, data, *meta, group_size, size)
-        padded = _dense(torch.nn.functional.pad(row_bytes, (0, -row_bytes.shape[1] % 4))).view(torch.int32)
-        if group_size is None:  # a scale a row
-            meta = tuple(None if t is None else torch.nn.functional.pad(t, (0, -size[0] % TILE_ROWS)) for t in meta)
-        else:
-            meta = tuple(None if t is None else _interleave(t) for t in meta)
-        placed = [None if t is None else self._put(t) for t in meta]
-        return PackedWeight(format, self._put(_interleave(padded)), *placed, group_size, size, interleaved=True)
+            return PackedWeight(format, data, scale, offset, group_size, size)
+
+        def meta(numbers: Tensor | None) -> Tensor | None:
+            if numbers is None:
+                return None
+            if group_size is None:  # a scale a row
+                return self._put(pad(numbers, (0, -size[0] % TILE_ROWS)))
+            return self._put(_interleave(numbers))
+
+        words = _dense(pad(row_bytes, (0, -row_bytes.shape[1] % 4))).view(torch.int32)
+        data = self._put(_interleave(words))
+        return PackedWeight(format, data, meta(scale), meta(offset), group_size, size, interleaved=True)
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if weight.dtype == dtype and weight.is_contiguous():
@@ -210,13 +214,16 @@ def dequantize(weight: PackedWeight) -> Tensor:
     assert weight.scale is not None
     if weight.group_size is None:
         return codes * weight.scale[:n, None].float()
-    meta = [weight.scale, weight.offset]
-    if weight.interleaved:
-        meta = [None if t is None else _deinterleave(t, n) for t in meta]
-    scale, offset = (None if t is None else t.float().repeat_interleave(weight.group_size, dim=1) for t in meta)
-    if offset is not None:
-        return codes * scale + offset
-    return (codes if weight.format == "int8" else codes - 2 ** (CODE_BITS[weight.format] - 1)) * scale
+    groups = weight.group_size
+
+    def spread(numbers: Tensor) -> Tensor:
+        rows = _deinterleave(numbers, n) if weight.interleaved else numbers
+        return rows.float().repeat_interleave(groups, dim=1)
+
+    if weight.offset is not None:
+        return codes * spread(weight.scale) + spread(weight.offset)
+    middle = 0 if weight.format == "int8" else 2 ** (CODE_BITS[weight.format] - 1)
+    return (codes - middle) * spread(weight.scale)
 
 
 def _rounded(weight: Tensor, scale: Tensor, zero: Tensor | None, lowest: int, highest: int) -> Tensor:
@@ -234,7 +241,7 @@ def _rounded(weight: Tensor, scale: Tensor, zero: Tensor | None, lowest: int, hi
 
 def _interleave(rows: Tensor) -> Tensor:
     """[n, words] to [ceil(n / 16), words, 16], zeros for the rows that are not there."""
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % TILE_ROWS))
+    padded = pad(rows, (0, 0, 0, -rows.shape[0] % TILE_ROWS))
     return padded.view(-1, TILE_ROWS, rows.shape[1]).transpose(1, 2).contiguous()
 
 

@@ -16,6 +16,8 @@ class TorchKernels:
 
     name = "torch"
     kv_dtype = torch.bfloat16
+    emulates_quantized_kv = True
+    interleaved = False
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import Kernels, PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.reference import TorchKernels
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, ModelSpec
 from membound.roofline.scenario import ClosedLoop
 from membound.runtime.clock import WallClock
@@ -113,15 +114,17 @@ class _SureDrafter:
         return [Draft((0,) * min(self.drafts, room.chain)) for room in rooms]
 
 
-class _StandInKernels:
+class _StandInKernels(TorchKernels):
     """Kernels that compute nothing, but once a step read as much memory as makes the host's code and data cold.
 
     `away_s` has the seconds of that for each step.
     """
 
     name = "stand-in"
+    emulates_quantized_kv = True
 
     def __init__(self, kernels: Kernels, pool: Pool) -> None:
+        super().__init__(str(pool.bytes.device))
         self.activation_dtype = kernels.activation_dtype
         self.kv_dtype = kernels.kv_dtype
         self.away_s: list[float] = []
@@ -134,7 +137,7 @@ class _StandInKernels:
     def stalls(self) -> int:
         return 0
 
-    def pack(self, weight: Tensor, format: WeightFormat) -> PackedWeight:
+    def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
         return PackedWeight("bf16", weight)
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -155,7 +158,17 @@ class _StandInKernels:
         head_dim = k_blocks.shape[-1]
         return qkv[:, : qkv.shape[1] - 2 * k_blocks.shape[2] * head_dim].view(qkv.shape[0], -1, head_dim)
 
-    def attention(self, q: Tensor, k_blocks: Tensor, v_blocks: Tensor, batch: RaggedBatch, scale: float) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         start_s = time.perf_counter()
         self._pool.parts(min(EVICTED_BYTES, self._pool.size_bytes), 1)[0].view(torch.float32).sum().item()
         self.away_s.append(time.perf_counter() - start_s)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from membound.kernels.base import Kernels, WeightFormat
 from membound.roofline.calibration import CACHE_SET_BYTES, LinearTable
-from membound.runtime.pool import Pool, weight_bytes
+from membound.runtime.pool import PackedLayout, Pool
 from membound.runtime.stopwatch import Stopwatch
 
 Cell = tuple[int, int, int]
@@ -25,7 +25,7 @@ SAMPLES = 32
 class LinearGrid:
     """The shapes to measure, the seconds to spend on a cell, and those beyond which a call is not measured."""
 
-    formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp32")
+    formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp32", "int4", "w8a8", "fp8", "sparse24")
     n: tuple[int, ...] = (256, 1024, 4096, 16384, 65536)
     k: tuple[int, ...] = (256, 1024, 4096)
     m: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 31, 32, 48, 64, 128, 256, 512)
@@ -47,9 +47,22 @@ class LinearProbe:
         self.pool = pool
         self.grid = grid
 
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """Those of the grid that these kernels have at a speed of their own."""
+        return tuple(format for format in self.grid.formats if self._has(format))
+
+    def _has(self, format: WeightFormat) -> bool:
+        try:
+            PackedLayout.of(self.kernels, format, self.grid.n[0], self.grid.k[0])
+        except ValueError:
+            return False
+        return not self.kernels.emulates(format)
+
     def one_s(self, format: WeightFormat, n: int, k: int, m: int, cached: bool) -> float:
         """Seconds of one linear call at a shape."""
-        weights = self.pool.weights(format, n, k, SAMPLES, CACHE_SET_BYTES if cached else None)
+        within = CACHE_SET_BYTES if cached else None
+        weights = self.pool.weights(self.kernels, format, n, k, SAMPLES, within)
         calls = [partial(self.kernels.linear, weight=weight) for weight in weights]
         if cached:
             self.pool.bytes[:CACHE_SET_BYTES].view(torch.float32).sum()
@@ -65,7 +78,8 @@ class LinearProbe:
         seconds = np.full((len(g.n), len(g.k), len(g.m)), np.nan)
         room = CACHE_SET_BYTES if cached else self.pool.size_bytes
         for (a, n), (b, k), (c, m) in itertools.product(enumerate(g.n), enumerate(g.k), enumerate(g.m)):
-            if weight_bytes(format, n, k) <= room and not _too_long(seconds, (a, b, c), g):
+            nbytes = PackedLayout.of(self.kernels, format, n, k).nbytes
+            if nbytes <= room and not _too_long(seconds, (a, b, c), g):
                 seconds[a, b, c] = self.one_s(format, n, k, m, cached)
             yield float(seconds[a, b, c])
 

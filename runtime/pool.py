@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from membound.kernels.arena import Arena
-from membound.kernels.base import PackedWeight, WeightFormat
+from membound.kernels.arena import ALIGNMENT_BYTES, Arena
+from membound.kernels.base import Kernels, PackedWeight, WeightFormat
 
-_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
-# Every byte alike, so that the same memory reads as 0.0115 in fp32 and bf16 and as 60 in int8.
+ROWS = 16
+# Every byte alike, so that the same memory reads as 0.0115 in fp32 and bf16, as 1.06 in fp16, as 60 in int8, as codes 3
+# and 12 in int4, and as two kept of every four in 2:4.
 _BYTE = 0x3C
 
 
@@ -21,7 +24,6 @@ class Pool:
     def __init__(self, buffer: Tensor) -> None:
         self.bytes = buffer
         self._next = 0
-        self._scales: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, size_bytes: int, device: str) -> Pool:
@@ -54,14 +56,17 @@ class Pool:
         return taken
 
     def weights(
-        self, format: WeightFormat, n: int, k: int, count: int, within_bytes: int | None = None
+        self,
+        kernels: Kernels,
+        format: WeightFormat,
+        n: int,
+        k: int,
+        count: int,
+        within_bytes: int | None = None,
     ) -> list[PackedWeight]:
-        """`count` weights [n, k] in the plain layout of every format: rows of k elements, int8 with a scale a row."""
-        scale = None
-        if format == "int8":
-            scale = self._scales.setdefault(n, torch.full((n,), 0.01, device=self.bytes.device))
-        parts = self.parts(weight_bytes(format, n, k), count, within_bytes)
-        return [PackedWeight(format, part.view(_DTYPES[format]).view(n, k), scale) for part in parts]
+        """`count` weights [n, k] in the layout in which `kernels` packs them; what they hold means nothing."""
+        layout = PackedLayout.of(kernels, format, n, k)
+        return [layout.over(part) for part in self.parts(layout.nbytes, count, within_bytes)]
 
     def blocks(self, shape: Sequence[int], dtype: torch.dtype, count: int) -> list[Tensor]:
         """`count` tensors of a shape and type."""
@@ -69,5 +74,44 @@ class Pool:
         return [part.view(dtype).view(*shape) for part in self.parts(elements * dtype.itemsize, count)]
 
 
-def weight_bytes(format: WeightFormat, n: int, k: int) -> int:
-    return n * k * _DTYPES[format].itemsize
+@dataclass(frozen=True)
+class PackedLayout:
+    """The tensors of a packed weight [n, k], without memory: what `like` has for a few rows, for all of them."""
+
+    like: PackedWeight
+    shapes: dict[str, tuple[int, ...]]
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, kernels: Kernels, format: WeightFormat, n: int, k: int) -> PackedLayout:
+        """Read off a packed weight of as many rows as a kernel's tile; raises ValueError as `kernels.pack` does."""
+        device = getattr(kernels, "device", "cpu")
+        like = kernels.pack(torch.zeros(ROWS, k, device=device), format)
+        shapes = {}
+        for name in ("data", "scale", "offset", "kept"):
+            if (tensor := getattr(like, name)) is not None:
+                first, *rest = tensor.shape
+                rows = -(-n // ROWS) * first if like.interleaved else n * first // ROWS
+                shapes[name] = (rows, *rest)
+        return cls(like, shapes, (n, k))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, each at a multiple of the alignment."""
+        return sum(_aligned(self._nbytes(name)) for name in self.shapes)
+
+    def over(self, memory: Tensor) -> PackedWeight:
+        """The packed weight whose tensors lie in `memory`, one behind the other."""
+        tensors, start = {}, 0
+        for name, shape in self.shapes.items():
+            size = self._nbytes(name)
+            tensors[name] = memory[start : start + size].view(getattr(self.like, name).dtype).view(shape)
+            start += _aligned(size)
+        return replace(self.like, **tensors, size=None if self.like.size is None else self.size)
+
+    def _nbytes(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * getattr(self.like, name).dtype.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

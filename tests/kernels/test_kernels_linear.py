@@ -121,7 +121,7 @@ def test_int8_is_off_by_at_most_half_a_step_of_its_row(kernels, n, k, power, see
 )
 def test_group_codes_are_off_by_at_most_half_a_step_of_their_group(kernels, format, group, n, power, seed):
     k = 384 if group is None else 3 * group
-    x, w = problem(2, n, k, seed)
+    _, w = problem(2, n, k, seed)
     w = w * 2.0**power + 2.0**power * 0.3
     weight = kernels.pack(w, format, group)
     levels = {"int4": 15, "int3": 7, "int2": 3}[format]
