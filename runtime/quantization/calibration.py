@@ -13,10 +13,14 @@ from membound.roofline.models import ModelSpec
 from membound.runtime.decoder import Decoder
 from membound.runtime.linear import Linear
 from membound.runtime.plain import BLOCK_SIZE, single_sequence
+from membound.runtime.quality.texts import calibration_windows
 from membound.runtime.quantization.quantized import QuantizationError
 from membound.runtime.quantization.statistics import Accumulator, InputStatistics
 from membound.runtime.recipe import FormatRecipe, Recipe
+from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights
+
+CALIBRATION_TOKENS = 8192
 
 Statistics = dict[str, InputStatistics]  # by the matrix's name
 
@@ -92,6 +96,11 @@ class Calibrator:
         self.token_ids = token_ids
         self._of: weakref.ref[Weights] | None = None
         self._statistics: Statistics = {}
+
+    @classmethod
+    def on_text(cls, kernels: Kernels, tokenizer: Tokenizer, tokens: int = CALIBRATION_TOKENS) -> Calibrator:
+        """Calibrates on about `tokens` tokens of English and code that come with Python."""
+        return cls(kernels, calibration_windows(tokenizer, tokens))
 
     def statistics(self, spec: ModelSpec, weights: Weights) -> Statistics:
         """Those of the model in bf16; collected once for the same weights."""

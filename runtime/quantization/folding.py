@@ -19,17 +19,27 @@ _NORMS = {"qkv": "mixer_norm", "gate_up": "ffn_norm"}
 
 @dataclass(frozen=True)
 class Folder:
-    """The tensors of one layer, into which scales are folded one part after the other."""
+    """The tensors of one layer, into which scales are folded one part after the other.
+
+    `clamped` says that the network clamps what `up` returns, which then cannot be scaled.
+    """
 
     layer: Layer
     tensors: LayerWeights
+    clamped: bool = False
 
     def takes(self, part: str) -> bool:
-        """Whether the inputs of a part come from something that scales can be folded into."""
-        attention, ffn = self.layer.attention, self.layer.ffn
-        if part in ("qkv", "o"):
-            return isinstance(attention, GroupedQueryAttention) and part in self.tensors
-        return isinstance(ffn, GatedFfn) and part in ("gate_up", "down") and part in self.tensors
+        """Whether the inputs of a part come from something that scales can be folded into, and from nothing else."""
+        attention, ffn, tensors = self.layer.attention, self.layer.ffn, self.tensors
+        if part not in tensors:
+            return False
+        if part in _NORMS:  # a norm that attention and network share belongs to neither
+            kinds = isinstance(attention, GroupedQueryAttention) if part == "qkv" else isinstance(ffn, GatedFfn)
+            return kinds and "mixer_norm" in tensors and "ffn_norm" in tensors
+        if part == "o":
+            plain = isinstance(attention, GroupedQueryAttention) and not attention.output_gate
+            return plain and not attention.v_is_k  # type: ignore[union-attr]
+        return part == "down" and isinstance(ffn, GatedFfn) and not self.clamped
 
     def shared(self, part: str, magnitude: Tensor) -> Tensor:
         """The magnitude [k] of the channels, equal where they have to share a scale: the mean of those that do.
@@ -46,14 +56,14 @@ class Folder:
         tensors = self.tensors
         tensors[part] = (tensors[part].float() * scales).to(tensors[part].dtype)
         if part in _NORMS:
-            tensors[_NORMS[part]] = tensors[_NORMS[part]] / scales
-        elif part == "o":
-            rows = self._heads(scales)[:, 0].reshape(-1)  # [kv_heads * head_dim]
-            tensors["qkv"] = _last_rows_divided(tensors["qkv"], rows)
-            if "qkv_bias" in tensors:
-                tensors["qkv_bias"] = _last_rows_divided(tensors["qkv_bias"][:, None], rows)[:, 0]
-        else:
-            tensors["gate_up"] = _last_rows_divided(tensors["gate_up"], scales)
+            norm = _NORMS[part]
+            for name in {norm, f"{norm}_bias"} & tensors.keys():
+                tensors[name] = tensors[name] / scales
+            return
+        before = "qkv" if part == "o" else "gate_up"
+        rows = self._heads(scales)[:, 0].reshape(-1) if part == "o" else scales
+        for name in {before, f"{before}_bias"} & tensors.keys():
+            tensors[name] = _last_rows_divided(tensors[name], rows)
 
     def _heads(self, channels: Tensor) -> Tensor:
         attention = self.layer.attention
@@ -61,9 +71,9 @@ class Folder:
         return channels.view(attention.kv_heads, attention.heads // attention.kv_heads, -1)
 
 
-def _last_rows_divided(matrix: Tensor, divisors: Tensor) -> Tensor:
-    """The matrix with its last rows divided: v is the last part of qkv, and up that of gate_up."""
-    divided = matrix.clone()
-    rows = len(divisors)
-    divided[-rows:] = (matrix[-rows:].float() / divisors[:, None]).to(matrix.dtype)
+def _last_rows_divided(tensor: Tensor, divisors: Tensor) -> Tensor:
+    """A matrix or bias with its last rows divided: v is the last part of qkv, and up that of gate_up."""
+    divided = tensor.clone()
+    rows = divisors if tensor.dim() == 1 else divisors[:, None]
+    divided[-len(divisors) :] = (tensor[-len(divisors) :].float() / rows).to(tensor.dtype)
     return divided

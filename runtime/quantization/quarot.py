@@ -29,16 +29,13 @@ def rotated(spec: ModelSpec, weights: Weights, seed: int = 0) -> Weights:
 
     Norms become 1, and tied tables become two.
     """
+    if problem := _problem(spec, weights):
+        raise QuantizationError(f"method 'quarot' cannot rotate {spec.name}: {problem}; give another method")
     residual = rotation(spec.hidden, seed)
     layers = []
     for layer, tensors in zip(spec.stack, weights.layers, strict=False):
-        attention = layer.attention
-        if not isinstance(attention, GroupedQueryAttention) or not isinstance(layer.ffn, GatedFfn):
-            raise QuantizationError(
-                f"method 'quarot' rotates attention of kind gqa and a gated FFN, and {spec.name} has "
-                f"{attention.kind} and {layer.ffn.kind}; give another method"
-            )
-        layers.append(_rotated_layer(attention, tensors, residual))
+        assert isinstance(layer.attention, GroupedQueryAttention), "the check above refuses others"
+        layers.append(_rotated_layer(layer.attention, tensors, residual))
     head = weights.lm_head.float() * weights.final_norm
     return replace(
         weights,
@@ -48,6 +45,21 @@ def rotated(spec: ModelSpec, weights: Weights, seed: int = 0) -> Weights:
         lm_head=residual.apply(head).to(weights.lm_head.dtype),
         origin=f"{weights.origin}, rotated",
     )
+
+
+def _problem(spec: ModelSpec, weights: Weights) -> str | None:
+    """What of a model does not commute with a rotation, or has no rule here, in words; None where all does."""
+    if spec.norm != "rms" or weights.arithmetic.placement != "before":
+        return "its norms are not RMS norms before attention and network"
+    if weights.extras.keys() & {"embedding_norm", "positions"}:
+        return "its embedding is normed, or has positions added"
+    for layer in spec.stack:
+        attention, ffn = layer.attention, layer.ffn
+        if not isinstance(attention, GroupedQueryAttention) or not isinstance(ffn, GatedFfn):
+            return f"its layers have {attention.kind} and {ffn.kind}, not gqa and gated"
+        if attention.output_gate or attention.v_is_k or attention.o_bias or ffn.bias:
+            return "its attention has an output gate, shared keys and values, or biases after it"
+    return None
 
 
 def _rotated_layer(attention: GroupedQueryAttention, tensors: LayerWeights, residual: Rotation) -> LayerWeights:

@@ -79,6 +79,7 @@ class RoundingRecipe:
 
     method: QuantizationMethod = "rtn"
     calibrated = False
+    divides = True  # whether `linear` may get a part of the matrix that was prepared
 
     def __init__(self, kernels: Kernels, plan: PrecisionPlan, calibrator: Calibrator | None = None) -> None:
         if self.calibrated and calibrator is None:
@@ -144,6 +145,7 @@ class GptqRecipe(RoundingRecipe):
 
     method = "gptq"
     calibrated = True
+    divides = False
 
     def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
         inputs = self.statistics.get(name)
@@ -157,6 +159,7 @@ class AwqRecipe(RoundingRecipe):
 
     method = "awq"
     calibrated = True
+    divides = False
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
         weights = super().prepare(spec, weights)
@@ -165,7 +168,7 @@ class AwqRecipe(RoundingRecipe):
         layers = []
         scaled = dict(self.statistics)
         for index, (layer, tensors) in enumerate(zip(spec.stack, weights.layers, strict=False)):
-            folder = Folder(layer, dict(tensors))
+            folder = Folder(layer, dict(tensors), weights.arithmetic.glu_limit is not None)
             for part in filter(folder.takes, _SCALED_PARTS):
                 name = f"layers.{index}.{part}"
                 if self.format_of(name).width >= 16:
@@ -195,7 +198,7 @@ class SmoothQuantRecipe(RoundingRecipe):
         weights = super().prepare(spec, weights)
         layers = []
         for index, (layer, tensors) in enumerate(zip(spec.stack, weights.layers, strict=False)):
-            folder = Folder(layer, dict(tensors))
+            folder = Folder(layer, dict(tensors), weights.arithmetic.glu_limit is not None)
             for part in filter(folder.takes, _SCALED_PARTS):
                 name = f"layers.{index}.{part}"
                 if self.format_of(name).width >= 16:
@@ -212,6 +215,7 @@ class OutlierRecipe(RoundingRecipe):
 
     method = "llm_int8"
     calibrated = True
+    divides = False
 
     def linear(self, name: str, weight: Tensor) -> Linear:
         inputs = self.statistics.get(name)
@@ -229,6 +233,7 @@ class QuarotRecipe(RoundingRecipe):
     """QuaRot with rounding to nearest; the inputs of `down` are rotated in each step."""
 
     method = "quarot"
+    divides = False
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
         return super().prepare(spec, rotated(spec, weights))
@@ -293,11 +298,23 @@ QUANTIZERS: dict[QuantizationMethod, type[RoundingRecipe]] = {
 
 
 def recipe_for(
-    techniques: Sequence[Technique], plan: PrecisionPlan, kernels: Kernels, calibrator: Calibrator | None
+    techniques: Sequence[Technique],
+    plan: PrecisionPlan,
+    kernels: Kernels,
+    calibrator: Calibrator | None,
+    *,
+    divided: bool = False,
 ) -> Recipe:
-    """The recipe that techniques ask for, in the formats of their set-up's plan; raises QuantizationError."""
+    """The recipe that techniques ask for, in the formats of their set-up's plan; raises QuantizationError.
+
+    `divided` says that it gets parts of matrices, one on each device.
+    """
     methods = [getattr(technique, "method", "rtn") for technique in techniques if technique.sets_weights]
     recipe = QUANTIZERS[methods[0] if methods else "rtn"](kernels, plan, calibrator)
+    if divided and not recipe.divides:
+        raise QuantizationError(
+            f"method '{recipe.method}' needs whole matrices, and parallel.tp divides them; give method 'rtn', or tp 1"
+        )
     pruning = next((technique for technique in techniques if isinstance(technique, Sparsity24)), None)
     if pruning is None:
         return recipe
