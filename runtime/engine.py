@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from membound.kernels.base import Kernels, WeightFormat
+from membound.kernels.base import Kernels
 from membound.kernels.dispatch import kernels_for, why_not_cpp, why_not_triton
 from membound.roofline.engine_settings import Engine
 from membound.roofline.errors import MemboundError
@@ -42,7 +42,9 @@ from membound.runtime.parallel.leader import DividedDecoder, divided
 from membound.runtime.parallel.recipe import ShardRecipe
 from membound.runtime.parallel.shards import shard_spec
 from membound.runtime.plain import generate_plain
-from membound.runtime.recipe import FormatRecipe
+from membound.runtime.quantization.calibration import Calibrator
+from membound.runtime.quantization.recipes import format_problem, recipe_for
+from membound.runtime.recipe import Recipe
 from membound.runtime.sampling import sampler_for
 from membound.runtime.speculation.build import RUNNING, DraftHost, proposer_for
 from membound.runtime.tokenizer import Tokenizer
@@ -55,6 +57,9 @@ from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.workload import requests_for
 
 WARM_UP_STEPS = 3
+EMULATED_WEIGHTS = (
+    "the weights are emulated: their quality is that of the format and the method, time and speed mean nothing"
+)
 EMULATED_STORE = "the KV cache is emulated: its quality is that of the format, its time and speed mean nothing"
 
 
@@ -118,9 +123,10 @@ class Runtime:
         self.device = device
         self.kernels = kernels or kernels_for(device)
         self._models: dict[tuple[str, str], LoadedModel] = {}
-        self._decoders: dict[tuple[str, str, WeightFormat], Decoder] = {}
+        self._decoders: dict[tuple[str, str, str], Decoder] = {}
+        self._calibrators: dict[tuple[str, str], Calibrator] = {}
         self._storing: dict[tuple[int, Precision], Decoder] = {}
-        self._divided: tuple[tuple[str, str, WeightFormat, int], DividedDecoder] | None = None
+        self._divided: tuple[tuple[str, str, str, int], DividedDecoder] | None = None
         self._processes = ExitStack()
         weakref.finalize(self, self._processes.close)
 
@@ -136,15 +142,27 @@ class Runtime:
 
         With `parallel.tp` it is divided among as many processes, which stay until another division is asked for.
         """
-        format = _weight_format(scenario)
-        tp = scenario.setup.parallel.tp
-        if tp > 1:
-            return self._divided_decoder(scenario, (scenario.model, scenario.weights, format, tp))
-        key = (scenario.model, scenario.weights, format)
+        if problem := unmeasured(scenario.setup):
+            raise MemboundError(problem)
+        plan = scenario.setup.precision
+        chosen = [repr(technique) for technique in scenario.techniques if technique.layer == "weights"]
+        key = (scenario.model, scenario.weights, f"{plan.weights.name} {plan.activations.name} {chosen}")
+        if (tp := scenario.setup.parallel.tp) > 1:
+            return self._divided_decoder(scenario, (*key, tp))
         if key not in self._decoders:
             loaded = self.model(scenario)
-            self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, format)
+            recipe = self._recipe(scenario)
+            self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
         return self._with_store(self._decoders[key], scenario.setup)
+
+    def _recipe(self, scenario: Scenario) -> Recipe:
+        """What the scenario's techniques make of its weights; text to calibrate on where the model reads any."""
+        key = (scenario.model, scenario.weights)
+        tokenizer = self.model(scenario).tokenizer
+        if tokenizer is not None and key not in self._calibrators:
+            self._calibrators[key] = Calibrator.on_text(self.kernels, tokenizer)
+        plan, divided = scenario.setup.precision, scenario.setup.parallel.tp > 1
+        return recipe_for(scenario.techniques, plan, self.kernels, self._calibrators.get(key), divided=divided)
 
     def _with_store(self, decoder: Decoder, setup: EngineSetup) -> Decoder:
         """The same decoder over the KV stores of the set-up."""
@@ -161,10 +179,10 @@ class Runtime:
     def part(self, scenario: Scenario, group: Group) -> Decoder:
         """What this process of `group` holds of the scenario's model."""
         loaded, whole = self.model(scenario), self.model(scenario).spec
-        recipe = ShardRecipe(FormatRecipe(self.kernels, _weight_format(scenario)), group, whole)
+        recipe = ShardRecipe(self._recipe(scenario), group, whole)
         return Decoder(shard_spec(whole, group.size), loaded.weights.to(self.device), self.kernels, recipe)
 
-    def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, WeightFormat, int]) -> DividedDecoder:
+    def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, str, int]) -> DividedDecoder:
         if self._divided is None or self._divided[0] != key or not self._divided[1].followers.alive:
             self.close()
             spec = self.model(scenario).spec
@@ -231,11 +249,14 @@ class Runtime:
         scheduler.check_integrity()
         recorder.bounds = recorder.bounds or bounds_of(decoder.spec, as_one.setup, times)
         emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in kv) else []
+        emulated += [EMULATED_WEIGHTS] if decoder.emulated else []
         notes = [*emulated, *([capture_note] if capture_note else []), *meter.notes(sum(r.output_tokens for r in requests))]
-        provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls, notes)
+        provenance = self._provenance(scenario, hardware, self.kernels.stalls() - stalls, notes, bool(emulated))
         return run_result(scenario, decoder.spec, times, blocks, recorder, provenance)
 
-    def _provenance(self, scenario: Scenario, hardware: HardwareSpec, stalls: int, run_notes: list[str]) -> Provenance:
+    def _provenance(
+        self, scenario: Scenario, hardware: HardwareSpec, stalls: int, run_notes: list[str], emulated: bool
+    ) -> Provenance:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
         notes = [
             f"kernels {self.kernels.name} ({self.kernels.describe()}), {torch.get_num_threads()} threads",
@@ -252,28 +273,22 @@ class Runtime:
             hardware=hardware.name,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             stalls=stalls,
+            emulated=emulated,
             notes=notes,
         )
-
-
-def _weight_format(scenario: Scenario) -> WeightFormat:
-    """The format that the decoder packs its weights in; raises MemboundError for a set-up that does not run yet."""
-    if problem := unmeasured(scenario.setup):
-        raise MemboundError(problem)
-    return scenario.setup.weights.name  # type: ignore[return-value]
 
 
 def unmeasured(setup: EngineSetup) -> str | None:
     """The first part of a set-up that is predicted but does not run here yet, in one sentence; None where all runs."""
     plan, drafts = setup.precision, setup.drafts
+    if problem := format_problem(plan):
+        return problem
     parts = (
         (
             setup.parallel.devices > setup.parallel.tp or setup.parallel.ep > 1,
             f"parallelism other than tp on {setup.parallel.devices} devices",
             "tensor parallelism",
         ),
-        (plan.weights.name not in ("fp32", "bf16", "int8"), f"weights in {plan.weights.name}", "fp32, bf16 and int8"),
-        (plan.activations.width < 16, f"activations in {plan.activations.name}", "16 and 32 bits"),
         (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),
         (drafts is not None and drafts.kind not in RUNNING, f"speculation by {drafts and drafts.kind}", ", ".join(RUNNING)),
         (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),

@@ -31,10 +31,9 @@ class Linear(Protocol):
 class KernelLinear:
     """A packed weight, multiplied by the device's kernels."""
 
-    emulated = False
-
     def __init__(self, kernels: Kernels, weight: PackedWeight) -> None:
         self.weight = weight
+        self.emulated = kernels.emulates(weight.format)
         self._linear = kernels.linear
 
     @property
