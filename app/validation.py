@@ -39,6 +39,7 @@ def rows_table(report: ValidationReport) -> Any:
     columns = {
         **{name: [str(getattr(result, name)) for result in rows] for name in ("device", "model", "phase")},
         **{name: [getattr(result, name) for result in rows] for name in ("predicted", "low", "high", "judged")},
+        "metric": [result.row.text("metric") or "latency_us" for result in rows],
         "batch": pyarrow.array([result.batch for result in rows], pyarrow.float64()),
         "measured": [result.row.measured for result in rows],
         "line": [result.row.line for result in rows],

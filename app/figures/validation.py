@@ -1,0 +1,174 @@
+"""Do predictions agree with measurements: row by row on the diagonal, group by group, and as promised?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from membound.app import judged, text
+from membound.app.figures.template import (
+    BLUE,
+    GREEN,
+    GREY,
+    MEASURED,
+    ORANGE,
+    PREDICTED,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    figure,
+    log_ticks,
+    translucent,
+)
+from membound.app.i18n import Translate
+
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon")
+# Error bars of more rows than this hide the points; markers of more are drawn by WebGL.
+MOST_BARS, MOST_MARKERS = 120, 1500
+MOST_GROUPS = 12
+# By what a value is multiplied to be drawn, and its unit then, by what the metric's name ends in.
+UNITS = {"tpot_s": (1e3, "ms"), "tok_s_total": (1.0, "tok/s"), "tok_s": (1.0, "tok/s"), "_per_s": (1.0, "/s")}
+UNITS |= {"gain": (1.0, "×"), "_x": (1.0, "×"), "_us": (1.0, "µs"), "_ms": (1.0, "ms"), "_s": (1.0, "s")}
+
+
+def unit_of(metric: str) -> tuple[float, str]:
+    """By what a metric's values are multiplied to be drawn, and the unit that they then have."""
+    return next((found for end, found in UNITS.items() if metric.endswith(end)), (1.0, metric))
+
+
+def scatter_figure(rows: pd.DataFrame, metric: str, by: str, t: Translate) -> go.Figure:
+    """Predicted over measured, both on logarithmic axes; a cross is outside of its predicted interval."""
+    fig = figure(520)
+    scale, unit = unit_of(metric)
+    drawn = rows.assign(**{name: rows[name] * scale for name in ("measured", "predicted", "low", "high", "spread")})
+    low = float(drawn[["measured", "predicted"]].min().min()) / 1.25
+    high = float(drawn[["measured", "predicted"]].max().max()) * 1.25
+    for factor, dash in ((1.0, "solid"), (1.2, "dot"), (1 / 1.2, "dot")):
+        fig.add_scatter(
+            x=[low, high],
+            y=[low * factor, high * factor],
+            mode="lines",
+            line={"color": GREY, "dash": dash, "width": 1.5 if factor == 1 else 1},
+            name=t("validate.diagonal" if factor == 1 else "validate.off_20"),
+            showlegend=factor >= 1,
+            hoverinfo="skip",
+        )
+    names = drawn[by].astype(str).value_counts().index.tolist()
+    kind = go.Scattergl if len(drawn) > MOST_MARKERS else go.Scatter
+    for at, name in enumerate([*names[: len(COLORS)], None] if len(names) > len(COLORS) else names):
+        of = drawn[~drawn[by].astype(str).isin(names[: len(COLORS)]) if name is None else drawn[by].astype(str) == name]
+        within = judged.is_within(of)
+        symbol = "circle" if name is None else SYMBOLS[at]
+        has_bars = len(drawn) <= MOST_BARS
+        fig.add_trace(
+            kind(
+                x=of["measured"],
+                y=of["predicted"],
+                mode="markers",
+                name=t("validate.others", groups=len(names) - len(COLORS)) if name is None else name or "–",
+                marker={
+                    "color": GREY if name is None else COLORS[at],
+                    "symbol": [f"{symbol}-open" if inside else "x-open" for inside in within],
+                    "size": 9 if has_bars else 6,
+                    "line": {"width": 1.5 if has_bars else 1},
+                },
+                error_y=_bars(of["high"] - of["predicted"], of["predicted"] - of["low"]) if has_bars else None,
+                error_x=_bars(of["spread"].fillna(0.0), of["spread"].fillna(0.0)) if has_bars else None,
+                text=[_hover(row, unit, t) for row in of.to_dict("records")],
+                hovertemplate="%{text}<extra></extra>",
+            )
+        )
+    mantissas = (1,) if high / low > 1e4 else (1, 2, 5) if high / low > 20 else tuple(range(1, 10))
+    ticks = log_ticks(low, high, mantissas)
+    span = [math.log10(low), math.log10(high)]
+    axis = {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks], "range": span}
+    fig.update_xaxes(title=t("validate.measured_x", unit=unit), **axis)
+    fig.update_yaxes(title=t("validate.predicted_y", unit=unit), **axis)
+    return fig
+
+
+def _bars(above: pd.Series, below: pd.Series) -> dict[str, object]:
+    bars = {"type": "data", "array": above, "arrayminus": below, "symmetric": False}
+    return bars | {"thickness": 1, "width": 2}
+
+
+def _hover(row: Mapping[Hashable, Any], unit: str, t: Translate) -> str:
+    measured, predicted, low, high = (float(row[name]) for name in ("measured", "predicted", "low", "high"))
+    named = ", ".join(str(row[name]) for name in ("device", "model", "what") if row[name])
+    numbers = t(
+        "validate.hover",
+        measured=text.digits(measured),
+        predicted=text.digits(predicted),
+        low=text.digits(low),
+        high=text.digits(high),
+        error=text.signed_percent(predicted / measured - 1),
+    )
+    return f"{named}<br>{numbers}"
+
+
+def scatter_alt(rows: pd.DataFrame, t: Translate) -> str:
+    """The scatter in one sentence."""
+    errors = judged.errors_by(rows).iloc[0]
+    return t(
+        "validate.scatter_alt",
+        rows=f"{len(rows):,}",
+        median=text.percent(errors["median"]),
+        within=text.percent(errors["within"]),
+    )
+
+
+def groups_figure(errors: pd.DataFrame, t: Translate) -> go.Figure:
+    """Median and 90th percentile of the error of the largest groups."""
+    shown = errors.head(MOST_GROUPS)
+    fig = figure(90 + 34 * max(3, len(shown)))
+    names = [f"{name or '–'} ({rows:,})" for name, rows in zip(shown["group"], shown["rows"], strict=True)]
+    fig.add_bar(
+        y=names,
+        x=shown["median"] * 100,
+        orientation="h",
+        name=t("validate.median"),
+        marker={"color": translucent(PREDICTED, 0.3), "line": {"color": BLUE, "width": 1.5}},
+        hovertemplate="%{x:.1f} %<extra>%{fullData.name}</extra>",
+    )
+    fig.add_scatter(
+        y=names,
+        x=shown["p90"] * 100,
+        mode="markers",
+        name=t("validate.p90"),
+        marker={"symbol": "line-ns-open", "size": 14, "color": VERMILLION, "line": {"width": 2.5}},
+        hovertemplate="%{x:.1f} %<extra>%{fullData.name}</extra>",
+    )
+    highest = float(np.nanmax(shown["p90"], initial=0.0)) * 100
+    fig.update_xaxes(title=t("validate.error_x"), range=[0, highest * 1.08 or 1.0])
+    fig.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    return fig
+
+
+def promises_figure(promises: pd.DataFrame, t: Translate) -> go.Figure:
+    """What was reached of what is promised: a bar that ends before its mark keeps the promise."""
+    fig = figure(90 + 34 * len(promises))
+    fig.add_bar(
+        y=promises["what"],
+        x=promises["reached"] * 100,
+        orientation="h",
+        name=t("validate.reached"),
+        marker={"color": translucent(PREDICTED, 0.3), "line": {"color": BLUE, "width": 1.5}},
+        hovertemplate="%{x:.1f} %<extra>%{fullData.name}</extra>",
+    )
+    fig.add_scatter(
+        y=promises["what"],
+        x=promises["promised"] * 100,
+        mode="markers",
+        name=t("validate.promised"),
+        marker={"symbol": "line-ns-open", "size": 16, "color": MEASURED, "line": {"width": 2.5}},
+        hovertemplate="%{x:.0f} %<extra>%{fullData.name}</extra>",
+    )
+    fig.update_xaxes(title=t("validate.error_x"), rangemode="tozero")
+    fig.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    return fig

@@ -1,0 +1,221 @@
+"""Page Validate: how far off are the predictions, and where are they worst?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from membound.app import judged, text, uploads
+from membound.app.figures import validation as figures
+from membound.app.i18n import Translate
+from membound.app.store import Run
+from membound.app.views import asked, fields, linked, states
+from membound.app.views.charts import chart
+from membound.app.views.session import store, translate
+from membound.roofline.errors import MemboundError
+from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
+
+PAGE = "validate"
+AGAINST = ("published", "machine", "table")
+MOST_RUNS = 30
+
+
+def page() -> None:
+    """Draw the errors against what the URL names: what is published, this machine's runs, or a table."""
+    t = translate()
+    st.title(t("validate.title"))
+    st.caption(t("validate.intro"))
+    against = fields.one_of(PAGE, "against", AGAINST, AGAINST[0], t)
+    try:
+        {"published": _published, "machine": _machine, "table": _table}[against](t)
+    except MemboundError as error:
+        states.problem(str(error), t("validate.fix"))
+
+
+# --- what is published ---
+
+
+def _published(t: Translate) -> None:
+    listed = judged.published()
+    promises = judged.promises(listed[0])
+    kept = int((promises["reached"] <= promises["promised"]).sum())
+    whole, missed = len(listed[0].table), listed[0].missed
+    st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole))
+    st.write(t("validate.published_missed", missed="; ".join(missed)))
+    kernels, runs = judged.counts(listed[0])
+    st.write(t("validate.published_said", kernels=kernels, runs=runs))
+    chart(
+        figures.promises_figure(promises, t),
+        key="promises",
+        alt=t("validate.promises_alt", kept=kept, promises=len(promises)),
+        caption=t("validate.promises_caption"),
+        table=listed[0].table,
+    )
+    for at, found in enumerate(listed[1:]):
+        with st.expander(found.title):
+            st.dataframe(found.table, hide_index=True, key=f"published_{at}")
+    st.caption(t("validate.published_caption"))
+
+
+# --- this machine ---
+
+
+def _machine(t: Translate) -> None:
+    rows = judged.of_runs(store().runs("compare", limit=MOST_RUNS))
+    if rows.empty:
+        st.info(t("validate.no_runs"), icon=":material/straighten:")
+        rows = judged.shipped()
+    _errors(rows, "machine", t("validate.machine_caption"), t)
+
+
+# --- a table ---
+
+
+def _table(t: Translate) -> None:
+    with st.container(border=True):
+        left, right = st.columns([3, 2], gap="large")
+        with left:
+            uploaded = st.file_uploader(
+                t("validate.upload"), type="csv", max_upload_size=uploads.MOST_MB, help=t("validate.upload_help")
+            )
+        with right:
+            st.markdown(t("validate.columns"))
+            for name, columns in (("operators", OPERATOR_COLUMNS), ("end_to_end", END_TO_END_COLUMNS)):
+                header = (",".join(columns) + "\n").encode()
+                st.download_button(
+                    t(f"validate.empty_{name}"),
+                    header,
+                    f"{name}.csv",
+                    "text/csv",
+                    key=f"empty_{name}",
+                    on_click="ignore",
+                )
+    if uploaded is not None:
+        st.session_state["table"] = uploads.keep(store(), uploaded.getvalue())
+    elif "table" not in st.session_state:
+        st.session_state["table"] = st.query_params.get("table", "")
+    linked.keep("table", "")
+    digest = st.session_state["table"]
+    if not digest:
+        st.info(t("validate.no_table"), icon=":material/upload_file:")
+        return
+    uploads.find(store(), digest)
+    run = asked.answer(PAGE, {"table": digest}, t("validate.run"), start=uploaded is not None)
+    document = None if run is None else run.comparison()
+    if run is not None and document is not None:
+        _validated(run, document, t)
+
+
+def _validated(run: Run, document: Mapping[str, Any], t: Translate) -> None:
+    st.write(
+        t(
+            "validate.counts",
+            rows=f"{document['rows']:,}",
+            predicted=f"{document['predicted']:,}",
+            refused=f"{document['refused']:,}",
+            judged=f"{document['judged']:,}",
+        )
+    )
+    rows = judged.of_table(run)
+    if rows.empty:
+        st.warning(t("validate.nothing_judged"), icon=":material/block:")
+    else:
+        _errors(rows, "table", t("validate.table_caption"), t)
+    reasons = [
+        (t(f"validate.{kind}"), reason, count)
+        for kind in ("refusals", "set_aside")
+        for reason, count in document[kind].items()
+    ]
+    if reasons:
+        with st.expander(t("validate.left_out", rows=sum(count for _, _, count in reasons))):
+            columns = [t("validate.c_kind"), t("validate.c_reason"), t("validate.c_rows")]
+            st.dataframe(pd.DataFrame(reasons, columns=columns), hide_index=True, key="left_out")
+
+
+# --- errors of rows ---
+
+
+def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> None:
+    """The answer in a sentence, the rows on the diagonal, errors by group, and the worst rows."""
+    whole = judged.errors_by(rows).iloc[0]
+    st.header(t("validate.answer", median=_percent(whole["median"]), p90=_percent(whole["p90"]), rows=f"{len(rows):,}"))
+    direction = "high" if whole["bias"] > 0 else "low"
+    bias = _percent(abs(whole["bias"]))
+    st.write(
+        t("validate.within", within=text.percent(whole["within"])) + " " + t(f"validate.bias_{direction}", bias=bias)
+    )
+    by = fields.one_of(PAGE, "by", judged.GROUPED, "phase", t)
+    left, right = st.columns(2, gap="large")
+    with left:
+        st.header(t("validate.scatter"))
+        metrics = rows["metric"].value_counts().index.tolist()
+        metric = metrics[0]
+        if len(metrics) > 1:
+            metric = fields.choice(PAGE, "of", metrics, metrics[0], t, lambda name: _metric(name, t))
+        shown = rows[rows["metric"] == metric]
+        chart(
+            figures.scatter_figure(shown, metric, by, t),
+            key=f"scatter_{name}",
+            alt=figures.scatter_alt(shown, t),
+            caption=t("validate.scatter_caption", conditions=conditions),
+            table=shown,
+        )
+    with right:
+        st.header(t("validate.groups"))
+        errors = judged.errors_by(rows, by)
+        chart(
+            figures.groups_figure(errors, t),
+            key=f"groups_{name}",
+            alt=t("validate.groups_alt", groups=len(errors)),
+            caption=t("validate.groups_caption", shown=min(len(errors), figures.MOST_GROUPS), groups=len(errors)),
+            table=_group_table(errors, t),
+        )
+    st.header(t("validate.worst"))
+    st.dataframe(_worst_table(judged.worst(rows), t), hide_index=True, key=f"worst_{name}")
+    csv = rows.to_csv(index=False).encode()
+    st.download_button(t("validate.rows_csv"), csv, f"{name}-rows.csv", "text/csv", on_click="ignore")
+
+
+def _metric(name: str, t: Translate) -> str:
+    return t(f"validate.metric_{name}") if name in ("gain", "tpot_s") else name
+
+
+def _group_table(errors: pd.DataFrame, t: Translate) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            t("validate.c_group"): row["group"] or "–",
+            t("validate.c_rows"): row["rows"],
+            t("validate.median"): _percent(row["median"]),
+            t("validate.p90"): _percent(row["p90"]),
+            t("validate.c_bias"): text.signed_percent(row["bias"]),
+            t("validate.c_within"): text.percent(row["within"]),
+        }
+        for row in errors.to_dict("records")
+    )
+
+
+def _worst_table(rows: pd.DataFrame, t: Translate) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            t("validate.c_error"): text.signed_percent(row["predicted"] / row["measured"] - 1),
+            t("validate.c_measured"): _value(row, "measured"),
+            t("validate.c_predicted"): f"{_value(row, 'predicted')} ({_value(row, 'low')} – {_value(row, 'high')})",
+            t("validate.c_device"): row["device"],
+            t("validate.c_model"): row["model"],
+            t("validate.c_what"): row["what"],
+            t("validate.c_source"): row["source"],
+        }
+        for row in rows.to_dict("records")
+    )
+
+
+def _value(row: Mapping[Any, Any], name: str) -> str:
+    scale, unit = figures.unit_of(row["metric"])
+    return f"{text.digits(row[name] * scale)} {unit}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
