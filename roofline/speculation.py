@@ -255,8 +255,8 @@ class Speculation:
         if drafts.kind == "mtp":
             if not model.mtp_layers:
                 raise MemboundError(f"'{model.name}' has no module for multi-token prediction; take eagle or medusa")
-            return _Module(_one_layer(model, dense=False), self.plain)
-        return _Module(_one_layer(model, dense=True), _own_head(self.plain))
+            return _Module(one_layer(model, dense=False), self.plain)
+        return _Module(one_layer(model, dense=True), _own_head(self.plain))
 
 
 def _drafting_formats(model: ModelSpec, spec: ModelSpec, setup: EngineSetup, format: str | None) -> PrecisionPlan:
@@ -381,13 +381,13 @@ def _own_head(setup: EngineSetup) -> EngineSetup:
     return replace(setup, precision=replace(plan, weights=head, exceptions=kept))
 
 
-def _one_layer(model: ModelSpec, *, dense: bool) -> ModelSpec:
+def one_layer(model: ModelSpec, *, dense: bool) -> ModelSpec:
     """A model of one layer as the last one of `model`; `dense` gives a mixture's as wide as its active experts."""
     attention, ffn = model.stack[-1]
     if dense and isinstance(ffn, MoeFfn):
         ffn = GatedFfn(intermediate=ffn.top_k * ffn.intermediate + ffn.shared_intermediate)
-    changes = {"name": f"{model.name} drafter", "layers": 1, "overrides": (), "attention": attention, "ffn": ffn}
-    return model.model_copy(update=changes)
+    changes = {"layers": 1, "overrides": (), "attention": attention, "ffn": ffn}
+    return model.model_copy(update={"name": f"{model.name} drafter"} | changes)
 
 
 class _Drafter:

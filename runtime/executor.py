@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.runtime.block_moves import BlockMover
 from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch, slots_of
@@ -24,6 +25,7 @@ class TorchExecutor:
     """Runs steps on a decoder over a pool of KV blocks, and takes their time from the clock.
 
     Steps that `graphs` has captured are replayed. A `proposer` that drafts from what the model computes is told of it.
+    A `mover` brings blocks where the scheduler's tables want them, before the step that reads them.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class TorchExecutor:
         clock: Clock,
         graphs: DecodeGraphs | None = None,
         proposer: Proposer | None = None,
+        mover: BlockMover | None = None,
     ) -> None:
         self.decoder = decoder
         self.kv = kv
@@ -43,10 +46,13 @@ class TorchExecutor:
         self.clock = clock
         self.graphs = graphs
         self.proposer = proposer
+        self.mover = mover
         self.seats = Seats()
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         start_s = self.clock.now_s()
+        if self.mover is not None:
+            self.mover()
         self.seats.update(step, sequences)
         normed, logits = self._computed(step.work, sequences)
         emitting = [work for work in step.work if work.emits]
@@ -54,7 +60,7 @@ class TorchExecutor:
         paths = {work.sequence: found.path for work, found in zip(emitting, verified, strict=True)}
         self._keep_paths(emitting, paths, sequences)
         if self.proposer is not None:
-            self.proposer.observe(step, normed, paths)
+            self.proposer.observe(step, sequences, normed, paths)
         emitted = {work.sequence: found.tokens for work, found in zip(emitting, verified, strict=True)}
         return Outcome(self.clock.now_s() - start_s, emitted)
 

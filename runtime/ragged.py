@@ -17,7 +17,8 @@ class Part(NamedTuple):
     """One sequence's new tokens: `tokens` of them from position `start` on, the last `guesses` of which are guesses.
 
     Guess i follows guess `parents[i]`, or for -1 the token before the first guess, and takes the position behind it;
-    without `parents` each follows the one before. Its K and V take the slot of its place in the batch.
+    without `parents` each follows the one before. Where all are guesses, -1 is the newest token before `start`. K and V
+    take the slot of the place in the batch.
     """
 
     start: int
@@ -63,7 +64,7 @@ def _depths(part: Part) -> np.ndarray:
     known = part.tokens - part.guesses
     depths = list(range(known))
     for parent in part.parents or ():
-        depths.append(depths[known + parent] + 1)
+        depths.append(depths[known + parent] + 1 if known + parent >= 0 else 0)
     return np.array(depths)
 
 
@@ -74,5 +75,6 @@ def _sight(part: Part) -> np.ndarray:
     parents = range(-1, part.guesses - 1) if part.parents is None else part.parents
     sight = [(1 << (place + 1)) - 1 for place in range(known)]
     for guess, parent in enumerate(parents):
-        sight.append(sight[known + parent] | 1 << (known + guess))
+        before = sight[known + parent] if known + parent >= 0 else 0
+        sight.append(before | 1 << (known + guess))
     return np.array(sight, dtype=np.uint64)

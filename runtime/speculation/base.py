@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from membound.simulator.scheduling.drafter import Drafter
 from membound.simulator.scheduling.request import Step
+
+Paths = dict[int, tuple[int, ...]]  # by sequence the guesses that were accepted, one behind the other
 
 
 class Proposer(Drafter, Protocol):
@@ -19,8 +22,11 @@ class Proposer(Drafter, Protocol):
     def drawn_from(self, sequence: int) -> Tensor | None:
         """The distributions [guesses, vocab] that the last draft of a sequence was drawn from; None: it is certain."""
 
-    def observe(self, step: Step, normed: Tensor | None, paths: dict[int, tuple[int, ...]]) -> None:
-        """The model has computed a step: its normed hidden states [tokens, hidden], and which guesses it accepted."""
+    def observe(self, step: Step, live: Container[int], normed: Tensor | None, paths: Paths) -> None:
+        """The model has computed a step: its normed hidden states [tokens, hidden], and which guesses it accepted.
+
+        `live` are all sequences that have not ended.
+        """
 
 
 class Chosen(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import Part, ragged_batch
-from membound.runtime.speculation.base import Chooser
+from membound.runtime.speculation.base import Chooser, Paths
 from membound.simulator.scheduling.drafter import Room
 from membound.simulator.scheduling.request import Draft, Sequence, Step
 
@@ -62,7 +63,7 @@ class ModelProposer:
     def drawn_from(self, sequence: int) -> Tensor | None:
         return self._drawn_from.get(sequence)
 
-    def observe(self, step: Step, normed: Tensor | None, paths: dict[int, tuple[int, ...]]) -> None:
+    def observe(self, step: Step, live: Container[int], normed: Tensor | None, paths: Paths) -> None:
         """Nothing of what the model computes is needed."""
 
     def _logits(self, sequences: list[Sequence], written: dict[int, list[int]]) -> Tensor:
