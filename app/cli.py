@@ -30,6 +30,7 @@ from membound.app.terminal import (
     progress,
     scenario_of,
 )
+from membound.app.training import train_draft
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -365,6 +366,7 @@ def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
 
 planning.add_commands(app)
 app.command("import")(import_results)
+app.command("train-draft")(train_draft)
 app.add_typer(kernels.app)
 
 
