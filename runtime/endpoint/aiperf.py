@@ -130,9 +130,8 @@ def _statistic(given: Fields, name: str, statistic: str) -> float | None:
 
 def _distribution(given: Fields, name: str) -> Distribution:
     metric = given.fields(name)
-    if not metric.has("avg"):
-        return distribution_of(None, None, None, None)
-    return distribution_of(*(metric.maybe(key) for key in ("avg", "p50", "p90", "p99")), per_s=_per_s(metric))
+    per_s = _per_s(metric) if metric.has("avg") else 1.0
+    return distribution_of((metric.maybe(key) for key in ("avg", "p50", "p90", "p99")), per_s)
 
 
 def _per_s(metric: Fields) -> float:

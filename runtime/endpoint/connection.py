@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ _CONNECTIONS_A_POOL = 32
 _IDLE_S = 2.0
 # Files besides connections: the index of runs, the terminal, libraries that are still being loaded.
 _SPARE_FILES = 256
+# A deadline costs more than an event, so it is renewed in steps of this share of the time between tokens.
+_RENEWED = 0.1
 # What follows the last token (a count, the end of the stream) is waited for, so that the connection can be used again.
 _END_S = 5.0
 _MOST_ANSWER_BYTES = 8 << 20
@@ -86,7 +89,7 @@ class Connections:
                 headers = {"content-type": "application/json"}
                 async with pool.stream("POST", url, content=content, headers=headers) as response:
                     await self._check(response)
-                    events, received_bytes = Events(), 0
+                    events, received_bytes, renewed_s = Events(), 0, -math.inf
                     async for received in response.aiter_raw():
                         at_s = clock.now_s()
                         received_bytes += len(received)
@@ -99,8 +102,9 @@ class Connections:
                             reply.take(event, at_s)
                         if reply.ended:
                             deadline.reschedule(loop.time() + min(_END_S, patience.next_token_s))
-                        elif reply.events > before:
-                            deadline.reschedule(loop.time() + patience.next_token_s)
+                        elif reply.events > before and at_s > renewed_s + _RENEWED * patience.next_token_s:
+                            deadline.reschedule(loop.time() + (1 + _RENEWED) * patience.next_token_s)
+                            renewed_s = at_s
                         if reply.events > before:
                             on_tokens(reply.events - before)
                     for event in events.end():

@@ -6,7 +6,7 @@ Read are vLLM's `vllm bench serve`, GuideLLM and AIPerf; each has a file of its 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,12 +169,10 @@ def open_loop(rate_rps: float, burstiness: float = 1.0) -> dict[str, Any] | None
     return {"kind": "gamma", "rate_rps": rate_rps, "cv": burstiness**-0.5}
 
 
-def distribution_of(
-    mean: float | None, p50: float | None, p90: float | None, p99: float | None, per_s: float = 1.0
-) -> Distribution:
-    """A distribution in seconds from values of which `per_s` make a second; what a file lacks is None."""
-    values = {"mean": mean, "p50": p50, "p90": p90, "p99": p99}
-    return Distribution(**{name: None if value is None else value / per_s for name, value in values.items()})
+def distribution_of(values: Iterable[float | None], per_s: float) -> Distribution:
+    """A distribution in seconds from mean, p50, p90 and p99, of which `per_s` make a second; None where one lacks."""
+    mean, p50, p90, p99 = (None if value is None else value / per_s for value in values)
+    return Distribution(mean=mean, p50=p50, p90=p90, p99=p99)
 
 
 def _length(tokens: Sequence[float]) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def _duration_s(benchmark: Fields) -> float:
 
 def _model(benchmark: Fields, args: Fields | None) -> str | None:
     for given in (args, benchmark.fields("config").fields("backend"), benchmark.fields("worker")):
-        if given is not None and (found := given.text("model", "backend_model")):
-            return found
+        if given is not None and (name := given.text("model", "backend_model")):
+            return name
     found = None if args is None else args.find("model")
     return found if isinstance(found, str) else None
 
@@ -155,6 +155,5 @@ def _successful(metrics: Fields, name: str) -> Fields:
 def _distribution(metrics: Fields, name: str, per_s: float) -> Distribution:
     given = _successful(metrics, name)
     percentiles = given.fields("percentiles")
-    return distribution_of(
-        given.maybe("mean"), given.maybe("median"), percentiles.maybe("p90"), percentiles.maybe("p99"), per_s
-    )
+    values = (given.maybe("mean"), given.maybe("median"), percentiles.maybe("p90"), percentiles.maybe("p99"))
+    return distribution_of(values, per_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import platform
 import secrets
 from collections.abc import Callable, Iterator
@@ -111,19 +112,29 @@ class _Run:
     async def measured(self) -> RunResult:
         metrics, pulse = ServerMetrics(), Pulse()
         has_metrics = await metrics.read(self.connections)
+        gc.collect()
+        gc.freeze()  # what lives through the run need not be looked through while tokens come
+        try:
+            answers = await self._driven(metrics if has_metrics else None, pulse)
+        finally:
+            gc.unfreeze()
+        if has_metrics:
+            await metrics.read(self.connections)
+        self.progress(1.0, "done")
+        return self._result(answers, metrics.summary(), pulse.delays_s)
+
+    async def _driven(self, metrics: ServerMetrics | None, pulse: Pulse) -> list[Answer]:
+        """All answers, with what is watched beside them."""
         self.clock = WallClock()
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(pulse.beat()), group.create_task(self._tell())]
-            if has_metrics:
+            if metrics is not None:
                 beside.append(group.create_task(self._read_on(metrics)))
             arrivals = resolve(self.scenario.workload).arrivals
             answers = await drive(self.prompts.requests, arrivals, self.ask, self.clock, self._answered)
             for task in beside:
                 task.cancel()
-        if has_metrics:
-            await metrics.read(self.connections)
-        self.progress(1.0, "done")
-        return self._result(answers, metrics.summary(), pulse.delays_s)
+        return answers
 
     def _came(self, events: int) -> None:
         self.tokens += events

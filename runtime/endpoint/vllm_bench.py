@@ -95,9 +95,7 @@ def _averages(given: Fields) -> Averages:
 
 
 def _distribution(given: Fields, metric: str) -> Distribution:
-    return distribution_of(
-        *(given.maybe(f"{name}_{metric}_ms") for name in ("mean", "median", "p90", "p99")), per_s=1e3
-    )
+    return distribution_of((given.maybe(f"{name}_{metric}_ms") for name in ("mean", "median", "p90", "p99")), 1e3)
 
 
 def _arrivals(given: Fields) -> dict[str, Any] | None:
