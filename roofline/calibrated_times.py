@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable
+from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable, attention_over
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -38,13 +38,15 @@ class CalibratedTimes:
         bandwidth = self.calibration.bandwidth_at(working_set_bytes)
         memory_s = operator.bytes / bandwidth
         if operator.kind == "linear":
-            assert operator.precision is not None
-            table = self._linear(operator.precision.name)
+            format = kernel_format(operator)
+            table = self._linear(format)
             slowness = self._slowness(bandwidth)
             time_s = table.time_s(operator.m, operator.n, operator.k, slowness)
-            compute_s = operator.flops / self.calibration.matrix_flops(operator.precision.name)
+            compute_s = operator.flops / self.calibration.matrix_flops(format)
             return OperatorTime(time_s, memory_s, compute_s, 0.0)
         cost = self.calibration.operators.get(operator.kind)
+        if operator.kind == "attention" and operator.heads is not None:
+            cost = self.calibration.operators.get(attention_over(operator.heads.kv.values), cost)
         if cost is None:
             raise MemboundError(
                 f"the calibration of '{self.hardware.name}' has no operator '{operator.kind}'; run `membound calibrate`"
@@ -100,6 +102,20 @@ class _LinearTimes:
         inside_m = np.clip(tokens, self._m[0], self._m[-1])
         seconds = np.interp(inside_m, self._m, grid) * (tokens / inside_m) * beyond
         return seconds if np.ndim(m) else float(seconds)
+
+
+def kernel_format(operator: Operator) -> str:
+    """The kernels' name for the weights of a linear, under which a calibration has their times.
+
+    Groups and scales differ within a format by a few percent of its bytes, which one table stands for.
+    """
+    weights, activations = operator.precision, operator.activations
+    assert weights is not None, "a linear has weights"
+    if weights.sparse:
+        return "sparse24" if weights.values in ("bf16", "fp16") else weights.name
+    if weights.values == "int8" and activations is not None and activations.values == "int8":
+        return "w8a8"
+    return "bf16" if weights.values == "fp16" else weights.values
 
 
 def _amounts(operator: Operator) -> dict[str, Count]:

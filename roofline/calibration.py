@@ -22,6 +22,11 @@ from membound.roofline.scenario import one_sentence
 CACHE_SET_BYTES = 16 * 2**20
 
 
+def attention_over(kv_values: str) -> str:
+    """What a calibration calls attention over K and V of these values, such as `int8`."""
+    return f"attention_{kv_values}"
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -78,8 +83,9 @@ class Calibration(_Table):
     """A machine's measured roofs, with who measured what, when and how repeatable it was.
 
     `operators` has a cost for each kind of operator that is not a linear: `rms_norm`, `add_rms_norm`,
-    `rope_and_store`, `silu_mul` and `embed` by `elements`; `attention` by `sequences`, `kv_bytes`, `flops` and
-    `activation_bytes`; `host`, the Python and sampling of a step, by `sequences`, `tokens` and `logits`.
+    `rope_and_store`, `silu_mul` and `embed` by `elements`; `attention`, also over quantized K and V
+    (`attention_over`), by `sequences`, `kv_bytes`, `flops` and `activation_bytes`; `host`, the Python and sampling of a
+    step, by `sequences`, `tokens` and `logits`. `linear` has a table for each of the kernels' weight formats.
     `repeatability` is the largest relative difference between two passes; `residual` the median relative error of the
     tables on shapes they were not made of.
     """

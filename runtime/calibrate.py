@@ -24,7 +24,15 @@ from membound.roofline.precision import PRECISIONS
 from membound.runtime.bandwidth_probe import WORKING_SETS, BandwidthProbe
 from membound.runtime.host_probe import HostGrid, HostProbe
 from membound.runtime.linear_probe import LinearGrid, LinearProbe
-from membound.runtime.operator_probe import Heads, Load, OperatorGrid, OperatorProbe, attention_amounts, fit
+from membound.runtime.operator_probe import (
+    KV_KINDS,
+    Heads,
+    Load,
+    OperatorGrid,
+    OperatorProbe,
+    attention_amounts,
+    fit,
+)
 from membound.runtime.passes import CalibrationError, Part, Progress, repeat
 from membound.runtime.pool import Pool
 from membound.runtime.stopwatch import Stopwatch
@@ -33,7 +41,7 @@ POOL_BYTES = 2**30
 POOL_SHARE = 0.25  # of the memory that is free
 MEMORY_FROM_BYTES = 256 * 2**20
 BUSY_LOAD = 0.5
-KINDS = ("rms_norm", "add_rms_norm", "rope_and_store", "silu_mul", "embed", "attention")
+KINDS = ("rms_norm", "add_rms_norm", "rope_and_store", "silu_mul", "embed", "attention", *KV_KINDS)
 
 __all__ = ["CalibrationError", "Plan", "calibrate"]
 
@@ -139,11 +147,13 @@ class _Calibrator:
                 self.plan.linears.size,
                 partial(self.linears.measure, format, cached),
             )
-            for format in self.plan.linears.formats
+            for format in self.linears.formats
             for cached in (False, True)
         }
         operators = {
-            kind: Part(kind, len(self.operators.amounts(kind)), partial(self.operators.measure, kind)) for kind in KINDS
+            kind: Part(kind, len(self.operators.amounts(kind)), partial(self.operators.measure, kind))
+            for kind in KINDS
+            if kind not in KV_KINDS or not self.kernels.emulates_quantized_kv
         }
         host = Part("planning and sampling", len(self.host.amounts()), self.host.measure)
         repeatability = repeat([*bandwidths, *linears.values(), *operators.values(), host], progress)
@@ -151,7 +161,7 @@ class _Calibrator:
         rates = (1 / np.concatenate([part.best() for part in bandwidths])).tolist()
         tables = {
             format: self.linears.table(linears[format, False].typical(), linears[format, True].typical())
-            for format in self.plan.linears.formats
+            for format in self.linears.formats
         }
         costs = {kind: fit(self.operators.amounts(kind), part.typical()) for kind, part in operators.items()}
         embed = costs["embed"].seconds["call"]

@@ -14,7 +14,8 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch
-from membound.roofline.calibration import LinearCost
+from membound.kernels.kv_formats import KV_DTYPES, KvQuantFormat, QuantizedKv
+from membound.roofline.calibration import LinearCost, attention_over
 from membound.roofline.shape import StepShape
 from membound.runtime.pool import Pool
 from membound.runtime.stopwatch import Call, Stopwatch
@@ -25,6 +26,8 @@ EPS = 1e-5
 STREAMED_BYTES = 2**20  # of the weight that is read between two samples: that of a small model, to whom these matter
 STREAMED_ROWS = 1024
 KV_BYTES = 2**28
+# What attention over quantized K and V is called in a calibration.
+KV_KINDS: dict[str, KvQuantFormat] = {attention_over(format): format for format in KV_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -81,29 +84,36 @@ class OperatorProbe:
 
     def amounts(self, kind: str) -> list[dict[str, float]]:
         """What each measured size of a kind of operator comes to, in the terms of its cost."""
-        if kind == "attention":
-            width = self.kernels.activation_dtype.itemsize
-            return [attention_amounts(heads, load, width) for heads, load in self._attentions()]
+        if kind.startswith("attention"):
+            width, kv_bits = self.kernels.activation_dtype.itemsize, self._kv_bits(kind)
+            return [attention_amounts(heads, load, width, kv_bits(heads)) for heads, load in self._attentions()]
         return [{"elements": float(tokens * width)} for tokens, width in self._sizes()]
 
     def measure(self, kind: str) -> Iterator[float]:
         """Seconds of one call at each size, in the order of `amounts`."""
-        if kind == "attention":
+        if kind.startswith("attention"):
             for heads, load in self._attentions():
-                yield self.attention_s(heads, load)
+                yield self.attention_s(heads, load, kind)
         else:
             for tokens, width in self._sizes():
                 yield self._pointwise_s(kind, tokens, width)
 
-    def attention_s(self, heads: Heads, load: Load) -> float:
+    def attention_s(self, heads: Heads, load: Load, kind: str = "attention") -> float:
         """Seconds of one layer's attention, with K and V that were last read a round of the pool ago."""
         batch = ragged_batch(load, self.device)
         q = self._ones(load.sequences * load.new, heads.heads, heads.head_dim)
         scale = heads.head_dim**-0.5
-        calls = [
-            partial(self.kernels.attention, k_blocks=k, v_blocks=v, batch=batch, scale=scale)
-            for k, v in self._layers(heads, batch)
-        ]
+        calls: list[Call[Tensor]]
+        if kind == "attention":
+            calls = [
+                partial(self.kernels.attention, k_blocks=k, v_blocks=v, batch=batch, scale=scale)
+                for k, v in self._layers(heads, batch)
+            ]
+        else:
+            calls = [
+                partial(self.kernels.attention_quantized, kv=kv, batch=batch, scale=scale)
+                for kv in self._quantized_layers(KV_KINDS[kind], heads, batch)
+            ]
         project = self._linear(1, STREAMED_ROWS)
 
         def prepare() -> Tensor:
@@ -144,7 +154,7 @@ class OperatorProbe:
         """A linear that reads another weight each time, as large as a small model's, and returns [m, n]."""
         k = max(64, STREAMED_BYTES // (2 * n))
         x = self._ones(m, k)
-        weights = itertools.cycle(self.pool.weights("bf16", n, k, SAMPLES))
+        weights = itertools.cycle(self.pool.weights(self.kernels, "bf16", n, k, SAMPLES))
         return lambda: self.kernels.linear(x, next(weights))
 
     def _layers(self, heads: Heads, batch: RaggedBatch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -152,6 +162,28 @@ class OperatorProbe:
         shape = (batch.block_table.numel(), BLOCK_SIZE, heads.kv_heads, heads.head_dim)
         blocks = self.kv_pool.blocks(shape, self.kernels.kv_dtype, 2 * SAMPLES)
         return zip(blocks[::2], blocks[1::2], strict=True)
+
+    def _quantized_layers(self, format: KvQuantFormat, heads: Heads, batch: RaggedBatch) -> Iterator[QuantizedKv]:
+        """Quantized K and V of SAMPLES layers in turn."""
+        like = QuantizedKv.zeros(format, 1, BLOCK_SIZE, heads.kv_heads, heads.head_dim, self.device)
+        blocks = batch.block_table.numel()
+        k, v = (self.kv_pool.blocks((blocks, *part.shape[1:]), part.dtype, SAMPLES) for part in (like.k, like.v))
+        scales = [like.scales] * SAMPLES
+        if format != "fp8":
+            scales = self.kv_pool.blocks((blocks, *like.scales.shape[1:]), like.scales.dtype, SAMPLES)
+        return (QuantizedKv(format, *parts) for parts in zip(k, v, scales, strict=True))
+
+    def _kv_bits(self, kind: str) -> Callable[[Heads], float]:
+        """Bits that a cached number takes with its share of the scales, by the heads' width."""
+        if kind == "attention":
+            return lambda heads: 8.0 * self.kernels.kv_dtype.itemsize
+
+        def bits(heads: Heads) -> float:
+            like = QuantizedKv.zeros(KV_KINDS[kind], 1, BLOCK_SIZE, heads.kv_heads, heads.head_dim)
+            scales = 0 if like.format == "fp8" else like.scales.nbytes
+            return 8.0 * (like.k.nbytes + like.v.nbytes + scales) / (2 * BLOCK_SIZE * heads.kv_heads * heads.head_dim)
+
+        return bits
 
     def _attentions(self) -> list[tuple[Heads, Load]]:
         grid, chosen = self.grid, []
@@ -169,13 +201,13 @@ class OperatorProbe:
         return torch.ones(shape, dtype=self.kernels.activation_dtype, device=self.device)
 
 
-def attention_amounts(heads: Heads, load: Load, activation_bytes: float) -> dict[str, float]:
+def attention_amounts(heads: Heads, load: Load, activation_bytes: float, kv_bits: float = 16.0) -> dict[str, float]:
     """What one layer's attention computes and reads, in the terms of its cost."""
     cached = load.context - load.new
     shape = StepShape.of([(cached, load.new, 1)] * load.sequences)
     return {
         "sequences": float(shape.sequences),
-        "kv_bytes": 4.0 * heads.kv_heads * heads.head_dim * float(shape.kv_tokens),
+        "kv_bytes": 2.0 * kv_bits / 8 * heads.kv_heads * heads.head_dim * float(shape.kv_tokens),
         "flops": 4.0 * heads.heads * heads.head_dim * float(shape.attended),
         "activation_bytes": 2.0 * float(shape.tokens) * heads.heads * heads.head_dim * activation_bytes,
     }

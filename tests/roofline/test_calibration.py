@@ -5,11 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from membound.roofline.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable
+from membound.roofline.calibrated_times import CalibratedTimes
+from membound.roofline.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable, attention_over
+from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import hardware_of
+from membound.roofline.models import get_model
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import (
+    W8A8,
+    Int8Weights,
+    KvQuantization,
+    Technique,
+    WeightQuantization,
+    engine_setup,
+)
 
 
 @pytest.fixture
@@ -104,3 +118,31 @@ def test_a_calibration_that_holds_nonsense_names_it(
     path.write_text(json.dumps(document))
     with pytest.raises(MemboundError, match=f"local.json' is damaged.*{said}"):
         Calibration.load(path)
+
+
+def slower(table: LinearTable) -> LinearTable:
+    seven_times = {name: (7 * np.array(getattr(table, name))).tolist() for name in ("memory_s", "cache_s")}
+    return table.model_copy(update=seven_times)
+
+
+def test_weights_and_caches_of_every_kernel_have_their_own_tables() -> None:
+    """int4 reads from int4's table and int8 activations from w8a8's; the cache's format chooses its attention."""
+    plain = Calibration.model_validate_json((Path(__file__).parents[1] / "app" / "calibration.json").read_bytes())
+    tables = plain.linear | {"int4": slower(plain.linear["bf16"]), "w8a8": slower(plain.linear["int8"])}
+    faster = LinearCost(seconds={term: seconds / 2 for term, seconds in plain.operators["attention"].seconds.items()})
+    richer = plain.model_copy(
+        update={"linear": tables, "operators": plain.operators | {attention_over("int8"): faster}}
+    )
+    times = CalibratedTimes(hardware_of(richer), richer)
+    model, shape = get_model("SmolLM2-135M"), StepShape.decode(1, 512)
+
+    def seconds(*techniques: Technique) -> dict[str, float]:
+        cost = step_cost(model, engine_setup(techniques), times, shape)
+        return {one.operator.name: float(one.total_s) for one in cost.operators}
+
+    bf16, int4 = seconds(), seconds(WeightQuantization(format="int4"))
+    assert int4["gate_up"] > bf16["gate_up"] and int4["attention"] == bf16["attention"]
+    assert seconds(W8A8(format="int8"))["gate_up"] > seconds(Int8Weights())["gate_up"]
+    assert seconds(KvQuantization(format="int8"))["attention"] < bf16["attention"]
+    with pytest.raises(MemboundError, match="no fp8 weights"):
+        seconds(WeightQuantization(format="fp8"))

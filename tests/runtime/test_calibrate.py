@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
+from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
+from membound.roofline.calibration import attention_over
 from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
@@ -18,7 +21,7 @@ from membound.runtime.host_probe import HostGrid
 from membound.runtime.linear_probe import LinearGrid, LinearProbe
 from membound.runtime.operator_probe import Heads, Load, OperatorGrid, attention_amounts, fit
 from membound.runtime.passes import Part, repeat
-from membound.runtime.pool import Pool
+from membound.runtime.pool import PackedLayout, Pool
 from membound.runtime.stopwatch import Stopwatch
 
 MIB = 2**20
@@ -114,6 +117,19 @@ def test_parts_of_a_pool_come_in_turn_and_cached_ones_repeat() -> None:
     assert len({part.data_ptr() for part in pool.parts(4096, 40, within_bytes=8192)}) == 2
 
 
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "w8a8", "fp8", "sparse24"])
+@pytest.mark.parametrize(("n", "k"), [(256, 256), (48, 128)])
+def test_a_pools_weights_are_laid_out_as_packed_ones_and_are_multiplied(format: str, n: int, k: int) -> None:
+    kernels, pool = kernels_for("cpu"), Pool.of(8 * MIB, "cpu")
+    packed = kernels.pack(torch.randn(n, k), format)
+    layout = PackedLayout.of(kernels, format, n, k)
+    assert 0 <= layout.nbytes - packed.nbytes < 64 * len(layout.shapes)
+    for weight in pool.weights(kernels, format, n, k, 3):
+        assert weight.shape == packed.shape and weight.nbytes == packed.nbytes
+        y = kernels.linear(torch.ones(2, k, dtype=kernels.activation_dtype), weight)
+        assert y.shape == (2, n) and bool(y.isfinite().all())
+
+
 SMALL = Plan(
     working_sets=(MIB, 16 * MIB, 64 * MIB),
     linears=LinearGrid(formats=("bf16", "int8"), n=(256, 1024), k=(256, 1024), m=(1, 2, 8)),
@@ -140,6 +156,8 @@ def test_a_small_plan_gives_a_whole_calibration(monkeypatch: pytest.MonkeyPatch)
     table = found.linear["bf16"]
     assert (np.array(table.cache_s) <= np.array(table.memory_s)).all()
     kinds = {op.kind for op in step_operators(get_model("SmolLM2-135M"), EngineSetup(), StepShape.decode(1, 10))}
-    assert kinds - {"linear"} == set(found.operators)
+    quantized = {attention_over(format) for format in ("int8", "int4", "fp8")}
+    assert set(found.operators) - quantized == kinds - {"linear"}
+    assert quantized <= set(found.operators) or kernels_for("cpu").emulates_quantized_kv
     assert heard == sorted(heard) and heard[-1] == 1.0
     assert type(found).model_validate_json(found.model_dump_json()) == found
