@@ -329,14 +329,14 @@ def format_problem(plan: PrecisionPlan) -> str | None:
         format = plan.weights_of(part)
         if format.width < 16 and grid_of(format) is None and _dense_name(format) not in _FP8:
             return (
-                f"weights in {format.name} are predicted, not measured yet: the runtime quantizes to integers of 2 to "
-                "8 bits such as int4_g64 or int8, to q8_0, q4_0 and q4_1, and to fp8, fp8_row and fp8_block"
+                f"weights in {format.name} is predicted, not measured yet: the runtime has integers of 2 to 8 bits "
+                "such as int4_g64 and int8, q8_0, q4_0 and q4_1, fp8, fp8_row and fp8_block"
             )
     activations = plan.activations
     if activations.width < 16 and not (activations.values.startswith("int") or activations.values == "fp8"):
         return (
-            f"activations in {activations.name} are predicted, not measured yet: the runtime rounds them to integers "
-            "such as int8 and int4_row, and to fp8"
+            f"activations in {activations.name} is predicted, not measured yet: the runtime has integers "
+            "such as int8 and int4_row, and fp8"
         )
     return None
 
