@@ -11,7 +11,17 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques import TECHNIQUES, EngineSetup, WeightQuantization, engine_setup
 from membound.runtime.engine import unmeasured
 
-RUNS = ("int8_weights", "continuous_batching", "ngram_speculation", "flash_attention", "mla_absorption")
+RUNS = (
+    "int8_weights",
+    "weight_quantization",
+    "w8a8",
+    "sparsity_2_4",
+    "continuous_batching",
+    "kv_quantization",
+    "ngram_speculation",
+    "flash_attention",
+    "mla_absorption",
+)
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
