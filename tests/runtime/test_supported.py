@@ -1,4 +1,4 @@
-"""Is what the decoder would compute wrongly refused in one sentence, before it runs?"""
+"""Is what the decoder does not compute refused in one sentence, before it runs?"""
 
 from __future__ import annotations
 
@@ -9,69 +9,67 @@ from typing import Any
 
 import pytest
 
-from membound.roofline.models import ModelError, ModelSpec, get_model
-from membound.runtime.supported import plain_attention, plain_decoder_problem
-from membound.runtime.weights import load_safetensors, random_weights
+from membound.roofline.models import ModelError, get_model
+from membound.roofline.models.catalog import catalog
+from membound.runtime.supported import checked, decoder_problem, recurrent
+from membound.runtime.weights import load_safetensors
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
+# the models of the catalog that are not computed, and what is missing
+REFUSED = {
+    "DeepSeek-V3.2": "attention.indexer",
+    "GLM-5": "attention.indexer",
+    "GLM-5.2": "attention.indexer",
+    "Gemma-4-26B-A4B": "attention.v_is_k",
+    "Gemma-4-31B": "attention.v_is_k",
+    "MiniMax-M1": "lightning",
 }
 
 
-@pytest.mark.parametrize("name", ["Llama-2-7B", "Llama-3.1-8B", "Qwen2.5-7B", "Qwen3-8B", "SmolLM2-135M"])
-def test_llama_and_qwen_are_computed(name: str) -> None:
-    assert plain_decoder_problem(get_model(name)) is None
-    assert plain_attention(get_model(name)) == get_model(name).attention
+def test_all_models_of_the_catalog_are_computed_but_for_these() -> None:
+    problems = {name: problem for name, spec in catalog().items() if (problem := decoder_problem(spec))}
+    assert problems.keys() == REFUSED.keys()
+    for name, problem in problems.items():
+        assert REFUSED[name] in problem and name in problem and problem.endswith("."), problem
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2},
-            ["Mixtral", "Qwen3"],
-        ),
-        ({"architectures": ["GemmaForCausalLM"], "head_dim": 128}, ["architecture", "GemmaForCausalLM"]),
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Llama"]),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, ["attention.window", "4096"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn", "llama3"]),
-        ({"hidden_act": "gelu"}, ["activation", "gelu", "silu"]),
-        ({"attention_bias": True}, ["o_bias", "false"]),
-        ({"mlp_bias": True}, ["ffn.bias", "false"]),
-        ({"partial_rotary_factor": 0.5}, ["rotary_fraction", "0.5", "1.0"]),
+        ({"attention": {"kind": "gqa", "heads": 9, "kv_heads": 3, "head_dim": 32, "v_head_dim": 64}}, ["v_head_dim"]),
+        ({"activation": "snake"}, ["activation", "snake", "silu"]),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused_in_one_sentence(change: dict[str, Any], words: list[str]) -> None:
+    spec = get_model("SmolLM2-135M").model_copy(update={"name": "mine", **change})
     with pytest.raises(ModelError) as refusal:
-        plain_attention(ModelSpec.from_hf_config(LLAMA | change, "mine"))
+        checked(spec)
     message = str(refusal.value)
     assert all(word in message for word in [*words, "mine"]), message
     assert message.endswith(".") and "\n" not in message
 
 
-def test_layers_that_differ_are_refused() -> None:
-    spec = ModelSpec(
-        **get_model("SmolLM2-135M").model_dump(by_alias=True, exclude={"name", "overrides"})
-        | {"name": "mixed", "overrides": [{"layers": "1::2", "attention": {"window": 64}}]}
-    )
-    with pytest.raises(ModelError, match="layers of mixed differ"):
-        random_weights(spec, seed=0)
-
-
-def test_a_folder_of_another_family_is_refused_before_its_weights_are_read(reference: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["InternLM2ForCausalLM"]}, ["architecture", "InternLM2ForCausalLM", "LlamaForCausalLM"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic", "yarn"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, ["rope_scaling", "two"]),
+        ({"final_logit_softcapping": -1}, ["final_softcap", "-1"]),
+    ],
+)
+def test_a_folder_is_refused_before_its_weights_are_read(
+    change: dict[str, Any], words: list[str], reference: Path, tmp_path: Path
+) -> None:
     config = json.loads((reference / "tiny_llama3" / "config.json").read_text())
     shutil.copytree(reference / "tiny_llama3", tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"architectures": ["InternLM2ForCausalLM"]}))
-    with pytest.raises(ModelError, match="architecture of other is 'InternLM2ForCausalLM'"):
+    (tmp_path / "other" / "model.safetensors").unlink()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError) as refusal:
         load_safetensors(tmp_path / "other")
+    message = str(refusal.value)
+    assert all(word in message for word in [*words, "other"]) and "\n" not in message, message
+
+
+def test_a_model_is_recurrent_if_one_of_its_layers_is() -> None:
+    assert recurrent(get_model("Mamba-2-130M")) and recurrent(get_model("Jamba-v0.1"))
+    assert not recurrent(get_model("Gemma-2-2B")) and not recurrent(get_model("DeepSeek-V3"))

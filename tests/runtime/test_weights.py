@@ -14,15 +14,8 @@ from torch import Tensor
 
 from membound.roofline.gguf_file import GgufError, GgufFile
 from membound.roofline.models import ModelSpec, get_model
-from membound.runtime.weights import (
-    _GGUF_NAMES,
-    _HF_NAMES,
-    Weights,
-    WeightsError,
-    load_gguf,
-    load_safetensors,
-    random_weights,
-)
+from membound.runtime.loading.layouts import GGUF_LLAMA, LLAMA
+from membound.runtime.weights import Weights, WeightsError, load_gguf, load_safetensors, random_weights
 
 TINY = ("tiny_qwen2", "tiny_qwen3", "tiny_llama3")
 
@@ -32,7 +25,16 @@ def write_gguf(folder: Path, path: Path, without: str = "") -> None:
     spec, weights = load_safetensors(folder)
     arch = json.loads((folder / "config.json").read_text())["model_type"]
     tensors = load_file(folder / "model.safetensors")
-    gguf_names = {_HF_NAMES[key]: _GGUF_NAMES[key] for key in _HF_NAMES}
+    parts = ("mixer_norm", "ffn_norm", "qkv", "qkv_bias", "o", "q_norm", "k_norm", "gate_up", "down")
+    top = ("embed", "final_norm", "lm_head")
+    gguf_names = {
+        theirs: ours
+        for sources in (
+            *((LLAMA.sources(part, "gqa"), GGUF_LLAMA.sources(part, "gqa")) for part in parts),
+            *((LLAMA.top_sources(part), GGUF_LLAMA.top_sources(part)) for part in top),
+        )
+        for theirs, ours in zip(*sources, strict=True)
+    }
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(spec.layers)
     writer.add_context_length(spec.max_context)
@@ -70,7 +72,7 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
 
 def assert_same(left: Weights, right: Weights) -> None:
     def named(weights: Weights) -> dict[str, Tensor | None]:
-        top = {key: value for key, value in vars(weights).items() if key not in ("layers", "origin")}
+        top = {key: value for key, value in vars(weights).items() if key not in ("layers", "origin", "arithmetic")}
         return top | {f"{i}.{k}": v for i, layer in enumerate(weights.layers) for k, v in layer.items()}
 
     ours, theirs = named(left), named(right)
