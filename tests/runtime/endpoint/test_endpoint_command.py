@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from membound.app.store import Store
+from membound.roofline.validation.report import validate_table
 
 SCENARIO = """
 name: asked
@@ -91,13 +92,19 @@ def test_a_server_is_held_against_its_prediction(serving, well, membound, asked,
 def test_a_result_of_another_tool_is_kept_beside_its_prediction(membound, tmp_path) -> None:
     file = tmp_path / "of-vllm.json"
     file.write_text(json.dumps(RESULT))
-    done = membound("import", str(file), "--model", "Llama-3.1-8B", "--hardware", "H100-SXM5", "--json")
+    table = tmp_path / "rows.csv"
+    known = ("--model", "Llama-3.1-8B", "--hardware", "H100-SXM5", "--table", str(table))
+    done = membound("import", str(file), *known, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["runs"][0]["summary"]["requests_per_s"] == 1.5
     assert document["comparisons"][0]["measured"] == pytest.approx(0.01)
     kept = {run.kind: run for run in Store(tmp_path / "home").runs()}
     assert kept.keys() == {"measure", "compare"} and kept["measure"].label == "of-vllm"
+    rows = {result.row.text("metric"): result for result in validate_table(table).results}
+    assert rows.keys() == {"tpot_ms", "ttft_ms", "throughput_tok_s_total"}
+    assert (rows["tpot_ms"].row.measured, rows["throughput_tok_s_total"].row.measured) == (10.0, 7.5)
+    assert all(result.predicted for result in rows.values())
 
 
 def test_what_makes_no_sense_is_one_sentence(membound, asked, tmp_path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +146,23 @@ def test_a_fault_ends_its_own_request_and_the_others_finish(serving, well, scena
         assert re.search(FAULTS[fault], reason), reason
         assert "\n" not in reason and "Traceback" not in reason
     assert sum(f"{summary.failed} of 12 requests failed" in note for note in run.provenance.notes) == 1
+
+
+def test_after_all_faults_nothing_is_left_open(serving, well, scenario) -> None:
+    faults = [fault for fault in FAULTS if fault not in (long_lines, endless_tokens)]
+
+    async def anything(exchange) -> None:
+        good = exchange.number < 3 or exchange.number % 2
+        await (well if good else faults[exchange.number // 2 % len(faults)])(exchange)
+
+    asked = scenario(arrivals={"kind": "closed_loop", "concurrency": 20}, requests=200)
+    counted = Path("/proc/self/fd").is_dir()
+    before = len(os.listdir("/proc/self/fd")) if counted else 0
+    with serving(anything) as server:
+        run = measure(asked, Endpoint.of(server.url, patience_s=0.3))
+    assert run.summary.completed + run.summary.failed == 200
+    assert 90 <= run.summary.completed <= 110
+    assert not counted or len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 @pytest.mark.parametrize(
