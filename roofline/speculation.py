@@ -33,7 +33,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.step import check_parallel, step_weight_bytes
 from membound.roofline.tasks import acceptance_of, found_of
-from membound.roofline.techniques import Drafts, EngineSetup, ModelDrafts, SelfDrafts, Size
+from membound.roofline.techniques import Drafts, EagleDrafts, EngineSetup, MedusaDrafts, ModelDrafts, SelfDrafts, Size
 from membound.roofline.techniques.weights import weights_in
 from membound.roofline.token_tree import TokenTree, best_tree, chain
 
@@ -250,13 +250,16 @@ class Speculation:
             )
         if isinstance(drafts, SelfDrafts):
             return _FirstLayers(first_layers(model, drafts.layers), self.plain)
-        if drafts.kind == "medusa":
-            return _Heads(model, _own_head(self.plain), drafts.gamma)
+        if isinstance(drafts, MedusaDrafts):
+            return _Heads(model, _own_head(self.plain), drafts.gamma, drafts.guessable)
         if drafts.kind == "mtp":
             if not model.mtp_layers:
                 raise MemboundError(f"'{model.name}' has no module for multi-token prediction; take eagle or medusa")
             return _Module(one_layer(model, dense=False), self.plain)
-        return _Module(one_layer(model, dense=True), _own_head(self.plain))
+        layer = one_layer(model, dense=True)
+        if isinstance(drafts, EagleDrafts) and drafts.guessable is not None:
+            layer = layer.model_copy(update={"vocab": min(drafts.guessable, model.vocab)})
+        return _Module(layer, _own_head(self.plain))
 
 
 def _drafting_formats(model: ModelSpec, spec: ModelSpec, setup: EngineSetup, format: str | None) -> PrecisionPlan:
@@ -494,32 +497,41 @@ class _Module(_DraftModel):
 
 
 class _Heads(_Drafter):
-    """Medusa's: for each position a matrix over the hidden state and an lm_head of its own, once a step."""
+    """Medusa's: for each position a matrix over the hidden state, once a step, and an lm_head.
 
-    def __init__(self, model: ModelSpec, setup: EngineSetup, heads: int) -> None:
-        self.model, self.setup, self.heads = model, setup, heads
+    Each head has an lm_head of its own, or those that can guess few tokens share these rows of the model's.
+    """
+
+    def __init__(self, model: ModelSpec, setup: EngineSetup, heads: int, guessable: int | None) -> None:
+        self.model, self.setup, self.heads, self.guessable = model, setup, heads, guessable
 
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
         """On the last token of each sequence; the weights come from memory, as the model's own passed in between."""
         plan = self.setup.precision
         weights = step_weight_bytes(self.model, self.setup)
         total: Count = 0.0
-        for name, n in self._matrices:
+        for name, count, rows, n in self._matrices:
             op = linear(
-                name, self.heads, shape.sequences, n, self.model.hidden, plan.weights, times.activation_bytes,
+                name, count, rows * shape.sequences, n, self.model.hidden, plan.weights, times.activation_bytes,
                 plan.plain,
             )  # fmt: skip
-            total = total + times.of(op, weights).time_s * self.heads
+            total = total + times.of(op, weights).time_s * count
         return total
 
     @property
-    def _matrices(self) -> tuple[tuple[str, int], ...]:
+    def _matrices(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Name, how many, rows of each sequence that pass each of them, and outputs."""
+        hidden, vocab = self.model.hidden, self.model.vocab
+        shared = self.guessable is not None
+        outputs = min(self.guessable or vocab, vocab)
+        lm_head = ("lm_head", 1, self.heads) if shared else ("lm_head", self.heads, 1)
         tp = self.setup.parallel.tp
-        return ("residual", -(-self.model.hidden // tp)), ("lm_head", -(-self.model.vocab // tp))
+        return ("residual", self.heads, 1, -(-hidden // tp)), (*lm_head, -(-outputs // tp))
 
     def weights_bytes(self) -> float:
         format = self.setup.precision.weights
-        return self.heads * sum(format.matrix_bytes(n, self.model.hidden) for _, n in self._matrices)
+        own = self._matrices[:1] if self.guessable is not None else self._matrices
+        return sum(count * format.matrix_bytes(n, self.model.hidden) for _, count, _, n in own)
 
 
 def _drafting_parallel(spec: ModelSpec, setup: EngineSetup) -> Parallelism:

@@ -78,15 +78,31 @@ class SelfDrafts(Drafts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaDrafts(Drafts):
-    """One head for each of `gamma` positions ahead, all from the same hidden state."""
+class HeadDrafts(Drafts):
+    """A head that was trained for the model guesses; `head` is its file, None the one that comes with membound.
+
+    It can guess `guessable` tokens, of which it shares the rows of the model's lm_head; None is all. What is `typical`
+    of the model is accepted, rather than what leaves its distribution as it is.
+    """
+
+    head: str | None = None
+    guessable: int | None = None
+    typical: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaDrafts(HeadDrafts):
+    """One head for each of `gamma` positions ahead, all from the same hidden state.
+
+    Heads that guess all tokens have an lm_head each, as published ones do.
+    """
 
     kind = "medusa"
     content = "trained_head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDrafts(Drafts):
+class EagleDrafts(HeadDrafts):
     """One layer that continues the model's own hidden states, once for each of `gamma` positions."""
 
     kind = "eagle"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -185,10 +185,35 @@ class SelfSpeculation(Speculative):
         return SelfDrafts(gamma=self.size.depth, alpha=self.alpha, layers=self.layers)
 
 
-class Medusa(Speculative):
+class _UnlessTypical:
+    """Whether a technique is lossless: its class is, and so is one whose acceptance is exact."""
+
+    def __get__(self, technique: TrainedHead | None, owner: type[TrainedHead]) -> bool:
+        return technique is None or technique.acceptance == "exact"
+
+
+class TrainedHead(Speculative):
+    """Common to heads that were trained for a model."""
+
+    lossless: ClassVar[Any] = _UnlessTypical()
+
+    head: str | None = Field(None, description="file of `membound train-draft`; without it the one that is shipped")
+    guessable: int | None = Field(
+        None, ge=1, description="tokens that the head can guess, by their rows of the lm_head; all if not given"
+    )
+    acceptance: Literal["exact", "typical"] = Field(
+        "exact", description="typical accepts what is likely enough above temperature 0, and is not lossless"
+    )
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        return {"head": self.head, "guessable": self.guessable, "typical": self.acceptance == "typical"}
+
+
+class Medusa(TrainedHead):
     """Heads on the last hidden state, one for each position ahead; a tree of their guesses (Cai et al., 2024).
 
-    Verified by exact agreement; the paper's typical acceptance accepts more and is not lossless. alpha and decay are
+    Verified exactly unless `acceptance` is the paper's typical one, which accepts more. alpha and decay are
     those that lead to the 2.31 tokens a step that Spec-Bench measured with Vicuna-7B (A100, greedy).
     """
 
@@ -204,10 +229,11 @@ class Medusa(Speculative):
     decay: float = Field(0.5, gt=0, le=1, description="the same of each further head, as a share of the one before")
 
     def drafts(self) -> Drafts:
-        return MedusaDrafts(gamma=self.size.depth, alpha=self.alpha, decay=self.decay, nodes=self.size.nodes)
+        depth, nodes = self.size
+        return MedusaDrafts(gamma=depth, alpha=self.alpha, decay=self.decay, nodes=nodes, **self._common)
 
 
-class Eagle(Speculative):
+class Eagle(TrainedHead):
     """One trained layer continues the model's hidden states; a tree of its guesses (Li et al., EAGLE-2, 2024).
 
     alpha and decay: 0.79, 0.74, 0.72, 0.73, 0.67 at five positions with Vicuna-7B on MT-bench; 25 nodes: EAGLE, 2024
@@ -228,7 +254,8 @@ class Eagle(Speculative):
     decay: float = Field(0.97, gt=0, le=1, description="the same at each further one, as a share of the one before")
 
     def drafts(self) -> Drafts:
-        return EagleDrafts(gamma=self.size.depth, alpha=self.alpha, decay=self.decay, nodes=self.size.nodes)
+        depth, nodes = self.size
+        return EagleDrafts(gamma=depth, alpha=self.alpha, decay=self.decay, nodes=nodes, **self._common)
 
 
 class Mtp(Speculative):

@@ -8,16 +8,22 @@ from pathlib import Path
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.model_files import resolve_model
+from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.roofline.speculation import draft_model, first_layers
-from membound.roofline.techniques import DrafterKind, ModelDrafts, SelfDrafts
+from membound.roofline.techniques import DrafterKind, EagleDrafts, HeadDrafts, MedusaDrafts, ModelDrafts, SelfDrafts
 from membound.roofline.techniques.weights import weights_in
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import MOST_IN_TREE
+from membound.runtime.sampling import Sampler, sampler_for
 from membound.runtime.speculation.base import Chooser, Proposer
+from membound.runtime.speculation.eagle import EagleProposer, FeatureHead
+from membound.runtime.speculation.heads import Head, load_head, random_head, shipped_head
+from membound.runtime.speculation.medusa import MedusaHeads, MedusaProposer
 from membound.runtime.speculation.model import ModelProposer
+from membound.runtime.weights import Weights
 
-RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self")
+RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle")
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class DraftHost:
     """What a drafter lives on: the model, its cache of `num_blocks` blocks, and how to load another scenario's."""
 
     decoder: Decoder
+    weights: Weights
     cache: KvCache
     num_blocks: int
     block_size: int
@@ -55,15 +62,50 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
             "as set up here cannot; take another kv_quantization, or ngram_speculation"
         )
     choose = Chooser(scenario.temperature, scenario.workload.seed, host.decoder.device)
+    spec = host.decoder.spec
     if isinstance(drafts, SelfDrafts):
-        layers = first_layers(host.decoder.spec, drafts.layers).layers
+        layers = first_layers(spec, drafts.layers).layers
         return ModelProposer(host.decoder, host.cache, host.block_size, drafts.gamma, choose, layers)
     if isinstance(drafts, ModelDrafts):
         decoder = host.load(_draft_scenario(scenario, drafts))
         _check_vocabulary(decoder, host.decoder)
         cache = decoder.new_cache(host.num_blocks, host.block_size)
         return ModelProposer(decoder, cache, host.block_size, drafts.gamma, choose)
-    raise MemboundError(f"speculation by {drafts.kind} is predicted, not measured yet; take self_speculation")
+    if isinstance(drafts, MedusaDrafts):
+        heads = MedusaHeads(_head(scenario, drafts, spec), host.weights.lm_head, host.decoder.kernels)
+        _check_depth("heads", drafts, len(heads.residuals))
+        return MedusaProposer(heads, drafts.gamma, drafts.tokens)
+    if isinstance(drafts, EagleDrafts):
+        layer = FeatureHead(_head(scenario, drafts, spec), spec, host.weights, host.decoder.kernels)
+        return EagleProposer(layer, host.num_blocks, host.block_size, drafts.gamma, drafts.tokens)
+    raise MemboundError(
+        f"speculation by {drafts.kind} is predicted, not measured yet; the runtime has {', '.join(RUNNING)}"
+    )
+
+
+def sampler_of(scenario: Scenario, device: str) -> Sampler:
+    """The sampler that verifies the scenario's drafts as its technique says."""
+    drafts = scenario.setup.drafts
+    typical = isinstance(drafts, HeadDrafts) and drafts.typical
+    return sampler_for(scenario.temperature, scenario.workload.seed, device, typical=typical)
+
+
+def _head(scenario: Scenario, drafts: HeadDrafts, spec: ModelSpec) -> Head:
+    """The head that a scenario names or membound brings; for random weights a random one, which is right for timing."""
+    if drafts.head is None and scenario.weights == "random":
+        return random_head(drafts.kind, spec, drafts.gamma, drafts.guessable or spec.vocab, scenario.workload.seed)
+    head = load_head(Path(drafts.head) if drafts.head else shipped_head(drafts.kind, spec), drafts.kind, spec)
+    if drafts.guessable not in (None, len(head.tokens)):
+        raise MemboundError(
+            f"field 'guessable' of {drafts.kind} is {drafts.guessable}, but its head can guess {len(head.tokens)} "
+            "tokens; give that number"
+        )
+    return head
+
+
+def _check_depth(field: str, drafts: HeadDrafts, most: int) -> None:
+    if drafts.gamma > most:
+        raise MemboundError(f"field '{field}' of {drafts.kind} is {drafts.gamma}, but the file has {most}; give fewer")
 
 
 def _draft_scenario(scenario: Scenario, drafts: ModelDrafts) -> Scenario:

@@ -91,14 +91,14 @@ def shipped_head(kind: str, spec: ModelSpec) -> Path:
     return path
 
 
-def random_head(kind: str, spec: ModelSpec, heads: int, seed: int) -> Head:
-    """A head of the right shape that guesses at random, for models with random weights; it can guess every token."""
+def random_head(kind: str, spec: ModelSpec, heads: int, guessable: int, seed: int) -> Head:
+    """A head of the right shape that guesses at random, for models with random weights."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(n: int, k: int) -> Tensor:
         return torch.randn(n, k, generator=generator) * k**-0.5
 
-    tokens = torch.arange(spec.vocab, dtype=torch.int32)
+    tokens = torch.arange(min(guessable, spec.vocab), dtype=torch.int32)
     if kind == "medusa":
         listed = {f"heads.{index}": matrix(spec.hidden, spec.hidden) for index in range(heads)}
         return Head(kind, {"tokens": tokens} | listed, {})
