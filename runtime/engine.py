@@ -45,8 +45,7 @@ from membound.runtime.plain import generate_plain
 from membound.runtime.quantization.calibration import Calibrator
 from membound.runtime.quantization.recipes import format_problem, recipe_for
 from membound.runtime.recipe import Recipe
-from membound.runtime.sampling import sampler_for
-from membound.runtime.speculation.build import RUNNING, DraftHost, proposer_for
+from membound.runtime.speculation.build import RUNNING, DraftHost, proposer_for, sampler_of
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
@@ -230,11 +229,12 @@ class Runtime:
         times = times_for(hardware)
         blocks = memory.num_blocks
         kv = decoder.new_cache(blocks, scenario.engine.block_size, scenario.engine.max_num_seqs)
-        proposer = proposer_for(scenario, DraftHost(decoder, kv, blocks, scenario.engine.block_size, self.decoder))
+        weights, block_size = self.model(scenario).weights, scenario.engine.block_size
+        proposer = proposer_for(scenario, DraftHost(decoder, weights, kv, blocks, block_size, self.decoder))
         scheduler = build_scheduler(
             as_one, decoder.spec, times, memory, content_known=True, numbered_blocks=True, drafter=proposer
         )
-        sampler = sampler_for(scenario.temperature, scenario.workload.seed, self.device)
+        sampler = sampler_of(scenario, self.device)
         _warm_up(decoder, scenario)
         longest_blocks = -(-longest // scenario.engine.block_size)
         graphs, capture_note = decode_graphs(decoder, kv, longest_blocks, scenario.engine.max_num_seqs)
