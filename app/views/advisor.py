@@ -9,18 +9,18 @@ import pandas as pd
 import streamlit as st
 
 from membound.app import text
+from membound.app.engine_choice import ENGINE, EngineChoice, advised
 from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.figures.stack import MARKS as BOUND_MARKS
 from membound.app.i18n import Translate
-from membound.app.views import linked, states
+from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
-from membound.app.views.engine_choice import ENGINE, EngineChoice, choose_engine
+from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.session import translate
 from membound.app.views.verdicts import MARKS, interval, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.advisor import advise, to_json
 
 # Moves that have a card of their own; the table has all.
 FIRST = 3
@@ -36,9 +36,11 @@ def page() -> None:
     try:
         with st.container(border=True):
             choice = choose_engine(t).having(_has(t))
-        document = _advice(choice.key, choice.batch, choice.context, choice.metric, choice)
+        document = background.answer(background.ask(choice.key, advised, choice), "advisor")
     except MemboundError as error:
         states.problem(str(error), t("advisor.error_help"))
+        return
+    if document is None:
         return
     _answer(choice, document, t)
     _cards(document, t)
@@ -67,31 +69,15 @@ def _has(t: Translate) -> list[str]:
     return chosen
 
 
-@st.cache_data(max_entries=500, show_spinner=False)
-def _advice(key: tuple[object, ...], batch: int, context: int, metric: str, _choice: EngineChoice) -> dict[str, Any]:
-    """What `membound advise` says, and what a step is bound by after each move; once for all sessions."""
-    advice = advise(_choice.scenario, batch=_choice.batch, context=_choice.context, metric=_choice.metric)
-    document = to_json(advice)
-    for move, said in zip(advice.moves, document["moves"], strict=True):
-        said["shares_after"] = None if move.after is None else move.after.shares
-        wider = move.after is not None and move.move.after is not None and move.move.name == "tensor_parallel"
-        ends = (move.move.before, move.move.after) if wider else ()
-        said["devices"] = [end.parallel.devices for end in ends if end is not None] or None
-        said["error"] = None if move.gain is None or move.high is None else move.high / move.gain - 1
-    return document
-
-
 def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
     """What binds and what to do first, in two sentences."""
     now, moves = document["now"], document["moves"]
     worth = _worth(document)
     if now is None:
         makes_fit = [_named(move, t) for move in moves if move["possible"]]
-        st.header(t("advisor.no_fit", model=choice.model.name))
+        st.header(t("advisor.no_fit", model=choice.model_name))
         if makes_fit:
-            st.markdown(
-                t("advisor.makes_fit", first=makes_fit[0], others=", ".join(makes_fit[1:]) or t("stack.none"))
-            )
+            st.markdown(t("advisor.makes_fit", first=makes_fit[0], others=", ".join(makes_fit[1:]) or t("stack.none")))
         else:
             st.markdown(t("advisor.nothing_fits"))
         return
@@ -259,7 +245,7 @@ def _moves(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None
         figures.gains_figure(gains, t),
         key="advisor_gains",
         alt=t("techniques.gains_alt", techniques=len(gains), best=gains[0].title, gain=text.gain(gains[0].predicted)),
-        caption=t("advisor.gains_caption", metric=t(f"short.{document['metric']}"), conditions=choice.conditions(t)),
+        caption=t("advisor.gains_caption", metric=t(f"short.{document['metric']}"), conditions=conditions(choice, t)),
         table=table,
     )
     refused = [move for move in document["moves"] if not move["possible"]]

@@ -10,15 +10,15 @@ import pandas as pd
 import streamlit as st
 
 from membound.app import text
+from membound.app.engine_choice import EngineChoice, stacked
 from membound.app.figures import stack as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.stacks import stack_document
-from membound.app.views import linked, states
+from membound.app.views import background, linked, states
 from membound.app.views.asked import answer
 from membound.app.views.charts import chart
 from membound.app.views.choices import one_of
-from membound.app.views.engine_choice import EngineChoice, choose_engine
+from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.session import translate
 from membound.app.views.verdicts import interval
@@ -80,7 +80,8 @@ def _chosen(t: Translate) -> list[str]:
 def _document(choice: EngineChoice, names: Sequence[str], simulate: bool, t: Translate) -> dict[str, Any] | None:
     """The analysis, at once where it is quick, else from the store or a job; None while nobody has asked for it."""
     if len(names) <= AT_ONCE and not simulate:
-        return _quick(choice.key, choice.batch, choice.context, choice.metric, tuple(names), choice)
+        asked = background.ask((choice.key, tuple(names)), stacked, choice, tuple(names))
+        return background.answer(asked, "stack")
     spec = {
         "scenario": choice.scenario.to_yaml(),
         "techniques": [suited(name, choice.device).model_dump(mode="json") for name in names],
@@ -92,17 +93,6 @@ def _document(choice: EngineChoice, names: Sequence[str], simulate: bool, t: Tra
     st.caption(t("stack.long_simulation" if simulate else "stack.long", engines=2 ** len(names)))
     run = answer("stack", spec, t("stack.analyse", techniques=len(names)))
     return None if run is None else run.comparison()
-
-
-@st.cache_data(max_entries=500, show_spinner=False)
-def _quick(
-    key: tuple[object, ...], batch: int, context: int, metric: str, names: tuple[str, ...], _choice: EngineChoice
-) -> dict[str, Any]:
-    """The analysis by closed forms, once for all sessions."""
-    techniques = [suited(name, _choice.device) for name in names]
-    return stack_document(
-        _choice.scenario, techniques, batch=_choice.batch, context=_choice.context, metric=_choice.metric
-    )
 
 
 def _drawn(choice: EngineChoice, document: dict[str, Any], order: str, t: Translate) -> None:
@@ -173,7 +163,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
             before = after
     levels.append(figures.Level(t("stack.all"), 0.0, before, levels[-1].bound, text.gain(stack["together"])))
     product = value(stack["product"]) if stack["product"] is not None and len(stack["members"]) > 1 else None
-    ran = measured_together(choice.model.name, choice.device.name, document["kept"], stack["members"], choice.batch)
+    ran = measured_together(choice.model_name, choice.device_name, document["kept"], stack["members"], choice.batch)
     st.header(t("stack.waterfall"))
     kept = ", ".join(technique_title(name, t) for name in document["kept"]) or t("stack.none")
     chart(
@@ -191,7 +181,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
             "stack.waterfall_caption",
             kept=kept,
             measured=t("stack.no_run") if ran is None else t("stack.a_run", run=ran.run_id, users=f"{ran.users:g}"),
-            conditions=choice.conditions(t),
+            conditions=conditions(choice, t),
         ),
         table=_steps_table(steps, t),
     )
@@ -232,7 +222,7 @@ def _adds(step: dict[str, Any]) -> str:
 def _shares(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
     stack = document["stack"]
     shapley = stack["shapley_ln_gain"] or {}
-    measured = measured_gains(choice.model.name, choice.device.name)
+    measured = measured_gains(choice.model_name, choice.device_name)
     rows = []
     for step in stack["alone"]:
         near = nearest(measured, step["technique"], choice.batch, ABOUT)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import get_args
 
 import pandas as pd
 import streamlit as st
 
 from membound.app import text
+from membound.app.engine_choice import EngineChoice, effects_of, swept
 from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
-from membound.app.views import linked, states
+from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.choices import one_of, short_count
-from membound.app.views.engine_choice import EngineChoice, choose_engine
+from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.session import translate
 from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, verdict_of
@@ -24,14 +25,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative
 from membound.roofline.techniques.base import Layer
-from membound.simulator.effects import (
-    Bench,
-    Effect,
-    crossings,
-    experts_of,
-    share_of_experts,
-    suited,
-)
+from membound.simulator.effects import Effect, crossings, experts_of, share_of_experts
 from membound.simulator.moves import quality_of
 
 # The layers whose cards share a section.
@@ -71,35 +65,19 @@ def page() -> None:
     try:
         with st.container(border=True):
             choice = choose_engine(t)
-        effects = _effects(choice, TECHNIQUES)
+        known = background.ask(choice.key, effects_of, choice, tuple(TECHNIQUES))
+        effects = background.answer(known, "techniques")
     except MemboundError as error:
         states.problem(str(error), t("techniques.error_help"))
         return
-    measured = measured_gains(choice.model.name, choice.device.name)
+    if effects is None:
+        return
+    measured = measured_gains(choice.model_name, choice.device_name)
     _answer(choice, effects, t)
     _gains(choice, effects, measured, t)
     _sweep(choice, measured, t)
     _cards(choice, effects, measured, t)
     _experts(choice, t)
-
-
-@st.cache_resource(max_entries=512, show_spinner=False)
-def _bench(key: tuple[object, ...], batch: int, context: int, _choice: EngineChoice) -> Bench:
-    """Engines at a point, each costed once for all sessions."""
-    return Bench(_choice.at(batch=batch, context=context).load)
-
-
-def _effects(choice: EngineChoice, names: Iterable[str], *, fixed: bool = False) -> dict[str, Effect]:
-    """Each technique alone on the engine; with `fixed` drafts are as long as they usually are, else the best."""
-    bench = _bench(choice.key, choice.batch, choice.context, choice)
-    engine = choice.scenario
-    found = {}
-    for name in names:
-        technique = suited(name, choice.device)
-        if fixed and isinstance(technique, Speculative):
-            technique = technique.sized(technique.usual_size)
-        found[name] = bench.effect(engine, technique)
-    return found
 
 
 # --- the answer ---
@@ -202,7 +180,7 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
         figures.gains_figure(rows, t),
         key="techniques_gains",
         alt=t("techniques.gains_alt", techniques=len(rows), best=best.title, gain=text.gain(best.predicted)),
-        caption=t("techniques.gains_caption", conditions=choice.conditions(t)),
+        caption=t("techniques.gains_caption", conditions=conditions(choice, t)),
         table=_gains_table(choice, effects, measured, t),
     )
 
@@ -242,9 +220,12 @@ def _sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> 
     if not names:
         st.info(t("techniques.none_swept"))
         return
-    xs = list(BATCHES) if axis == "batch" else choice.contexts
-    points = [choice.at(batch=x) if axis == "batch" else choice.at(context=x) for x in xs]
-    found = [_effects(point, names, fixed=drafts == "fixed") for point in points]
+    points = choice.over(axis)
+    xs = [point.batch if axis == "batch" else point.context for point in points]
+    asked = (choice.key, axis, tuple(names), drafts)
+    found = background.answer(background.ask(asked, swept, points, names, drafts == "fixed"), "techniques_sweep")
+    if found is None:
+        return
     curves = {name: _curve(choice, name, xs, [effects[name] for effects in found], t) for name in names}
     drawn = {name: curve for name, curve in curves.items() if curve.xs}
     if axis == "batch":
@@ -263,7 +244,7 @@ def _sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> 
         figures.sweep_figure(list(drawn.values()), chosen, t("sweep.x" if axis == "batch" else "choice.ctx"), t),
         key="techniques_sweep",
         alt=" ".join(words),
-        caption=t("techniques.sweep_caption", fixed_at=fixed_at, conditions=choice.conditions(t)),
+        caption=t("techniques.sweep_caption", fixed_at=fixed_at, conditions=conditions(choice, t)),
         table=_sweep_table(list(drawn.values()), axis, t),
     )
     st.markdown("\n".join(f"- {line}" for line in words))
@@ -424,12 +405,12 @@ def _experts(choice: EngineChoice, t: Translate) -> None:
     st.header(t("techniques.experts"))
     ffn = experts_of(choice.model)
     if ffn is None:
-        st.caption(t("techniques.no_experts", model=choice.model.name))
+        st.caption(t("techniques.no_experts", model=choice.model_name))
         return
     plain = [share_of_experts(ffn, batch) for batch in BATCHES]
     verify = [share_of_experts(ffn, batch * (1 + GUESSES)) for batch in BATCHES]
     now = share_of_experts(ffn, choice.batch)
-    words = {"experts": ffn.experts, "chosen": ffn.top_k, "batch": choice.batch, "model": choice.model.name}
+    words = {"experts": ffn.experts, "chosen": ffn.top_k, "batch": choice.batch, "model": choice.model_name}
     st.markdown(t("techniques.experts_answer", share=text.percent(now), **words))
     series = [
         (t("techniques.experts_plain"), plain),

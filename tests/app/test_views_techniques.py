@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,18 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs
+from membound.app.engine_choice import WORKLOAD, contexts_of, lengths_at
 from membound.app.figures import stack as stack_figures
 from membound.app.figures import techniques as figures
 from membound.app.i18n import LANGUAGES, Translate, sentences
 from membound.app.stacks import parse_techniques, stack_document
 from membound.app.store import Store
 from membound.app.tasks import run_stack
-from membound.app.views.engine_choice import WORKLOAD, contexts_of, lengths_at
+from membound.app.views import background
+from membound.app.views.measured import measured_gains, nearest
 from membound.app.views.verdicts import verdict_of
 from membound.app.worker import TASKS
+from membound.roofline.errors import MemboundError
 from membound.roofline.models import catalog, get_model
 from membound.roofline.scenario import load_scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
@@ -32,12 +37,22 @@ T = Translate("en")
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty store on a calibrated machine, which starts no worker."""
+    """An empty store on a calibrated machine, which starts no worker and no process."""
     monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    monkeypatch.setattr(background, "ask", _asked_here)
     monkeypatch.setattr(jobs, "submit", lambda store, kind, spec, owner="": store.submit_job(kind, spec, owner))
     (tmp_path / "calibration").mkdir()
     shutil.copy(Path(__file__).with_name("calibration.json"), tmp_path / "calibration" / "local.json")
     return Store(tmp_path)
+
+
+def _asked_here(key: object, function: Callable[..., Any], *arguments: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(*arguments))
+    except MemboundError as error:
+        future.set_exception(error)
+    return future
 
 
 def _page(name: str, **query: str) -> AppTest:
@@ -82,10 +97,15 @@ def test_a_page_answers_from_an_empty_start_in_both_languages(store: Store, name
     assert "×" in at.header[0].value
 
 
-@pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize(
-    ("model", "device"),
-    [("DeepSeek-V3", "A10G"), ("Mamba-2-130M", "H100-SXM5"), ("GPT-2", "local"), ("DBRX", "MI300X")],
+    ("name", "model", "device"),
+    [
+        ("techniques", "DBRX", "MI300X"),
+        ("techniques", "RWKV-7-1.5B", "RTX-4090"),
+        ("stack", "Mamba-2-130M", "H100-SXM5"),
+        ("stack", "GPT-2", "local"),
+        ("advisor", "DeepSeek-V3", "A10G"),
+    ],
 )
 def test_a_page_stands_any_model_on_any_device(store: Store, name: str, model: str, device: str) -> None:
     at = _page(name, model=model, hw=device, batch="256", ctx="512")
@@ -107,11 +127,11 @@ def test_a_machine_that_was_not_calibrated_is_one_sentence(store: Store, name: s
     assert "calibrat" in at.error[0].value and T(f"{name}.error_help") in _words(at)
 
 
-def test_a_link_reproduces_the_point_on_each_page(store: Store) -> None:
-    for name in PAGES:
-        at = _page(name, model="Qwen2.5-7B", hw="A100-SXM4-80GB", batch="64", ctx="4096", profile="vllm", gain="tpot_s")
-        assert at.selectbox(key="model").value == "Qwen2.5-7B" and at.selectbox(key="profile").value == "vllm"
-        assert "Qwen2.5-7B on A100-SXM4-80GB, batch 64, context 4,096" in _words(at)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_link_reproduces_the_point(store: Store, name: str) -> None:
+    at = _page(name, model="Qwen2.5-7B", hw="A100-SXM4-80GB", batch="64", ctx="4096", profile="vllm", gain="tpot_s")
+    assert at.selectbox(key="model").value == "Qwen2.5-7B" and at.selectbox(key="profile").value == "vllm"
+    assert "Qwen2.5-7B on A100-SXM4-80GB, batch 64, context 4,096" in _words(at)
 
 
 def test_every_technique_of_the_registry_is_explained_in_both_languages() -> None:
@@ -160,20 +180,33 @@ def test_experts_are_drawn_of_a_mixture_only(store: Store) -> None:
     assert "has no experts" in _words(_page("techniques"))
 
 
-def test_a_measured_gain_stands_beside_the_prediction_and_another_models_does_not(store: Store) -> None:
+def test_a_measured_gain_stands_beside_the_prediction(store: Store) -> None:
     _measured(store, int8_weights=(4, 1.53), ngram_speculation=(4, 1.04))
-    here = {"hw": "local", "ctx": "512", "batch": "4"}
-    words = _words(_page("techniques", model="SmolLM2-135M", **here))
+    words = _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", sweep="int8_weights"))
     assert "Measured here: 1.53× ± 0.02 tokens/s at users: 4." in words and "1.04× ± 0.02" in words
-    assert "Measured here" not in _words(_page("techniques", model="SmolLM2-360M", **here))
-    assert "Measured here" not in _words(_page("techniques", model="SmolLM2-135M", hw="H100-SXM5", batch="4"))
+
+
+def test_a_measurement_is_of_its_model_on_this_machine_only(store: Store) -> None:
+    _measured(store, int8_weights=(4, 1.53))
+    assert [one.users for one in measured_gains("SmolLM2-135M", "local")] == [4]
+    assert measured_gains("SmolLM2-360M", "local") == measured_gains("SmolLM2-135M", "H100-SXM5") == []
+
+
+def test_the_nearest_measurement_is_the_newest_of_those_at_as_many_users(store: Store) -> None:
+    _measured(store, int8_weights=(4, 1.5))
+    _measured(store, int8_weights=(4, 1.6))
+    _measured(store, int8_weights=(64, 1.1))
+    known = measured_gains("SmolLM2-135M", "local")
+    near, far = nearest(known, "int8_weights", 5), nearest(known, "int8_weights", 50)
+    assert near is not None and near.row.measured == 1.6 and far is not None and far.users == 64
+    assert nearest(known, "int8_weights", 16, within=2.0) is None and nearest(known, "eagle", 4) is None
 
 
 def test_a_damaged_run_is_left_out(store: Store) -> None:
     _measured(store, int8_weights=(4, 1.53))
     (run,) = store.runs("compare")
     (run.folder / "scenario.yaml").write_text("name: [", encoding="utf-8")
-    assert "Measured here" not in _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512"))
+    assert measured_gains("SmolLM2-135M", "local") == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""What do an engine and its techniques come to at an operating point that a person chose?
+
+The questions of the pages Techniques, Stack and Advisor, without the pages: `views.background` asks them in a process
+beside the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from membound.app.stacks import stack_document
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.models import ModelSpec, get_model
+from membound.roofline.operating_point import BATCHES, CONTEXTS
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.techniques import GainMetric, Speculative
+from membound.roofline.workload import Workload
+from membound.simulator.advisor import advise, to_json
+from membound.simulator.effects import Bench, Effect, suited
+from membound.simulator.steady import Lengths, Load, check_context
+
+# What every engine of today has, and what a technique is added to.
+ENGINE = ("continuous_batching",)
+# Outputs differ in length, as those of people do; the prompt is as long as the chosen context leaves it.
+WORKLOAD: dict[str, Any] = {
+    "requests": 2000,
+    "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 64}},
+    "output_tokens": {"kind": "uniform", "low": 32, "high": 480},
+    "seed": 1,
+}
+# A calibrated machine looks up its tables at each operator: fewer points of a sweep are costed there.
+EVERY_OTHER = 2
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine at an operating point, and what gains are of; model and device by their names."""
+
+    model_name: str
+    device_name: str
+    tp: int
+    profile: str
+    batch: int
+    context: int
+    metric: GainMetric
+    techniques: tuple[str, ...] = ENGINE
+
+    @property
+    def model(self) -> ModelSpec:
+        return get_model(self.model_name)
+
+    @property
+    def device(self) -> HardwareSpec:
+        """Raises MemboundError where this machine was not calibrated."""
+        return get_hardware(self.device_name)
+
+    @property
+    def scenario(self) -> Scenario:
+        """The engine with as many clients in a closed loop as the batch has sequences."""
+        arrivals = {"kind": "closed_loop", "concurrency": self.batch}
+        return parse_scenario(
+            {
+                "name": "dashboard",
+                "model": self.model_name,
+                "hardware": self.device_name,
+                "parallel": {"tp": self.tp},
+                "engine": {"profile": self.profile, "max_num_seqs": BATCHES[-1]},
+                "techniques": list(self.techniques),
+                "workload": {"arrivals": arrivals, **WORKLOAD},
+            }
+        )
+
+    @property
+    def load(self) -> Load:
+        return Load(float(self.batch), lengths_at(self.context))
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells its answers from those of others; a calibration that is measured again is another device."""
+        calibration = self.device.calibration
+        created = calibration.created if calibration else ""
+        engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.techniques)
+        return (*engine, self.batch, self.context, self.metric)
+
+    def at(self, *, batch: int | None = None, context: int | None = None) -> EngineChoice:
+        """The same engine elsewhere."""
+        return replace(self, batch=batch or self.batch, context=context or self.context)
+
+    def having(self, techniques: Sequence[str]) -> EngineChoice:
+        """The same with an engine that has these techniques."""
+        return replace(self, techniques=tuple(techniques))
+
+    def over(self, axis: str) -> list[EngineChoice]:
+        """The points of a sweep over `batch` or `ctx`; on a calibrated machine every other one and this one."""
+        xs = list(BATCHES) if axis == "batch" else contexts_of(self.model)
+        if self.device.calibration is not None:
+            xs = sorted({*xs[::EVERY_OTHER], self.batch if axis == "batch" else self.context})
+        return [self.at(batch=x) if axis == "batch" else self.at(context=x) for x in xs]
+
+
+@cache
+def _sample() -> Lengths:
+    arrivals = {"kind": "closed_loop", "concurrency": 1}
+    return Lengths.of(Workload.model_validate({"arrivals": arrivals, **WORKLOAD}))
+
+
+@cache
+def lengths_at(context: int) -> Lengths:
+    """Prompts and outputs with which a decode step attends to so many tokens on average."""
+    return _sample().at_context(context)
+
+
+def contexts_of(model: ModelSpec) -> list[int]:
+    """The contexts at which prompt and output are within what the model was made for."""
+    return [context for context in CONTEXTS if _within(model, context)] or [CONTEXTS[0]]
+
+
+def _within(model: ModelSpec, context: int) -> bool:
+    try:
+        check_context(model, lengths_at(context))
+    except MemboundError:
+        return False
+    return True
+
+
+# --- the questions ---
+
+
+def effects_of(choice: EngineChoice, names: Iterable[str], fixed: bool = False) -> dict[str, Effect]:
+    """Each technique alone on the engine; with `fixed` drafts are as long as they usually are, else the best."""
+    bench, engine, device = Bench(choice.load), choice.scenario, choice.device
+    found = {}
+    for name in names:
+        technique = suited(name, device)
+        if fixed and isinstance(technique, Speculative):
+            technique = technique.sized(technique.usual_size)
+        found[name] = bench.effect(engine, technique)
+    return found
+
+
+def swept(points: Sequence[EngineChoice], names: Sequence[str], fixed: bool) -> list[dict[str, Effect]]:
+    """The same at each point."""
+    return [effects_of(point, names, fixed) for point in points]
+
+
+def stacked(choice: EngineChoice, names: Sequence[str]) -> dict[str, Any]:
+    """The techniques together, by closed forms."""
+    device = choice.device
+    techniques = [suited(name, device) for name in names]
+    return stack_document(choice.scenario, techniques, batch=choice.batch, context=choice.context, metric=choice.metric)
+
+
+def advised(choice: EngineChoice) -> dict[str, Any]:
+    """What `membound advise` says, and of each move what a step is bound by after it, its interval and its devices."""
+    advice = advise(choice.scenario, batch=choice.batch, context=choice.context, metric=choice.metric)
+    document = to_json(advice)
+    for move, said in zip(advice.moves, document["moves"], strict=True):
+        wider = move.after is not None and move.move.after is not None and move.move.name == "tensor_parallel"
+        ends = (move.move.before, move.move.after) if wider else ()
+        said["devices"] = [end.parallel.devices for end in ends if end is not None] or None
+        said["shares_after"] = None if move.after is None else move.after.shares
+        said["error"] = None if move.gain is None or move.high is None else move.high / move.gain - 1
+    return document

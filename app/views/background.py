@@ -1,0 +1,77 @@
+"""How does a page get an answer that takes seconds without holding up its session? From processes beside the server.
+
+Answers are kept for all sessions, the newest of them. What takes longer than seconds is a job of the store instead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+import streamlit as st
+from joblib.externals.loky import ProcessPoolExecutor
+
+from membound.app.home import membound_home
+
+# A page waits so long before it shows that it waits; most answers are there by then.
+WAIT_S = 0.25
+POLL_S = 0.4
+PROCESSES, IDLE_S = 2, 600
+KEPT = 1000
+HEIGHT = 420
+Answer = TypeVar("Answer")
+
+
+def ask(key: object, function: Callable[..., Answer], *arguments: object) -> Future[Answer]:
+    """The answer to come of a function of a module, which another process calls, once for each `key`."""
+    asked = (function.__module__, function.__qualname__, key)
+    future: Future[Answer] = _asked(asked, function, arguments)
+    if future.done() and isinstance(future.exception(), BrokenProcessPool):
+        # a process was killed; new ones answer
+        _processes.clear()
+        _asked.clear()
+        future = _asked(asked, function, arguments)
+    return future
+
+
+def answer(future: Future[Answer], key: str) -> Answer | None:
+    """What was asked for; None while it is not there yet: then its place is drawn, and the page runs again with it.
+
+    Raises what the function raised.
+    """
+    try:
+        return future.result(timeout=WAIT_S)
+    except TimeoutError:
+        st.skeleton(HEIGHT)
+        st.fragment(_watch, run_every=POLL_S, key=f"watch_{key}")(future)
+        return None
+
+
+def _watch(future: Future[Any]) -> None:
+    if future.done():
+        st.rerun()
+
+
+@st.cache_resource(max_entries=KEPT, show_spinner=False)
+def _asked(asked: tuple[object, ...], _function: Callable[..., Any], _arguments: tuple[object, ...]) -> Future[Any]:
+    return _processes().submit(_called, os.fspath(membound_home()), _function, _arguments)
+
+
+@st.cache_resource(show_spinner=False)
+def _processes() -> ProcessPoolExecutor:
+    # loky's processes, unlike those of the standard library, do not run the page's script when they start
+    return ProcessPoolExecutor(PROCESSES, timeout=IDLE_S, initializer=_ignore_interrupts)
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C in the terminal ends the server, and the server ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _called(home: str, function: Callable[..., Any], arguments: tuple[object, ...]) -> Any:
+    os.environ["MEMBOUND_HOME"] = home
+    return function(*arguments)

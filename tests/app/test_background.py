@@ -1,0 +1,41 @@
+"""Does the other process answer what a page asks, once, and again after it was killed?"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from membound.app.engine_choice import EngineChoice, effects_of
+from membound.app.views import background
+from membound.roofline.errors import MemboundError
+
+LLAMA = EngineChoice("Llama-3.1-8B", "H100-SXM5", 1, "graphs", 8, 2048, "tpot_s")
+
+
+def test_an_answer_comes_from_another_process_once_and_is_that_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    first, second = (background.ask(LLAMA.key, effects_of, LLAMA, ("weight_quantization",)) for _ in range(2))
+    assert first is second
+    (effect,) = first.result(timeout=120).values()
+    (here,) = effects_of(LLAMA, ("weight_quantization",)).values()
+    assert effect.gain("tpot_s") == here.gain("tpot_s") and effect.technique == here.technique
+
+
+def test_what_cannot_be_is_refused_with_its_sentence() -> None:
+    unknown = LLAMA.having(("w8a8", "weight_quantization"))
+    with pytest.raises(MemboundError, match="weights cannot be"):
+        background.ask(unknown.key, effects_of, unknown, ("eagle",)).result(timeout=120)
+
+
+def test_a_process_that_is_killed_is_replaced() -> None:
+    killed = background.ask("pid", os.getpid).result(timeout=120)
+    assert killed != os.getpid()
+    broken = background.ask("kill", os.kill, killed, signal.SIGKILL)
+    broken.exception(timeout=120)
+    again = background.ask("kill", os.getpid)
+    assert again.result(timeout=120) not in (killed, os.getpid())

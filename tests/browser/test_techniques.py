@@ -1,0 +1,126 @@
+"""Do Techniques, Stack and Advisor answer a person with a real browser, in both languages, narrow and wide?"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from membound.app.i18n import Translate
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+Session = Callable[..., Any]
+PAGES = ("techniques", "stack", "advisor")
+DRAWN = ".js-plotly-plot .nsewdrag"
+TIMEOUT_MS = 60_000
+EN, ZH = Translate("en"), Translate("zh")
+WIDE, NARROW = {"width": 1360, "height": 900}, {"width": 400, "height": 800}
+# What a control may take, median, with a page of many charts on a machine that does nothing else; a loaded one gets
+# more, as this is no measurement.
+CONTROL_S = 0.4
+LOADED = 4.0
+
+
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("language", "scheme"), [("en", "light"), ("zh", "dark")])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_draws_its_answer(
+    session: Session, name: str, language: str, scheme: str, viewport: dict[str, int]
+) -> None:
+    locale = {"en": "en-US", "zh": "zh-CN"}[language]
+    tab = session(locale=locale, color_scheme=scheme, viewport=viewport).open(f"/{name}?batch=32")
+    tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
+    tab.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
+    assert re.search(r"\d\.\d\d×", tab.answer)
+    assert tab.page.evaluate("document.querySelector('.stMain').scrollWidth <= innerWidth + 1"), "scrolls sideways"
+    tab.settle()
+
+
+def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Session) -> None:
+    tab = session().open("/")
+    tab.page.locator("[data-testid=stTopNavLink]", has_text=EN("nav.techniques")).click()
+    tab.choose(EN("choice.batch"), "32")
+    tab.page.wait_for_url(re.compile("batch=32"), timeout=TIMEOUT_MS)
+    line = tab.page.locator("p", has_text="Does speculation help at batch 32?")
+    line.wait_for(timeout=TIMEOUT_MS)
+    assert "Yes: 1." in line.inner_text()
+    tab.sees(re.compile("pays up to batch"))
+    tab.settle()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_link_is_the_page(session: Session, name: str) -> None:
+    path = f"/{name}?model=Qwen2.5-7B&hw=A100-SXM4-80GB&batch=64&ctx=4096&gain=tpot_s"
+    first = session().open(path)
+    answer = first.answer
+    second = session().open(first.page.url.removeprefix(first.url))
+    assert second.answer == answer
+    assert all(part in second.page.url for part in ("model=Qwen2.5-7B", "batch=64", "gain=tpot_s"))
+    for tab in (first, second):
+        tab.settle()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_model_that_does_not_fit_is_said_with_what_would_help(session: Session, name: str) -> None:
+    tab = session().open(f"/{name}?model=Llama-3.1-405B&hw=L4")
+    tab.sees(re.compile("does not fit"))
+    tab.settle()
+
+
+def test_techniques_that_exclude_each_other_are_refused_and_the_rest_is_drawn(session: Session) -> None:
+    tab = session().open("/stack?stack=weight_quantization,w8a8,eagle")
+    tab.page.locator("[data-testid=stAlert]", has_text="weights cannot be int4 and fp8 at once").wait_for()
+    assert tab.answer.startswith("Together")
+    tab.settle()
+
+
+def test_many_techniques_are_computed_as_a_job_and_found_again(session: Session) -> None:
+    tab = session().open("/stack?batch=1&stack=weight_quantization,kv_quantization,eagle,flash_attention,sparsity_2_4")
+    tab.page.get_by_role("button", name=EN("stack.analyse", techniques=5)).click()
+    tab.page.get_by_role("heading", name=re.compile("^Together")).wait_for(timeout=180_000)
+    tab.settle()
+    again = session().open(tab.page.url.removeprefix(tab.url))
+    assert again.answer == tab.answer
+
+
+def test_the_advisors_first_move_opens_in_the_stack(session: Session) -> None:
+    tab = session().open("/advisor?batch=32")
+    tab.page.get_by_role("button", name=EN("advisor.to_stack")).first.click()
+    tab.page.wait_for_url(re.compile("/stack"), timeout=TIMEOUT_MS)
+    tab.page.wait_for_url(re.compile("batch=32"), timeout=TIMEOUT_MS)
+    tab.page.get_by_role("heading", name=re.compile("^Together")).wait_for(timeout=TIMEOUT_MS)
+    assert "stack=eagle" in tab.page.url
+    tab.settle()
+
+
+def test_numbers_are_shown_as_a_table_and_downloaded(session: Session) -> None:
+    tab = session().open("/techniques?sweep=eagle")
+    tab.page.get_by_text(EN("chart.table"), exact=True).nth(1).click()
+    with tab.page.expect_download() as download:
+        tab.page.get_by_role("button", name=EN("chart.csv")).click()
+    lines = download.value.path().read_text("utf-8").splitlines()
+    assert lines[0].startswith("Technique,batch,") and len(lines) == 12
+    tab.settle()
+
+
+def test_a_control_is_answered_soon(session: Session) -> None:
+    tab = session().open("/techniques?batch=1")
+    for batch in ("16", "64"):  # every point once, so that the answers and the pages are warm
+        _batch_s(tab, batch)
+    took = [_batch_s(tab, batch) for batch in ("16", "64", "16", "64", "16")]
+    print(f"a known point is shown within {statistics.median(took):.2f} s (median)")
+    assert statistics.median(took) < LOADED * CONTROL_S
+    tab.settle()
+
+
+def _batch_s(tab: Any, batch: str) -> float:
+    """Seconds from the click on a batch to the new answer."""
+    started = time.perf_counter()
+    tab.choose(EN("choice.batch"), batch)
+    tab.page.locator("p", has_text=f"Does speculation help at batch {batch}?").wait_for(timeout=TIMEOUT_MS)
+    return time.perf_counter() - started
