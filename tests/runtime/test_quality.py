@@ -1,0 +1,102 @@
+"""Quality is what it says: text that nothing was calibrated on, perplexities and divergences that can be checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from membound.kernels.reference import TorchKernels
+from membound.roofline.comparison import Quality
+from membound.roofline.errors import MemboundError
+from membound.roofline.models import get_model
+from membound.runtime.decoder import Decoder
+from membound.runtime.plain import single_sequence
+from membound.runtime.quality.reading import ROWS, perplexity, read
+from membound.runtime.quality.texts import calibration_windows, documents, windows
+from membound.runtime.tokenizer import Tokenizer
+from membound.runtime.weights import load_safetensors, random_weights
+
+
+class ExactKernels(TorchKernels):
+    kv_dtype = torch.float32
+
+
+@pytest.fixture(scope="module")
+def tiny(reference: Path) -> tuple[Decoder, Decoder, list[int]]:
+    """A model, the same with a table of zeros as its head, so that it knows nothing, and a text."""
+    spec, weights = load_safetensors(reference / "tiny_llama3")
+    blank = replace(weights, lm_head=torch.zeros_like(weights.lm_head))
+    ids = json.loads((reference / "tiny_llama3" / "expected.json").read_text(encoding="utf-8"))["ids"]
+    return Decoder(spec, weights, ExactKernels(), "fp32"), Decoder(spec, blank, ExactKernels(), "fp32"), ids
+
+
+@pytest.mark.parametrize("kind", ["english", "code"])
+def test_no_paragraph_that_is_judged_was_calibrated_on(kind) -> None:
+    judged = {part.strip() for text in documents(kind, "evaluation") for part in text.split("\n\n")}
+    seen = {part.strip() for text in documents(kind, "calibration") for part in text.split("\n\n")}
+    assert not (judged & seen) - {""}
+    assert min(sum(map(len, documents(kind, use))) for use in ("calibration", "evaluation")) > 100_000
+
+
+def test_windows_are_spread_equally_long_and_named_by_a_digest(tokenizer: Tokenizer) -> None:
+    some, more = (windows(tokenizer, "english", "evaluation", tokens) for tokens in (1024, 2048))
+    assert {len(ids) for ids in more.token_ids} == {512} and more.tokens == 2048
+    assert len(set(more.token_ids)) == 4
+    assert some.digest != more.digest and more == windows(tokenizer, "english", "evaluation", 2048)
+    assert more.digest in more.words
+    assert sum(map(len, calibration_windows(tokenizer, 2048))) == 2048
+    with pytest.raises(MemboundError, match="1000000000 tokens of english text"):
+        windows(tokenizer, "english", "evaluation", 10**9)
+
+
+def test_who_knows_nothing_is_as_perplexed_as_the_vocabulary_is_large(tiny) -> None:
+    plain, blank, ids = tiny
+    assert perplexity(blank, [ids]) == pytest.approx(plain.spec.vocab, rel=1e-4)
+
+
+def test_perplexity_is_that_of_the_text_with_all_logits_at_once(tiny) -> None:
+    decoder, _, ids = tiny
+    texts = [ids, ids[:7]]
+    nats = 0.0
+    for text in texts:
+        blocks = -(-len(text) // 16)
+        batch = single_sequence(0, len(text), blocks, decoder.device)
+        rows = torch.arange(len(text))
+        logits = decoder.forward(torch.tensor(text), batch, decoder.new_cache(blocks, 16), rows)
+        nats += float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text[1:]), reduction="sum"))
+    expected = math.exp(nats / (len(ids) - 1 + 6))
+    assert perplexity(decoder, texts) == pytest.approx(expected, rel=1e-4)
+    assert read(decoder, decoder, texts).perplexity == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_does_not_differ_from_itself_and_does_from_another(tiny) -> None:
+    plain, blank, ids = tiny
+    same = read(plain, plain, [ids])
+    assert same.kl_nats == 0 and same.top1_agreement == 1 and same.tokens == len(ids)
+    assert same.perplexity == same.perplexity_before
+    other = read(plain, blank, [ids])
+    # KL from the uniform distribution is log(vocab) less the entropy, so between 0 and log(vocab)
+    assert 0 < other.kl_nats <= math.log(plain.spec.vocab)
+    assert other.perplexity == pytest.approx(plain.spec.vocab, rel=1e-4)
+
+
+def test_long_texts_are_read_in_pieces() -> None:
+    spec = get_model("SmolLM2-135M").model_copy(update={"vocab": 64})
+    weights = random_weights(spec, seed=0, layers=1)
+    decoder = Decoder(spec, weights, ExactKernels(), "fp32")
+    text = torch.randint(0, 64, (2 * ROWS + 40,), generator=torch.Generator().manual_seed(0)).tolist()
+    blocks = -(-len(text) // 16)
+    batch = single_sequence(0, len(text), blocks, decoder.device)
+    logits = decoder.forward(torch.tensor(text), batch, decoder.new_cache(blocks, 16), torch.arange(len(text)))
+    expected = math.exp(float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(text[1:]))))
+    assert perplexity(decoder, [text]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_older_records_of_quality_can_still_be_read() -> None:
+    older = Quality.model_validate({"kl_nats": 0.1, "top1_agreement": 0.9, "tokens": 10, "against": "bf16 weights"})
+    assert older.perplexity is None and older.text is None
