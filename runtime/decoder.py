@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch, WeightFormat
 from membound.roofline.models import ModelSpec
-from membound.runtime.blocks.attention import NewStore
+from membound.runtime.blocks.attention import GroupedAttention, NewStore
 from membound.runtime.blocks.base import LayerCache, Stream
 from membound.runtime.blocks.build import BlockBuilder
 from membound.runtime.blocks.moe import MixtureNetwork
@@ -90,6 +92,17 @@ class Decoder:
             for part, linear in block.linears():
                 yield f"layers.{index}.{part}", linear
         yield "lm_head", self.lm_head
+
+    def storing(self, new_store: NewStore) -> Decoder:
+        """The same weights over KV stores of another kind, where a layer attends to K and V; the rest stays as it is."""
+        other = copy(self)
+        other.blocks = [
+            replace(block, mixer=block.mixer.storing(new_store))
+            if isinstance(block.mixer, GroupedAttention)
+            else block
+            for block in self.blocks
+        ]
+        return other
 
     @property
     def weight_bytes(self) -> int:

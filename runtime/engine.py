@@ -31,11 +31,12 @@ from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import times_for
 from membound.roofline.workload import SyntheticPrompts
 from membound.runtime.assets import fetch_smollm2
+from membound.runtime.block_moves import BlockMover
 from membound.runtime.clock import WallClock
 from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder
 from membound.runtime.executor import TorchExecutor
-from membound.runtime.kv.build import runs_in, store_for, store_problem
+from membound.runtime.kv.build import is_plain, runs_in, store_for, store_problem
 from membound.runtime.nvml import Nvml
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.leader import DividedDecoder, divided
@@ -152,7 +153,7 @@ class Runtime:
             loaded = self.model(scenario)
             recipe = self._recipe(scenario)
             self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
-        return self._with_store(self._decoders[key], scenario.setup)
+        return self._with_store(self._decoders[key], scenario)
 
     def _recipe(self, scenario: Scenario) -> Recipe:
         """What the scenario's techniques make of its weights; text to calibrate on where the model reads any."""
@@ -163,8 +164,13 @@ class Runtime:
         plan, divided = scenario.setup.precision, scenario.setup.parallel.tp > 1
         return recipe_for(scenario.techniques, plan, self.kernels, self._calibrators.get(key), divided=divided)
 
-    def _with_store(self, decoder: Decoder, setup: EngineSetup) -> Decoder:
-        """The same decoder over the KV stores of the set-up."""
+    def _with_store(self, decoder: Decoder, scenario: Scenario) -> Decoder:
+        """The same decoder over the KV stores that the scenario asks for."""
+        setup = scenario.setup
+        if problem := store_problem(setup, scenario.engine, decoder.spec):
+            raise MemboundError(problem)
+        if is_plain(setup):
+            return decoder
         key = (id(decoder), setup.kv)
         if key not in self._storing:
             self._storing[key] = decoder.storing(store_for(setup, self.kernels, decoder.device))
@@ -179,7 +185,8 @@ class Runtime:
         """What this process of `group` holds of the scenario's model."""
         loaded, whole = self.model(scenario), self.model(scenario).spec
         recipe = ShardRecipe(self._recipe(scenario), group, whole)
-        return Decoder(shard_spec(whole, group.size), loaded.weights.to(self.device), self.kernels, recipe)
+        part = Decoder(shard_spec(whole, group.size), loaded.weights.to(self.device), self.kernels, recipe)
+        return self._with_store(part, scenario)
 
     def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, str, int]) -> DividedDecoder:
         if self._divided is None or self._divided[0] != key or not self._divided[1].followers.alive:
@@ -210,8 +217,6 @@ class Runtime:
             raise MemboundError(problem)
         hardware = hardware or get_hardware(scenario.hardware)
         decoder = self.decoder(scenario)
-        if problem := store_problem(scenario.setup, decoder.spec, scenario.engine.block_size):
-            raise MemboundError(problem)
         requests = requests_for(scenario, vocab=decoder.spec.vocab)
         for request in requests:
             total = request.prompt_tokens + request.output_tokens
@@ -241,7 +246,11 @@ class Runtime:
 
         stalls, meter = self.kernels.stalls(), _EnergyMeter(self.device)
         clock = clock or WallClock()
-        executor: Executor = TorchExecutor(decoder, kv, scenario.engine.block_size, sampler, clock, graphs, proposer)
+        moves = scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
+        mover = BlockMover(kv, scheduler.tables) if moves and scheduler.tables is not None else None
+        executor: Executor = TorchExecutor(
+            decoder, kv, scenario.engine.block_size, sampler, clock, graphs, proposer, mover
+        )
         recorder = recorder or Recorder(observer)
         client = client_for(scenario.workload.arrivals, requests)
         for until_s in serve(scheduler, client, wrap(executor) if wrap else executor, clock, recorder):
@@ -301,8 +310,6 @@ def unmeasured_engine(engine: Engine) -> str | None:
     """The first setting of an engine that is predicted but does not run here yet, in one sentence, or None."""
     parts = (
         (engine.disaggregation is not None, "engine.disaggregation", "one engine for prompts and outputs"),
-        (engine.preemption == "swap", "engine.preemption 'swap'", "'recompute'"),
-        (engine.prefix_caching, "engine.prefix_caching", "no cache beyond a request"),
     )
     wrong = next((part for part in parts if part[0]), None)
     return None if wrong is None else f"{wrong[1]} is predicted, not measured yet: the runtime has {wrong[2]}"

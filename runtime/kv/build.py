@@ -5,21 +5,24 @@ from __future__ import annotations
 import torch
 
 from membound.kernels.base import Kernels
-from membound.roofline.models import GroupedQueryAttention, ModelSpec
+from membound.roofline.engine_settings import Engine
+from membound.roofline.models import GroupedQueryAttention, LatentAttention, ModelSpec
 from membound.roofline.precision import Precision
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.blocks.attention import NewStore
-from membound.runtime.blocks.build import plain_store
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
 from membound.runtime.kv_store import KvStore
 
 
+def is_plain(setup: EngineSetup) -> bool:
+    """Whether K and V of all tokens are kept as the kernels do."""
+    return setup.kv.width >= 16
+
+
 def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> NewStore:
-    """Makes the KV stores of a set-up that `store_problem` has nothing against."""
+    """Makes the KV stores of a set-up that is not plain and that `store_problem` has nothing against."""
     format = setup.kv
-    if format.width >= 16:
-        return plain_store(kernels, device)
 
     def new_store(attention: GroupedQueryAttention, num_blocks: int, block_size: int, seats: int) -> KvStore:
         if format.name in KERNEL_FORMATS:
@@ -35,12 +38,31 @@ def runs_in(format: Precision) -> bool:
     return format.width >= 16 or format.name in KERNEL_FORMATS or _is_kivi(format)
 
 
-def store_problem(setup: EngineSetup, model: ModelSpec, block_size: int) -> str | None:
-    """Why a model's cache cannot be kept as the set-up says in blocks of `block_size`; None if it can."""
+def store_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
+    """Why a model's cache cannot be kept as set-up and engine say, in one sentence; None if it can."""
+    return _kind_problem(setup, model) or _kivi_problem(setup, engine, model) or _move_problem(setup, engine, model)
+
+
+def _kind_problem(setup: EngineSetup, model: ModelSpec) -> str | None:
+    if is_plain(setup):
+        return None
+    for part in model.groups():
+        a = part.attention
+        if isinstance(a, LatentAttention):
+            kept = "latents"
+        elif isinstance(a, GroupedQueryAttention) and (a.sinks or a.value_dim != a.head_dim):
+            kept = "learned sinks" if a.sinks else "values of another width than its keys"
+        else:
+            continue
+        return f"the cache of '{model.name}' has {kept}, which the runtime keeps as they are; leave the technique out"
+    return None
+
+
+def _kivi_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
     format = setup.kv
     if not _is_kivi(format):
         return None
-    group = format.scales[0].columns
+    group, block_size = format.scales[0].columns, engine.block_size
     if max(group, block_size) % min(group, block_size):
         return (
             f"kv_quantization is {format.name}, whose keys share a scale along {group} tokens, but engine.block_size "
@@ -53,6 +75,35 @@ def store_problem(setup: EngineSetup, model: ModelSpec, block_size: int) -> str 
                 f"kv_quantization is {format.name}, whose values share a scale along {group} channels, but a head of "
                 f"'{model.name}' has {width}; take int8, int4 or fp8"
             )
+    if setup.drafts is not None and setup.drafts.kind != "ngram":
+        return (
+            f"kv_quantization is {format.name}, which rounds tokens when they are old enough and cannot move them, as "
+            f"{setup.drafts.kind} drafts ask; take int8, int4 or fp8, or ngram_speculation"
+        )
+    return None
+
+
+def _move_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
+    """What has no place for blocks that several sequences share, or that wait on the host."""
+    wanted = "engine.prefix_caching" if engine.prefix_caching else "engine.preemption 'swap'"
+    if not (engine.prefix_caching or engine.preemption == "swap"):
+        return None
+    if _is_kivi(setup.kv):
+        return (
+            f"{wanted} moves blocks, but {setup.kv.name} keeps the newest {setup.kv.window} tokens of a sequence "
+            "outside of them; take int8, int4 or fp8 for kv_quantization"
+        )
+    if any(part.attention.state_elements for part in model.groups()):
+        return f"{wanted} moves blocks, but '{model.name}' has recurrent states, which no block holds; leave it out"
+    if setup.parallel.devices > 1:
+        return (
+            f"{wanted} on {setup.parallel.devices} devices is predicted, not measured yet: the runtime has one device"
+        )
+    if setup.drafts is not None and setup.drafts.kind != "ngram":
+        return (
+            f"{wanted} with {setup.drafts.kind} drafts is predicted, not measured yet: the runtime moves the model's "
+            "blocks, not those of a drafter; take ngram_speculation"
+        )
     return None
 
 

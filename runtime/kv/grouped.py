@@ -25,19 +25,17 @@ def encode(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def decode(codes: Tensor, meta: Tensor) -> Tensor:
     """The numbers [..., group] in fp32 that codes [..., group] with meta [..., 2] stand for."""
     scale, low = meta.float().split(1, dim=-1)
-    return codes.float() * scale + low
+    return codes.float().mul_(scale).add_(low)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] in n * bits / 8 bytes, the first of each byte in its lowest bits."""
-    lanes = codes.unflatten(-1, (-1, 8 // bits))
-    packed = torch.zeros_like(lanes[..., 0])
-    for lane in range(8 // bits):
-        packed |= lanes[..., lane] << (bits * lane)
+    """Codes [..., n] in n * bits / 8 bytes: of byte i the lowest bits hold code i."""
+    packed, *others = codes.chunk(8 // bits, dim=-1)
+    for lane, part in enumerate(others, start=1):
+        packed = packed | part << (bits * lane)
     return packed
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The codes [..., n] that `pack` put into bytes."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed[..., None] >> shifts & (2**bits - 1)).flatten(-2)
+    return torch.cat([packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1)

@@ -45,6 +45,7 @@ class KiviKv:
     ) -> None:
         (scale,) = format.scales
         self.kernels = kernels
+        self.seen = attention.window
         self.bits, self.group, self.window = format.width, scale.columns, format.window
         self.block_size, self.unit = block_size, min(block_size, self.group)
         heads, width = attention.kv_heads, attention.head_dim
@@ -67,7 +68,9 @@ class KiviKv:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self._parts(), self.recent_keys, self.recent_values))
 
-    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
         scratch = Scratch(batch, self.block_size, self.recent_keys)
         seats = seats_of(batch)
         for i, (seat, start) in enumerate(zip(seats, scratch.starts, strict=True)):
@@ -81,7 +84,9 @@ class KiviKv:
             keys[newest] = self.recent_keys[seat, newest % self.window]
             values[newest] = self.recent_values[seat, newest % self.window]
         q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, scratch.batch, scratch.k_blocks, scratch.v_blocks)
-        attended = self.kernels.attention(q, scratch.k_blocks, scratch.v_blocks, scratch.batch, scale)
+        attended = self.kernels.attention(
+            q, scratch.k_blocks, scratch.v_blocks, scratch.batch, scale, window=self.seen, softcap=softcap
+        )
         for i, (seat, start, end) in enumerate(zip(seats, scratch.starts, scratch.ends, strict=True)):
             self._keep(seat, batch.block_table[i], *scratch.tokens(i), start, end)
         return attended
@@ -91,6 +96,9 @@ class KiviKv:
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
         put_content(self._parts(), blocks, content)
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        raise AssertionError("drafts that must move are refused: tokens in codes share scales with their neighbours")
 
     def _parts(self) -> tuple[Tensor, ...]:
         return self.key_codes, self.key_meta, self.value_codes, self.value_meta

@@ -28,9 +28,10 @@ class KernelQuantizedKv:
 
     emulated = False
 
-    def __init__(self, kernels: Kernels, kv: QuantizedKv) -> None:
+    def __init__(self, kernels: Kernels, kv: QuantizedKv, window: int | None = None) -> None:
         self.kernels = kernels
         self.kv = kv
+        self.window = window
 
     @classmethod
     def zeroed(
@@ -44,15 +45,17 @@ class KernelQuantizedKv:
     ) -> KernelQuantizedKv:
         """A store whose blocks are zero."""
         shape = (num_blocks, block_size, attention.kv_heads, attention.head_dim)
-        return cls(kernels, QuantizedKv.zeros(format, *shape, device))
+        return cls(kernels, QuantizedKv.zeros(format, *shape, device), attention.window)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts())
 
-    def attend(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
         q = self.kernels.rope_and_store_quantized(qkv, rope.cos, rope.sin, batch, self.kv)
-        return self.kernels.attention_quantized(q, self.kv, batch, scale)
+        return self.kernels.attention_quantized(q, self.kv, batch, scale, window=self.window, softcap=softcap)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         return content_of(self._parts(), blocks)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.request import Sequence
+
+HostName = tuple[str, int]
 
 
 class OutOfBlocks(Exception):
@@ -60,13 +64,43 @@ class BlockPool:
         assert self.free <= self.num_blocks, "more blocks came back than were taken"
 
 
-class BlockTables:
-    """Which blocks each sequence holds, by number: what an engine that computes needs besides their count."""
+class Fill(NamedTuple):
+    """`target` gets the content of another block, or what is kept on the host under a name."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    source: int | HostName
+    target: int
+
+
+class Movements(NamedTuple):
+    """What must be moved before the next step computes; all is read before anything is written.
+
+    `saved` blocks are kept on the host under a name, `filled` ones get their content, and what is `dropped` from the
+    host is still there for `filled`.
+    """
+
+    saved: tuple[tuple[int, HostName], ...]
+    filled: tuple[Fill, ...]
+    dropped: tuple[HostName, ...]
+
+
+class BlockTables:
+    """Which blocks each sequence holds, by number: what an engine that computes needs besides their count.
+
+    A block that the prefix cache knows by the hash of its tokens may be held by many sequences or by none, and is free
+    when the cache evicts it. Blocks that are taken for a sequence whatever its length (`fixed_blocks`) come last.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, fixed_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.fixed_blocks = fixed_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._of_hash: dict[int, int] = {}
+        self._named: dict[int, int] = {}  # the hash of each block that has one
+        self._awaited: dict[int, list[tuple[int, int | HostName]]] = {}
+        self._saved: list[tuple[int, HostName]] = []
+        self._filled: list[Fill] = []
+        self._dropped: dict[HostName, None] = {}
 
     @property
     def free(self) -> int:
@@ -78,13 +112,81 @@ class BlockTables:
 
     def hold(self, sequence: Sequence, tokens: int) -> None:
         """Gives `sequence` the blocks of its first `tokens` tokens, and takes those beyond them back."""
-        wanted = -(-tokens // self.block_size)
-        while len(sequence.blocks) < wanted:
-            sequence.blocks.append(self._free.pop())
-        while len(sequence.blocks) > wanted:
-            self._free.append(sequence.blocks.pop())
+        blocks = sequence.blocks
+        wanted = self.fixed_blocks - (-tokens // self.block_size) if tokens else 0
+        while len(blocks) < wanted:
+            blocks.append(self._free.pop())
+        while len(blocks) > wanted:
+            block = blocks.pop()
+            if block not in self._named:
+                self._free.append(block)
+        awaited = self._awaited.pop(sequence.id, ())
+        self._filled += [Fill(source, blocks[index]) for index, source in awaited if index < len(blocks)]
+
+    def movements(self) -> Movements:
+        """What was to be moved since this was last asked."""
+        movements = Movements(tuple(self._saved), tuple(self._filled), tuple(self._dropped))
+        self._saved, self._filled, self._dropped = [], [], {}
+        return movements
+
+    def block_of(self, name: int) -> int:
+        """The block that the prefix cache knows by a hash."""
+        return self._of_hash[name]
+
+    def share(self, sequence: Sequence, here: list[int], there: list[int], copied: int | None) -> None:
+        """`sequence`, which holds nothing yet, begins with the blocks of the hashes `here`.
+
+        Those behind them are filled from the host, by the hashes `there`, and the next from the block `copied`.
+        """
+        assert not sequence.blocks, "blocks are shared before others are taken"
+        sequence.blocks += [self._of_hash[name] for name in here]
+        sources: list[int | HostName] = [("prefix", name) for name in there]
+        sources += [] if copied is None else [copied]
+        if sources:
+            self._awaited[sequence.id] = list(enumerate(sources, start=len(here)))
+
+    def name(self, sequence: Sequence, index: int, name: int) -> None:
+        """The prefix cache knows block `index` of `sequence` by a hash from now on."""
+        block = sequence.blocks[index]
+        self._of_hash[name], self._named[block] = block, name
+        self._dropped["prefix", name] = None
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """What `sequence` has computed is kept on the host; its blocks may then be taken."""
+        if sequence.id in self._awaited:  # it was to come back in this very step, and stays where it is
+            for _, source in self._awaited.pop(sequence.id):
+                assert isinstance(source, tuple), "what was swapped out comes from the host"
+                del self._dropped[source]
+            return
+        computed = -(-sequence.computed // self.block_size)
+        self._saved += [(block, (f"swap {sequence.id}", i)) for i, block in enumerate(sequence.blocks[:computed])]
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """The blocks that `sequence` is about to get are filled with what it left on the host."""
+        computed = -(-sequence.computed // self.block_size)
+        names: list[HostName] = [(f"swap {sequence.id}", i) for i in range(computed)]
+        self._awaited[sequence.id] = list(enumerate(names))
+        self._dropped |= dict.fromkeys(names)
+
+    def evicted(self, name: int, to_host: bool) -> None:
+        """The prefix cache gives up a block, whose content goes to the host or is lost."""
+        block = self._of_hash.pop(name)
+        del self._named[block]
+        self._free.append(block)
+        if to_host:
+            self._saved.append((block, ("prefix", name)))
+            self._dropped.pop(("prefix", name), None)
+
+    def forgotten(self, name: int) -> None:
+        """The prefix cache gives up a block on the host."""
+        self._dropped["prefix", name] = None
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Asserts that every block is either free or held by exactly one of `sequences`."""
-        held = [block for sequence in sequences for block in sequence.blocks]
-        assert sorted(held + self._free) == list(range(self.num_blocks)), "a block was lost or is held twice"
+        """Asserts that every block is free, or the prefix cache's, or held by exactly one of `sequences`."""
+        own = [block for sequence in sequences for block in sequence.blocks if block not in self._named]
+        everything = sorted([*own, *self._named, *self._free])
+        assert everything == list(range(self.num_blocks)), "a block was lost or is held twice"
+        assert {block: name for name, block in self._of_hash.items()} == self._named, "a block has two names"
+        for sequence in sequences:
+            shared = {self._named[block] for block in sequence.blocks if block in self._named}
+            assert shared == set(sequence.cached), "a sequence holds another's block"

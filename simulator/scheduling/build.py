@@ -76,7 +76,7 @@ def build_scheduler(
         swap=engine.preemption == "swap",
         reserved_tokens=engine.reserved_tokens,
         itemized=content_known or drafter is not None or numbered_blocks,
-        tables=BlockTables(memory.num_blocks, memory.block_size) if numbered_blocks else None,
+        tables=BlockTables(memory.num_blocks, memory.block_size, memory.fixed_blocks) if numbered_blocks else None,
         max_context=model.max_context,
     )
 

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
+
+
+class Keeper(Protocol):
+    """Keeps the content of the cache's blocks, where there is any."""
+
+    def evicted(self, name: int, to_host: bool) -> None:
+        """A block on the device is given up; its content goes to the host or is lost."""
+
+    def forgotten(self, name: int) -> None:
+        """A block on the host is given up."""
 
 
 class PrefixCache:
@@ -16,6 +27,7 @@ class PrefixCache:
 
     def __init__(self, host_blocks: int = 0) -> None:
         self.host_blocks = host_blocks
+        self.keeper: Keeper | None = None
         self._users: dict[int, int] = {}
         self._unused: OrderedDict[int, None] = OrderedDict()
         self._host: OrderedDict[int, None] = OrderedDict()
@@ -85,10 +97,14 @@ class PrefixCache:
         for _ in range(blocks):
             name, _ = self._unused.popitem(last=False)
             del self._users[name]
+            if self.keeper is not None:
+                self.keeper.evicted(name, to_host=self.host_blocks > 0)
             if self.host_blocks:
                 self._host[name] = None
                 if len(self._host) > self.host_blocks:
-                    self._host.popitem(last=False)
+                    lost, _ = self._host.popitem(last=False)
+                    if self.keeper is not None:
+                        self.keeper.forgotten(lost)
         self.evicted += blocks
         return blocks
 

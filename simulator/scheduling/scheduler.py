@@ -66,6 +66,8 @@ class Scheduler:
         self.reserved_tokens = reserved_tokens
         self.itemized = itemized
         self.tables = tables
+        if pool.cache is not None:
+            pool.cache.keeper = tables
         self.max_context = max_context
         self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None)
         self.prompts: dict[int, Sequence] = {}
@@ -247,7 +249,7 @@ class Scheduler:
         pool, cache = self.pool, self.pool.cache
         if sequence.loaded:
             return self._resume(sequence)
-        here = idle = there = computed = 0
+        here = idle = there = computed = last = 0
         hashes: list[int] = []
         if cache is not None and sequence.request.prefix is not None:
             hashes = sequence.request.prefix.block_hashes(pool.block_size, sequence.tokens).tolist()
@@ -266,6 +268,9 @@ class Scheduler:
         if cache is not None:
             cache.use(hashes[:here])
             sequence.cached = hashes[:here]
+            if self.tables is not None:
+                copied = self.tables.block_of(hashes[last]) if computed > (here + there) * pool.block_size else None
+                self.tables.share(sequence, hashes[:here], hashes[here : here + there], copied)
             self._moved_blocks += there
             self._cached_tokens += computed
         pool.take(needed)
@@ -285,6 +290,8 @@ class Scheduler:
         self._leave_queue()
         self.pool.take(needed)
         if sequence.swapped_blocks:
+            if self.tables is not None:
+                self.tables.swap_in(sequence)
             self._moved_blocks += sequence.swapped_blocks
             self.pool.host_free += sequence.swapped_blocks
             sequence.swapped_blocks = 0
@@ -389,6 +396,8 @@ class Scheduler:
                 self._moved_blocks += held
                 sequence.swapped_blocks = held
                 sequence.loaded = True
+                if self.tables is not None:
+                    self.tables.swap_out(sequence)
         self._release(sequence, held)
         if not sequence.loaded:
             sequence.standing_computed = 0
@@ -412,7 +421,11 @@ class Scheduler:
             return
         hashes = prefix.block_hashes(self.pool.block_size, sequence.computed).tolist()
         # What it found there it already uses; what others have meanwhile put there stays its own, a second time.
-        sequence.cached += [name for name in hashes[len(sequence.cached) :] if cache.add(name)]
+        for index in range(len(sequence.cached), len(hashes)):
+            if cache.add(hashes[index]):
+                sequence.cached.append(hashes[index])
+                if self.tables is not None:
+                    self.tables.name(sequence, index, hashes[index])
 
     def _release(self, sequence: Sequence, held: int) -> None:
         """Gives up all its blocks; those that can be found again stay in the prefix cache."""
@@ -457,7 +470,7 @@ class Scheduler:
         if self.itemized:
             work = self._items(drafts) + prompts if decoding else prompts
             if self.tables is not None:
-                self._hold(work, self.tables)
+                self._hold(work, joined, self.tables)
         kv_tokens = decoders.tokens if decoding else 0
         sums = step_sums(0, 0, work) if self.itemized else step_sums(members, kv_tokens, prompts)
         steady = 1
@@ -493,8 +506,12 @@ class Scheduler:
             for guess in (drafts.get(sequence.id, _NO_DRAFT),)
         )
 
-    def _hold(self, work: tuple[Work, ...], tables: BlockTables) -> None:
+    def _hold(self, work: tuple[Work, ...], joined: list[Sequence], tables: BlockTables) -> None:
         running = {sequence.id: sequence for sequence in self.running}
         for item in work:
             sequence = running[item.sequence]
             tables.hold(sequence, self.reserved_tokens or max(item.context, sequence.tokens))
+        if self.batching.prompts_alone:
+            for sequence in joined:
+                if sequence.clock is not None:  # it came back, and waits for a step of those who decode
+                    tables.hold(sequence, self.reserved_tokens or sequence.computed)

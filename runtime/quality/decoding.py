@@ -1,0 +1,86 @@
+"""How far is a decoder whose KV cache is lossy from the unmodified one, on text that it reads as it would write it?
+
+What a cache loses shows only in later steps: a prompt that is read in one pass has not been through it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.plain import BLOCK_SIZE, single_sequence
+from membound.runtime.quality.reading import Reading
+
+
+class Readers:
+    """Sequences of one decoder that are read step by step, all in one batch, in blocks and at seats of their own."""
+
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], most_tokens: int) -> None:
+        """Reads each prompt in a pass of its own; a sequence will have up to `most_tokens` tokens."""
+        self.decoder = decoder
+        self.blocks = -(-most_tokens // BLOCK_SIZE)
+        self.cache: KvCache = decoder.new_cache(self.blocks * len(prompts), BLOCK_SIZE, len(prompts))
+        self.table = torch.arange(self.blocks * len(prompts), dtype=torch.int32).view(len(prompts), self.blocks)
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.logits = torch.cat([self._prompt(i, prompt) for i, prompt in enumerate(prompts)])  # [sequences, vocab]
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Reads one more token of each sequence: logits [sequences, vocab]."""
+        self.lengths = [length + 1 for length in self.lengths]
+        positions = torch.tensor(self.lengths) - 1
+        count = len(self.lengths)
+        batch = RaggedBatch(
+            positions=positions,
+            slots=self.table[torch.arange(count), positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
+            query_start=torch.arange(count + 1, dtype=torch.int32),
+            context_len=torch.tensor(self.lengths, dtype=torch.int32),
+            block_table=self.table,
+            most_queries=1,
+            seats=torch.arange(count),
+        ).to(self.decoder.device)
+        ids = torch.tensor(tokens, device=self.decoder.device)
+        self.logits = self.decoder.forward(ids, batch, self.cache, torch.arange(count, device=ids.device))
+        return self.logits
+
+    def _prompt(self, sequence: int, prompt: Sequence[int]) -> Tensor:
+        device = self.decoder.device
+        alone = single_sequence(0, len(prompt), self.blocks, device)
+        batch = RaggedBatch(
+            positions=alone.positions,
+            slots=alone.positions + sequence * self.blocks * BLOCK_SIZE,
+            query_start=alone.query_start,
+            context_len=alone.context_len,
+            block_table=self.table[sequence : sequence + 1].to(device),
+            seats=torch.tensor([sequence], device=device),
+        )
+        last = torch.tensor([len(prompt) - 1], device=device)
+        return self.decoder.forward(torch.tensor(prompt, device=device), batch, self.cache, last)
+
+
+def read_decoding(before: Decoder, after: Decoder, texts: Sequence[Sequence[int]]) -> Reading:
+    """Reads texts of equal length with both decoders: the first half as a prompt, the second token by token.
+
+    What counts is the prediction of every token of the second half.
+    """
+    length = len(texts[0])
+    assert all(len(text) == length for text in texts), "they are read in step"
+    prompt = length // 2
+    readers = [Readers(decoder, [text[:prompt] for text in texts], length) for decoder in (before, after)]
+    kl = agreed = nats_before = nats = 0.0
+    for position in range(prompt, length):
+        targets = torch.tensor([text[position] for text in texts], device=before.device)[:, None]
+        p, q = (torch.log_softmax(reader.logits, dim=-1) for reader in readers)
+        kl += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
+        nats_before -= float(p.gather(1, targets).sum(dtype=torch.float64))
+        nats -= float(q.gather(1, targets).sum(dtype=torch.float64))
+        if position + 1 < length:
+            for reader in readers:
+                reader.step([text[position] for text in texts])
+    count = len(texts) * (length - prompt)
+    return Reading(kl / count, agreed / count, math.exp(nats_before / count), math.exp(nats / count), count)
