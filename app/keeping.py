@@ -12,8 +12,10 @@ from membound.roofline.scenario import Scenario
 
 
 def keep_run(store: Store, kind: str, scenario: Scenario, result: RunResult, job_id: str | None = None) -> str:
-    """Keeps a simulated or measured run and returns its id."""
-    return _keep(store, kind, scenario, result.to_json()["summary"], result_tables(result), job_id)
+    """Keeps a simulated or measured run and returns its id; of a measured one also where and how it was measured."""
+    document = result.to_json()
+    kept = None if result.provenance.producer == "simulator" else document
+    return _keep(store, kind, scenario, document["summary"], result_tables(result), job_id, kept)
 
 
 def keep_comparison(store: Store, scenario: Scenario, result: ComparisonResult, job_id: str | None = None) -> str:

@@ -71,6 +71,7 @@ def test_a_server_is_measured_and_kept(serving, well, membound, asked, tmp_path)
     (run,) = Store(tmp_path / "home").runs("measure")
     assert run.table("requests").num_rows == 4 and run.table("steps").num_rows == 0
     assert "reason" in run.table("requests").column_names
+    assert run.comparison()["provenance"]["endpoint"]["url"] == f"{server.url}/v1"
 
 
 def test_a_server_is_held_against_its_prediction(serving, well, membound, asked, tmp_path) -> None:
