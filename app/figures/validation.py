@@ -32,14 +32,21 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon")
 # Error bars of more rows than this hide the points; markers of more are drawn by WebGL.
 MOST_BARS, MOST_MARKERS = 120, 1500
 MOST_GROUPS = 12
-# By what a value is multiplied to be drawn, and its unit then, by what the metric's name ends in.
-UNITS = {"tpot_s": (1e3, "ms"), "tok_s_total": (1.0, "tok/s"), "tok_s": (1.0, "tok/s"), "_per_s": (1.0, "/s")}
-UNITS |= {"gain": (1.0, "×"), "_x": (1.0, "×"), "_us": (1.0, "µs"), "_ms": (1.0, "ms"), "_s": (1.0, "s")}
+# By what a value is multiplied to be drawn, and its unit then, by what the metric's name holds.
+UNITS = {
+    "tpot_s": (1e3, "ms"),
+    "gain": (1.0, "×"),
+    "speedup_x": (1.0, "×"),
+    "tok_s": (1.0, "tok/s"),
+    "req_s": (1.0, "/s"),
+    "_us": (1.0, "µs"),
+    "_ms": (1.0, "ms"),
+}
 
 
 def unit_of(metric: str) -> tuple[float, str]:
     """By what a metric's values are multiplied to be drawn, and the unit that they then have."""
-    return next((found for end, found in UNITS.items() if metric.endswith(end)), (1.0, metric))
+    return next((found for part, found in UNITS.items() if part in metric), (1.0, metric))
 
 
 def scatter_figure(rows: pd.DataFrame, metric: str, by: str, t: Translate) -> go.Figure:
