@@ -191,7 +191,7 @@ class _Run:
 def _metric_notes(told: dict[str, Any], others: bool) -> Iterator[str]:
     """What the server's metrics say, in words."""
     if not told:
-        yield "the server has no metrics of vLLM's kind: queue, KV cache, preemptions and drafts are not known"
+        yield "the server has no metrics that are known, so its queue, KV cache, preemptions and drafts are not"
         return
     if others:
         yield (

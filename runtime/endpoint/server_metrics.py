@@ -1,8 +1,10 @@
-"""What does a server say of its own steps, queues and cache? vLLM's Prometheus metrics, where there are some.
+"""What does a server say of its own steps, queues and cache? Prometheus metrics, where it has some that are known.
 
-Source of the names: vLLM, vllm/v1/metrics/loggers.py (commit 005a810b), those of before version 0.9 (`gpu_`) included,
-and of speculation vllm/benchmarks/serve.py (commit 009e6d4a). Counters end in `_total`; a histogram's `_count` of
-`iteration_tokens_total` is the number of engine steps.
+Sources of the names. vLLM: vllm/v1/metrics/loggers.py (commit 005a810b), those of before version 0.9 (`gpu_`) included,
+and of speculation vllm/benchmarks/serve.py (commit 009e6d4a). SGLang: python/sglang/srt/metrics/collector.py (commit
+00ae9c15; generation, prompt and cached tokens from other commits of it). llama.cpp: its server's `--metrics`, as shown
+in ggml-org/llama.cpp's help of 2025. Counters end in `_total`; the `_count` of vLLM's histogram of tokens a step is the
+number of engine steps.
 """
 
 from __future__ import annotations
@@ -24,24 +26,36 @@ _ANSWER_S = 5.0
 _OWN_SHARE = 0.02
 
 _GAUGES = {
-    "running": ("vllm:num_requests_running",),
-    "waiting": ("vllm:num_requests_waiting",),
-    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred"),
+    "kv_usage": (
+        *("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        *("sglang:token_usage", "llamacpp:kv_cache_usage_ratio"),
+    ),
 }
 _COUNTERS = {
-    "preemptions": ("vllm:num_preemptions_total",),
-    "generated": ("vllm:generation_tokens_total",),
-    "engine_steps": ("vllm:iteration_tokens_total_count",),
-    "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
-    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    "preemptions": ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
+    "generated": (
+        *("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+        "llamacpp:tokens_predicted_total",
+    ),
+    "engine_steps": ("vllm:iteration_tokens_total_count", "llamacpp:n_decode_total"),
+    "prefix_queries": (
+        *("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+        "sglang:prompt_tokens_total",
+    ),
+    "prefix_hits": (
+        *("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        "sglang:cached_tokens_total",
+    ),
     "drafted": ("vllm:spec_decode_num_draft_tokens_total",),
     "accepted": ("vllm:spec_decode_num_accepted_tokens_total",),
 }
-_LINE = re.compile(r"(vllm:[a-z_]+)(?:\{.*\})?[ \t]+([^ \t]+)(?:[ \t]+-?\d+)?\s*")
+_LINE = re.compile(r"((?:vllm|sglang|llamacpp):[a-z_]+)(?:\{.*\})?[ \t]+([^ \t]+)(?:[ \t]+-?\d+)?\s*")
 
 
 def parse(text: str) -> dict[str, list[float]]:
-    """The values of each of vLLM's metrics, one for each engine behind the server."""
+    """The values of each metric of the engines, one for each that is behind the server."""
     found: dict[str, list[float]] = {}
     for line in text.splitlines():
         matched = _LINE.fullmatch(line)

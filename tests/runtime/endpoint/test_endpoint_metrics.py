@@ -55,6 +55,17 @@ def test_counters_are_what_they_grew_by_and_states_are_means() -> None:
     assert (told["kv_usage_mean"], told["running_max"], told["waiting_mean"]) == (0.25, 1, 2)
 
 
+def test_other_engines_say_it_by_other_names() -> None:
+    sglang = 'sglang:num_running_reqs{{tp_rank="0"}} 3\nsglang:token_usage 0.5\nsglang:generation_tokens_total {0}\n'
+    sglang += "sglang:prompt_tokens_total {1}\nsglang:cached_tokens_total {0}\nsglang:num_retracted_requests_total 1\n"
+    told = ServerMetrics([parse(sglang.format(0, 0)), parse(sglang.format(30, 120))]).summary()
+    assert (told["generated"], told["prefix_hit_rate"], told["preemptions"]) == (30, 0.25, 0)
+    assert (told["running_max"], told["kv_usage_mean"]) == (3, 0.5)
+    llama = "llamacpp:requests_processing 2\nllamacpp:tokens_predicted_total {0}\nllamacpp:n_decode_total {1}\n"
+    told = ServerMetrics([parse(llama.format(0, 0)), parse(llama.format(30, 10))]).summary()
+    assert (told["tokens_per_step"], told["running_mean"]) == (3.0, 2.0)
+
+
 def test_a_server_that_was_started_again_tells_no_counts() -> None:
     told = ServerMetrics([parse(exposed(served)) for served in (9, 2)]).summary()
     assert not {"preemptions", "generated", "acceptance_rate"} & told.keys()
