@@ -115,3 +115,8 @@ def test_what_makes_no_sense_is_one_sentence(membound, asked, tmp_path) -> None:
     assert "--endpoint" in refused(membound("measure", asked, "--endpoint-model", "m"))
     assert "connection refused" in refused(membound("compare", asked, "--endpoint", "http://127.0.0.1:9"))
     assert not list((tmp_path / "home").glob("runs/*"))
+
+
+def test_a_server_is_measured_without_torch() -> None:
+    check = "import sys, membound.runtime.endpoint.measure, membound.app.imports; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-P", "-c", check], check=True, timeout=120)
