@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,24 +10,32 @@ from torch import Tensor
 from membound.roofline.models import Llama3RopeScaling, ModelSpec
 from membound.runtime.arithmetic import Arithmetic, LinearScaling, YarnScaling
 
+FIRST_POSITIONS = 131_072
 
-@dataclass(frozen=True)
+
 class RopeTables:
-    """cos and sin of every position's rotation, each [positions, head_dim / 2] in fp32."""
+    """cos and sin of every position's rotation, each [positions, head_dim / 2] in fp32.
 
-    cos: Tensor
-    sin: Tensor
+    `frequencies` [head_dim / 2] are radians a position. Elements of frequency 0 are not turned, and not multiplied by
+    `magnitude` either. Of more than `FIRST_POSITIONS` the tables are made when a cache has room for them: those of a
+    model for ten million tokens would take gigabytes.
+    """
 
-    @classmethod
-    def of(cls, frequencies: Tensor, positions: int, magnitude: float = 1.0) -> RopeTables:
-        """The tables of `positions` positions for `frequencies` [head_dim / 2], in radians a position.
+    def __init__(self, frequencies: Tensor, most: int, magnitude: float = 1.0) -> None:
+        self.frequencies = frequencies
+        self.most = most
+        self.magnitude = magnitude
+        self.cos = self.sin = frequencies.new_empty(0, len(frequencies))
+        self.reach(FIRST_POSITIONS)
 
-        Elements of frequency 0 are not turned, and not multiplied by `magnitude` either.
-        """
-        at = torch.arange(positions, dtype=torch.float32, device=frequencies.device)
-        angles = torch.outer(at, frequencies)
-        size = torch.where(frequencies == 0, 1.0, magnitude)
-        return cls(angles.cos() * size, angles.sin() * size)
+    def reach(self, positions: int) -> None:
+        """Makes tables of that many positions, unless the model has fewer or they are there."""
+        positions = min(positions, self.most)
+        if positions > len(self.cos):
+            at = torch.arange(positions, dtype=torch.float32, device=self.frequencies.device)
+            angles = torch.outer(at, self.frequencies)
+            size = torch.where(self.frequencies == 0, 1.0, self.magnitude)
+            self.cos, self.sin = angles.cos() * size, angles.sin() * size
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [tokens, heads, head_dim], whose pairs are (i, i + head_dim / 2), turned to `positions` [tokens]."""
@@ -67,12 +74,12 @@ def rope_tables(
             magnitude = scaling.magnitude
     kept = torch.zeros(head_dim // 2)
     kept[: rotated // 2] = frequencies
-    return RopeTables.of(kept.to(device), spec.max_context, magnitude)
+    return RopeTables(kept.to(device), spec.max_context, magnitude)
 
 
 def unrotated_tables(head_dim: int, positions: int, device: torch.device | None = None) -> RopeTables:
     """The tables of layers without positions."""
-    return RopeTables.of(torch.zeros(head_dim // 2, device=device), positions)
+    return RopeTables(torch.zeros(head_dim // 2, device=device), positions)
 
 
 def rope_frequencies(theta: float, rotated: int) -> Tensor:

@@ -70,6 +70,7 @@ class GroupedAttention:
         return self.o(attended)  # [tokens, hidden]
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> KvStore:
+        self.rope.reach(num_blocks * block_size)
         return self._new_store(self.spec, num_blocks, block_size, seats)
 
     def storing(self, new_store: NewStore) -> GroupedAttention:

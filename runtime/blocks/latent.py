@@ -101,6 +101,7 @@ class LatentMixer:
         return parts.o(self._attend(q, batch, cache).flatten(1))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> LatentKv:
+        self.rope.reach(num_blocks * block_size)
         width, dtype = self.spec.kv_elements_per_token, self.kernels.kv_dtype
         return LatentKv.zeroed(width, num_blocks, block_size, dtype, self.device)
 
