@@ -151,5 +151,5 @@ def test_an_uploaded_table_is_validated_and_a_wrong_one_refused(session: Session
     tab.sees("3 rows: 3 predicted, 0 refused")
     tab.settle()
     tab.page.locator("input[type=file]").set_input_files(bad)
-    tab.page.locator("[data-testid=stAlert]", has_text="neither").wait_for(timeout=JOB_TIMEOUT_MS)
+    tab.page.locator("[data-testid=stAlert]", has_text="lacks the columns").wait_for(timeout=JOB_TIMEOUT_MS)
     tab.settle()
