@@ -196,7 +196,7 @@ class _told:
 
 def _broken(error: BaseException) -> str:
     protocol = isinstance(error, httpx2.RemoteProtocolError)
-    return f"no HTTP answer: {shown(str(error))}" if protocol else "the connection broke off before the first token"
+    return f"no HTTP answer: {shown(str(error))}" if protocol else "the connection broke off before an answer"
 
 
 def _connect_reason(error: BaseException) -> str:
