@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ from membound.roofline.models import ModelError, ModelSpec, get_model
 from membound.roofline.models.spec import build
 from membound.roofline.precision_plan import PrecisionPlan
 
+_CUT = re.compile(r"(.+)\[:(\d+)\]", re.DOTALL)
+
 
 def resolve_model(name_or_path: str) -> ModelSpec:
     """The catalog's model of that name, or the one of a Hugging Face `config.json` (or its folder), a GGUF or a YAML.
 
-    The YAML holds the fields of one model as the catalog does. Raises ModelError with one sentence for an unknown
-    name, an unreadable file or an unsupported architecture.
+    The YAML holds the fields of one model as the catalog does. With `[:4]` behind it the model has its first 4 layers
+    only. Raises ModelError with one sentence for an unknown name, an unreadable file or an unsupported architecture.
     """
+    if cut := _CUT.fullmatch(name_or_path):
+        return resolve_model(cut[1]).first_layers(int(cut[2]))
     path = Path(name_or_path)
     if path.suffix == ".gguf":
         # The gguf package takes half a second to import, which a catalog name should not cost.

@@ -47,7 +47,9 @@ class Scenario(Part):
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     description: str = ""
-    model: str = Field(description="a catalog name, or the path of a config.json or a GGUF")
+    model: str = Field(
+        description="a catalog name, or the path of a config.json or a GGUF; 'NAME[:4]' is its first 4 layers"
+    )
     weights: str = Field("random", description="'pretrained', 'random', or the path of a GGUF or safetensors folder")
     hardware: str = Field("local", min_length=1)
     parallel: Parallelism = SINGLE

@@ -219,6 +219,23 @@ class ModelSpec(Frozen):
         fields = {info.alias or name: getattr(self, name) for name, info in type(self).model_fields.items()}
         return type(self)(**fields | dict(update or {}))
 
+    def first_layers(self, count: int) -> Self:
+        """The model cut to its first layers; raises ModelError where it has not that many.
+
+        What drafts beside the layers goes, and so do other counts of the parameters.
+        """
+        if not 1 <= count <= self.layers:
+            raise ModelError(f"{self.name} has {self.layers} layers, of which the first {count} cannot be taken.")
+        overrides = [
+            override.model_copy(update={"layers": kept})
+            for override in self.overrides
+            if (kept := tuple(index for index in override.indices(self.layers) if index < count))
+        ]
+        changes = {"name": f"{self.name}[:{count}]", "layers": count, "overrides": overrides, "mtp_layers": 0}
+        return self.model_copy(
+            update=changes | {"aliases": (), "published_params_b": None, "published_params_source": None}
+        )
+
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], name: str) -> ModelSpec:
         """Reads a Hugging Face `config.json`; raises ModelError for one that is not of a known language model."""
