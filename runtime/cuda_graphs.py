@@ -147,6 +147,8 @@ def decode_graphs(
         return None, None
     if isinstance(decoder, DividedDecoder):
         return None, "decode without CUDA graphs: the processes of a divided model are told of every step"
+    if problem := decoder.graph_problem:
+        return None, f"decode without CUDA graphs: {problem}"
     if decoder.kernels.name != "triton":
         return None, f"decode without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
     try:

@@ -97,9 +97,7 @@ class Decoder:
         """The same weights over KV stores of another kind, where a layer attends to K and V; the rest stays as it is."""
         other = copy(self)
         other.blocks = [
-            replace(block, mixer=block.mixer.storing(new_store))
-            if isinstance(block.mixer, GroupedAttention)
-            else block
+            replace(block, mixer=block.mixer.storing(new_store)) if isinstance(block.mixer, GroupedAttention) else block
             for block in self.blocks
         ]
         return other
@@ -121,6 +119,16 @@ class Decoder:
     def emulated(self) -> bool:
         """Whether the time of a step means nothing, because a matrix is multiplied in another format than its own."""
         return any(linear.emulated for _, linear in self.linears())
+
+    @property
+    def graph_problem(self) -> str | None:
+        """Why a step cannot be recorded once and replayed, in words; None where it can."""
+        if self._mixtures():
+            return "which experts a step reads is decided on the host"
+        if any(block.mixer and not isinstance(block.mixer, GroupedAttention) for block in self.blocks):
+            return "rows without a sequence would change the states or latents of others"
+        sinks = any(getattr(layer.attention, "sinks", False) for layer in self.spec.stack)
+        return "attention with learned sinks waits for lengths on the host" if sinks else None
 
     @property
     def router_statistics(self) -> dict[int, RouterStatistics]:
