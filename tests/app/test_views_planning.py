@@ -1,0 +1,176 @@
+"""What do Simulate, Plan and Validate show from an empty store to an answer, and what in each state between?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from membound.app import jobs, uploads
+from membound.app.i18n import Translate
+from membound.app.store import Job, Store
+from membound.app.tasks import run_plan, run_policies, run_validate
+from membound.app.views import asked, traffic
+from membound.app.worker import JobContext
+from membound.roofline.scenario import parse_scenario, parse_yaml
+from membound.roofline.validation.tables import OPERATOR_COLUMNS
+
+T = Translate("en")
+KINDS = {"simulate": "policies", "plan": "plan"}
+TASKS = {"policies": run_policies, "plan": run_plan, "validate": run_validate}
+SMALL_RUN = {"requests": "50", "rate": "4.5", "output": "32", "versus": "static"}
+SMALL_PLAN = {
+    "plan_model": "Llama-3.1-8B", "plan_devices": "H100-SXM5", "plan_precisions": "given", "plan_together": "True",
+}  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty store that starts no worker."""
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+
+    def submit(store: Store, kind: str, spec: Mapping[str, Any], owner: str = "") -> str:
+        return store.submit_job(kind, spec, owner)
+
+    monkeypatch.setattr(jobs, "submit", submit)
+    return Store(tmp_path)
+
+
+def _page(name: str, **query: str) -> AppTest:
+    at = AppTest.from_string(f"from membound.app.views import {name}\n{name}.page()", default_timeout=60)
+    for key, value in query.items():
+        at.query_params[key] = value
+    return at.run()
+
+
+def _words(at: AppTest) -> str:
+    shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error]
+    return "\n".join(str(element.value) for element in shown)
+
+
+def _work(store: Store, job: Job) -> None:
+    """Does what the job's worker would do."""
+    assert store.start_job(job.id)
+    store.finish_job(job.id, "done", result=TASKS[job.kind](job.spec, JobContext(store, job.id)))
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("name", ["simulate", "plan", "validate"])
+def test_a_page_works_from_an_empty_store_in_both_languages(store: Store, name: str, language: str) -> None:
+    at = _page(name, lang=language)
+    assert not at.exception and not at.error
+    assert at.title[0].value == Translate(language)(f"{name}.title")
+
+
+@pytest.mark.parametrize("name", ["simulate", "plan"])
+def test_the_defaults_are_asked_once_whoever_opens_the_page(store: Store, name: str) -> None:
+    for _ in range(3):
+        at = _page(name)
+    assert [job.kind for job in store.jobs()] == [KINDS[name]]
+    assert at.button(key=f"cancel_{store.jobs()[0].id}").label == T("job.cancel")
+
+
+def test_other_choices_wait_for_the_button(store: Store) -> None:
+    at = _page("simulate", **SMALL_RUN)
+    assert store.jobs() == []
+    at.button(key="ask_policies").click().run()
+    (job,) = store.jobs("policies")
+    scenario = parse_scenario(parse_yaml(job.spec["scenario"], "the job"))
+    assert scenario.workload.requests == 50 and job.spec["policies"] == ["static"]
+    assert scenario.workload.arrivals.rate_rps == 4.5  # type: ignore[union-attr]
+
+
+def test_a_simulation_is_shown_to_whoever_asks_the_same(store: Store) -> None:
+    _page("simulate", **SMALL_RUN).button(key="ask_policies").click().run()
+    _work(store, store.jobs("policies")[0])
+    at = _page("simulate", **SMALL_RUN)
+    assert not at.exception and not at.error
+    summary = (store.runs("policies")[0].comparison() or {})["cases"][0]["summary"]
+    share = f"{100 * summary['slo_attainment']:.1f} %"
+    assert T("simulate.answer", share=share) in _words(at)
+    assert list(at.dataframe[0].value.columns) == [T("simulate.c_metric"), "as chosen", "static"]
+    other = _page("simulate", **(SMALL_RUN | {"rate": "5.0"}))
+    assert not other.header, "another question has no answer yet"
+
+
+def test_a_plan_says_how_many_of_each_device(store: Store) -> None:
+    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    _work(store, store.jobs("plan")[0])
+    at = _page("plan", **SMALL_PLAN)
+    assert not at.exception and not at.error
+    best = (store.runs("plan")[0].comparison() or {})["devices"][0]["best"]
+    assert at.header[0].value.startswith(f"{best['gpus']} × H100-SXM5, ${best['usd_per_h']:.2f} an hour")
+    assert [(card.label, card.value) for card in at.metric] == [("H100-SXM5", f"{best['gpus']} GPUs")]
+
+
+def test_nothing_chosen_is_said_not_asked(store: Store) -> None:
+    at = _page("plan", plan_devices="none-of-these")
+    assert T("plan.choose_some") in _words(at) and store.jobs() == []
+
+
+def test_a_failed_job_says_why_until_it_is_asked_again(store: Store) -> None:
+    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    store.finish_job(store.jobs("plan")[0].id, "failed", error="field 'model' is 'x': no such model")
+    at = _page("plan", **SMALL_PLAN)
+    assert "no such model" in at.error[0].value
+    at.button(key="ask_plan").click().run()
+    assert len(store.jobs("plan")) == 2 and not _page("plan", **SMALL_PLAN).error
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({"router": "prefix_aware", "replicas": "2"}, "prefix_caching is false"),
+        ({"hw": "M4-Max-40c", "formats": "8bit"}, "computes in no 8-bit format"),
+        ({"traffic": "trace", "trace": "../../etc/passwd"}, "upload it again"),
+        ({"pre": "1", "dec": "1", "replicas": "2"}, "exclude each other"),
+    ],
+)
+def test_what_contradicts_itself_is_one_sentence(store: Store, query: dict[str, str], said: str) -> None:
+    at = _page("simulate", **query)
+    assert not at.exception and said in at.error[0].value and store.jobs() == []
+
+
+@pytest.mark.parametrize("value", ["nan", "-3", "1e400", "inf", "many", ""])
+def test_a_number_in_the_url_that_is_none_is_the_default(store: Store, value: str) -> None:
+    at = _page("simulate", rate=value, requests=value)
+    assert at.number_input(key="rate").value == traffic.DEFAULTS["rate"]
+    assert at.number_input(key="requests").value == traffic.DEFAULTS["requests"]
+
+
+@pytest.mark.parametrize("kind", traffic.TRAFFICS)
+def test_every_kind_of_traffic_makes_a_scenario(store: Store, kind: str) -> None:
+    rows = "arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,10,5\n1.5,20,0\n2.0,30,8\n"
+    form = traffic.DEFAULTS | {"traffic": kind, "trace": uploads.keep(store, rows.encode())}
+    scenario = traffic.scenario_of(form)
+    expected = {"sessions": "poisson"}.get(kind, kind)
+    assert scenario.workload.arrivals.kind == expected
+    assert parse_scenario(parse_yaml(scenario.to_yaml(), "again")) == scenario
+
+
+def test_a_question_is_another_one_with_any_other_choice(store: Store) -> None:
+    spec = {"scenario": "a", "policies": ["static"]}
+    others = [spec, spec | {"policies": []}, spec | {"scenario": "b"}]
+    digests = {asked.digest_of("policies", one) for one in others} | {asked.digest_of("plan", spec)}
+    assert len(digests) == 4 and asked.digest_of("policies", dict(reversed(spec.items()))) in digests
+
+
+def test_a_table_in_the_url_is_validated_by_a_job(store: Store) -> None:
+    row = dict.fromkeys(OPERATOR_COLUMNS, "") | {"source": "a test", "gpu": "H100-SXM5", "op": "gemm", "dtype": "bf16"}
+    row |= {"m": "16", "n": "4096", "k": "4096", "latency_us": "20"}
+    digest = uploads.keep(store, "\n".join([",".join(row), ",".join(row.values())]).encode())
+    query = {"against": "table", "table": digest}
+    _page("validate", **query).button(key="ask_validate").click().run()
+    _work(store, store.jobs("validate")[0])
+    at = _page("validate", **query)
+    assert not at.exception and not at.error
+    assert T("validate.counts", rows="1", predicted="1", refused="0", judged="1") in _words(at)
+
+
+def test_validate_shows_the_shipped_record_until_this_machine_has_runs(store: Store) -> None:
+    at = _page("validate", against="machine")
+    assert not at.exception and T("validate.no_runs") in _words(at)
+    assert "11 rows" in at.header[0].value
