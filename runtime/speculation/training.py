@@ -283,7 +283,7 @@ class _Run:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self._optimizer.step()
         self.steps += 1
-        self._losses.append(float(loss))
+        self._losses.append(loss.item())
         if self._clock() - self._saved_s > CHECKPOINT_S:
             self._save()
         return self._losses[-1]
