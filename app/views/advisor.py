@@ -18,7 +18,7 @@ from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.session import translate
-from membound.app.views.verdicts import MARKS, interval, verdict_of
+from membound.app.views.verdicts import MARKS, interval, named, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 
@@ -127,8 +127,7 @@ def _named(move: dict[str, Any], t: Translate) -> str:
     title, drafting = technique_title(move["move"], t), move["drafting"]
     if drafting is not None and not drafting["off"]:
         return t("stack.drafts", technique=title, guesses=drafting.get("tree_size", drafting["depth"]))
-    given = move["parameters"].get("format")
-    return f"{title}, {given}" if given else title
+    return named(move["move"], move["parameters"], t)
 
 
 # --- the first moves ---

@@ -21,7 +21,7 @@ from membound.app.views.choices import one_of
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.session import translate
-from membound.app.views.verdicts import interval
+from membound.app.views.verdicts import interval, named
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.effects import suited
@@ -139,7 +139,8 @@ def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Transl
     if best["gain"] > 1.005 * together:
         chosen = ", ".join(technique_title(name, t) for name in best["techniques"]) or t("stack.none")
         sentences.append(t("stack.better", techniques=chosen, gain=text.gain(best["gain"])))
-    lossy = [technique_title(name, t) for name in stack["members"] if not TECHNIQUES[name].lossless]
+    lossless = {technique["name"]: technique["lossless"] for technique in document["techniques"]}
+    lossy = [technique_title(name, t) for name in stack["members"] if not lossless[name]]
     sentences.append(t("stack.lossy", techniques=", ".join(lossy)) if lossy else t("stack.lossless"))
     st.markdown(" ".join(sentences))
 
@@ -190,10 +191,8 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
 def _named(step: dict[str, Any], t: Translate) -> str:
     """A technique with its format, or with the size of its drafts."""
     title, drafting = technique_title(step["technique"], t), step["drafting"]
-    if step["parameters"].get("format"):
-        return f"{title}, {step['parameters']['format']}"
     if drafting is None:
-        return title
+        return named(step["technique"], step["parameters"], t)
     if drafting["off"]:
         return t("stack.off", technique=title)
     return t("stack.drafts", technique=title, guesses=drafting.get("tree_size", drafting["depth"]))

@@ -20,13 +20,12 @@ from membound.app.views.choices import one_of, short_count
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.session import translate
-from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, verdict_of
+from membound.app.views.verdicts import MARKS, about, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative
 from membound.roofline.techniques.base import Layer
 from membound.simulator.effects import Effect, crossings, experts_of, share_of_experts
-from membound.simulator.moves import quality_of
 
 # The layers whose cards share a section.
 ENDS: tuple[Layer, ...] = ("weights", "steps")
@@ -202,7 +201,7 @@ def _gains_table(
                 t("techniques.bytes"): "–" if work is None else text.gain(work.bytes),
                 t("techniques.flops"): "–" if work is None else text.gain(work.flops),
                 t("techniques.steps"): "–" if work is None else text.gain(work.steps),
-                t("column.quality"): _price(effect, t),
+                t("column.quality"): price(effect.technique, t),
             }
         )
     return pd.DataFrame(rows)
@@ -368,7 +367,7 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
         st.badge(t(f"techniques.family_{FAMILIES[technique.family]}"), color="blue")
         kind = "lossless" if technique.lossless else "lossy"
         st.badge(t(f"techniques.{kind}"), color="green" if technique.lossless else "orange")
-    st.caption(t(f"techniques.about_{name}"))
+    st.caption(about(technique, t))
     gain = effect.gain(choice.metric)
     if gain is None:
         possible = effect.after is not None
@@ -383,18 +382,10 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
             head = " | ".join(t(f"techniques.{part}") for part in ("bytes", "flops", "steps"))
             shares = " | ".join(text.gain(share) for share in work)
             st.markdown(f"| {head} |\n|---|---|---|\n| {shares} |")
-    lines = [t("techniques.against", baseline=effect.baseline), _price(effect, t), drafting_words(effect, t)]
+    lines = [t("techniques.against", baseline=effect.baseline), price(effect.technique, t), drafting_words(effect, t)]
     if near is not None:
         lines.insert(0, t("techniques.measured", gain=near.shown(t)))
     st.caption("  \n".join(line for line in lines if line))
-
-
-def _price(effect: Effect, t: Translate) -> str:
-    """What the technique costs in quality: nothing, or as far as somebody found out."""
-    if effect.technique.lossless:
-        return t("techniques.price_none")
-    quality = quality_of(effect.technique)
-    return t("techniques.price", note=quality.note)
 
 
 # --- mixtures of experts ---

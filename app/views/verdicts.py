@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from membound.app import text
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.roofline.techniques import Technique
 from membound.simulator.effects import Effect
+from membound.simulator.moves import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}
@@ -31,9 +33,32 @@ def interval(gain: float, error: float) -> str:
 
 
 def labelled(technique: Technique, t: Translate) -> str:
-    """The technique's name, with its format where it has one."""
-    title, given = technique_title(technique.name, t), getattr(technique, "format", None)
+    """The technique's name, with its format or its policy where it has one."""
+    return named(technique.name, technique.model_dump(), t)
+
+
+def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
+    """The same from the plain data of a technique."""
+    title, given = technique_title(name, t), parameters.get("format") or parameters.get("policy")
     return f"{title}, {given}" if given else title
+
+
+def about(technique: Technique, t: Translate) -> str:
+    """What a technique does in plain words, else in those of its declaration."""
+    try:
+        return t(f"techniques.about_{technique.name}")
+    except KeyError:
+        return (type(technique).__doc__ or "").partition("\n")[0]
+
+
+def price(technique: Technique, t: Translate) -> str:
+    """What the technique costs in quality: nothing, or as far as somebody found out."""
+    if technique.lossless:
+        return t("techniques.price_none")
+    try:
+        return t("techniques.price", note=quality_of(technique).note)
+    except KeyError:  # declared, and no figure was found for it yet
+        return t("techniques.price", note=t("quality.unknown"))
 
 
 def drafting_words(effect: Effect, t: Translate) -> str:
