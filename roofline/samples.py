@@ -32,6 +32,17 @@ class Samples:
             samples.add(value)
         return samples
 
+    def to_array(self) -> Column:
+        """All ramps, to be read by `from_array`."""
+        return np.array(self._ramps, dtype=np.float64)
+
+    @classmethod
+    def from_array(cls, ramps: Column) -> Samples:
+        """The samples that `to_array` wrote."""
+        samples = cls()
+        samples._ramps.extend(ramps.tolist())
+        return samples
+
     def add(self, first: float, weight: float = 1.0, count: int = 1, slope: float = 0.0) -> None:
         """Adds a ramp."""
         self._ramps.extend((first, slope, count, weight))

@@ -9,10 +9,14 @@ class WallClock:
     """Seconds since it was made."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
+
+    def begin(self, began: float | None = None) -> None:
+        """Starts again now, or when another process began: on one machine all see the same counter."""
+        self.began = time.perf_counter() if began is None else began
 
     def now_s(self) -> float:
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.began
 
     def wait_until(self, until_s: float) -> None:
         """Sleeps until then; returns at once where that has passed."""

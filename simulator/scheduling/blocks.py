@@ -151,6 +151,11 @@ class BlockTables:
         self._of_hash[name], self._named[block] = block, name
         self._dropped["prefix", name] = None
 
+    @staticmethod
+    def swapped(sequence: Sequence, index: int) -> HostName:
+        """What block `index` of a sequence is called on the host."""
+        return f"swap {sequence.id}", index
+
     def swap_out(self, sequence: Sequence) -> None:
         """What `sequence` has computed is kept on the host; its blocks may then be taken."""
         if sequence.id in self._awaited:  # it was to come back in this very step, and stays where it is
@@ -159,12 +164,12 @@ class BlockTables:
                 del self._dropped[source]
             return
         computed = -(-sequence.computed // self.block_size)
-        self._saved += [(block, (f"swap {sequence.id}", i)) for i, block in enumerate(sequence.blocks[:computed])]
+        self._saved += [(block, self.swapped(sequence, i)) for i, block in enumerate(sequence.blocks[:computed])]
 
     def swap_in(self, sequence: Sequence) -> None:
         """The blocks that `sequence` is about to get are filled with what it left on the host."""
         computed = -(-sequence.computed // self.block_size)
-        names: list[HostName] = [(f"swap {sequence.id}", i) for i in range(computed)]
+        names = [self.swapped(sequence, i) for i in range(computed)]
         self._awaited[sequence.id] = list(enumerate(names))
         self._dropped |= dict.fromkeys(names)
 

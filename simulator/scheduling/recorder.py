@@ -7,7 +7,7 @@ grows with its requests, not with its tokens. The sums over rows, and so the sum
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,26 @@ class Recorder:
             table = np.concatenate(whole._tables)
             whole._tables = [table[np.argsort(table[:, 0], kind="stable")]]
         return whole
+
+    def to_arrays(self) -> dict[str, NDArray[np.float64]]:
+        """Steps, requests and gaps, to be read elsewhere by `from_arrays`, without outputs and bounds."""
+        assert self.bounds is None, "bounds are worked out where the records are read"
+        return {
+            "steps": np.frombuffer(bytes(self._rows), dtype=np.float64),
+            "requests": np.frombuffer(bytes(self._requests), dtype=np.float64),
+            "itl_s": self.itl_s.to_array(),
+            "seconds": np.array([self.end_s, self.idle_s]),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[np.float64]], bounds: Bounds | None = None) -> Recorder:
+        """The records that `to_arrays` wrote."""
+        recorder = cls(bounds=bounds)
+        recorder._rows += arrays["steps"].tobytes()
+        recorder._requests += arrays["requests"].tobytes()
+        recorder.itl_s.extend(Samples.from_array(arrays["itl_s"]))
+        recorder.end_s, recorder.idle_s = arrays["seconds"].tolist()
+        return recorder
 
     def requests(self) -> dict[str, Column]:
         """The table of requests in order of their ids; see RunResult."""

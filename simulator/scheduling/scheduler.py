@@ -289,9 +289,9 @@ class Scheduler:
             return False
         self._leave_queue()
         self.pool.take(needed)
+        if self.tables is not None:
+            self.tables.swap_in(sequence)
         if sequence.swapped_blocks:
-            if self.tables is not None:
-                self.tables.swap_in(sequence)
             self._moved_blocks += sequence.swapped_blocks
             self.pool.host_free += sequence.swapped_blocks
             sequence.swapped_blocks = 0

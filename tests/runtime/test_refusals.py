@@ -9,7 +9,7 @@ import pytest
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques import TECHNIQUES, EngineSetup, WeightQuantization, engine_setup
-from membound.runtime.engine import unmeasured
+from membound.runtime.refusals import unmeasured
 
 RUNS = (
     "int8_weights",

@@ -1,0 +1,185 @@
+"""What is an engine made of before it serves: requests, memory, a scheduler, and what executes its steps?"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import torch
+
+from membound.kernels.base import Kernels
+from membound.kernels.dispatch import why_not_cpp, why_not_triton
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.parallel import SINGLE
+from membound.roofline.result import Provenance, RunResult
+from membound.roofline.scenario import Scenario
+from membound.roofline.times import Times, times_for
+from membound.runtime.block_moves import BlockMover
+from membound.runtime.cuda_graphs import decode_graphs
+from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.decoders import Decoders
+from membound.runtime.executor import TorchExecutor
+from membound.runtime.nvml import Nvml
+from membound.runtime.parallel.leader import DividedDecoder
+from membound.runtime.plain import generate_plain
+from membound.runtime.speculation.build import DraftHost, proposer_for, sampler_of
+from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
+from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
+from membound.simulator.scheduling.loop import Clock
+from membound.simulator.scheduling.recorder import Recorder
+from membound.simulator.scheduling.request import Request
+from membound.simulator.scheduling.scheduler import Scheduler
+from membound.simulator.scheduling.workload import requests_for
+
+WARM_UP_STEPS = 3
+EMULATED_WEIGHTS = (
+    "the weights are emulated: their quality is that of the format and the method, time and speed mean nothing"
+)
+EMULATED_STORE = "the KV cache is emulated: its quality is that of the format, its time and speed mean nothing"
+
+
+@dataclass
+class Assembly:
+    """All parts of an engine that is warm and has served nobody."""
+
+    scenario: Scenario
+    hardware: HardwareSpec
+    decoders: Decoders
+    decoder: Decoder | DividedDecoder
+    requests: list[Request]
+    memory: KvMemory
+    times: Times
+    kv: KvCache
+    scheduler: Scheduler
+    mover: BlockMover | None
+    executor: TorchExecutor
+    recorder: Recorder
+    notes: list[str]
+    stalls_before: int = 0
+    meter: _EnergyMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meter = _EnergyMeter(self.decoders.device)
+        self.stalls_before = self.decoders.kernels.stalls()
+
+    def result(
+        self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, engines: int = 1
+    ) -> RunResult:
+        """The result of the run that `recorder` has recorded of `engines` such engines, for the scenario `asked`."""
+        emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in self.kv) else []
+        emulated += [EMULATED_WEIGHTS] if self.decoder.emulated else []
+        output_tokens = sum(request.output_tokens for request in self.requests)
+        provenance = Provenance(
+            producer="runtime",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            hardware=self.hardware.name,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+            stalls=(stalls := self.decoders.kernels.stalls() - self.stalls_before),
+            emulated=bool(emulated),
+            notes=[
+                *_conditions(self.decoders.kernels, stalls),
+                self.decoders.model(asked).weights.origin,
+                "the bounds of steps are attributed by the roofline of their shapes",
+                *emulated,
+                *self.notes,
+                *(notes or []),
+                *self.meter.notes(output_tokens),
+            ],
+        )
+        blocks = self.memory.num_blocks
+        return run_result(asked, self.decoder.spec, self.times, blocks, recorder, provenance, engines)
+
+
+def assemble(
+    decoders: Decoders, scenario: Scenario, hardware: HardwareSpec, clock: Clock, recorder: Recorder, *, moves: bool
+) -> Assembly:
+    """The engine of a scenario, after a warm-up; with `moves` blocks come and go, else only where the engine asks.
+
+    Raises MemboundError where the model or a request does not fit, or two parts of the scenario exclude each other.
+    """
+    decoder, block_size = decoders.decoder(scenario), scenario.engine.block_size
+    requests = requests_for(scenario, vocab=decoder.spec.vocab)
+    longest = _longest(scenario, requests, decoder.spec.max_context)
+    # Processes on a CPU share it, its memory too, so that together they are one device; GPUs are devices each.
+    shared = decoders.device.startswith("cpu")
+    sharing = scenario.setup.parallel.tp if shared else 1
+    memory = kv_memory(scenario, decoder.spec, hardware.memory_bytes / sharing, longest)
+    as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
+    times = times_for(hardware)
+    kv = decoder.new_cache(memory.num_blocks, block_size, scenario.engine.max_num_seqs)
+    weights = decoders.model(scenario).weights
+    host = DraftHost(decoder, weights, kv, memory.num_blocks, block_size, decoders.decoder)
+    proposer = proposer_for(scenario, host)
+    scheduler = build_scheduler(
+        as_one, decoder.spec, times, memory, content_known=True, numbered_blocks=True, drafter=proposer
+    )
+    assert scheduler.tables is not None, "blocks are numbered"
+    for _ in generate_plain(decoder, [1] * 16, WARM_UP_STEPS):
+        pass
+    graphs, capture_note = decode_graphs(decoder, kv, -(-longest // block_size), scenario.engine.max_num_seqs)
+    moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
+    mover = BlockMover(kv, scheduler.tables) if moves else None
+    sampler = sampler_of(scenario, decoders.device)
+    executor = TorchExecutor(decoder, kv, block_size, sampler, clock, graphs, proposer, mover)
+    recorder.bounds = recorder.bounds or bounds_of(decoder.spec, as_one.setup, times)
+    return Assembly(
+        scenario,
+        hardware,
+        decoders,
+        decoder,
+        requests,
+        memory,
+        times,
+        kv,
+        scheduler,
+        mover,
+        executor,
+        recorder,
+        [capture_note] if capture_note else [],
+    )
+
+
+def _longest(scenario: Scenario, requests: list[Request], max_context: int) -> int:
+    """Tokens of the longest turn; raises MemboundError where a request is longer than the model's context."""
+    for request in requests:
+        if request.tokens > max_context:
+            raise MemboundError(
+                f"request {request.id} has {request.tokens} tokens, more than the {max_context} of "
+                f"'{scenario.model}'; make the prompts or output_tokens shorter"
+            )
+    return max(turn.tokens for request in requests for turn in request.turns())
+
+
+def _conditions(kernels: Kernels, stalls: int) -> list[str]:
+    """Which code ran, on how many threads, and how busy the machine was."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    notes = [
+        f"kernels {kernels.name} ({kernels.describe()}), {torch.get_num_threads()} threads",
+        f"load average {load:.1f} at the end, threads held up by other programs {stalls} times",
+    ]
+    on_cpu = kernels.activation_dtype is torch.float32
+    if kernels.name == "torch" and (reason := why_not_cpp() if on_cpu else why_not_triton()):
+        notes.append(f"plain PyTorch kernels: {reason}")
+    return notes
+
+
+class _EnergyMeter:
+    """What a GPU takes and how it is clocked while a run is measured; on a CPU it knows nothing."""
+
+    def __init__(self, device: str) -> None:
+        self._nvml = Nvml.of(device)
+        self._before = self._nvml.read() if self._nvml else None
+
+    def notes(self, output_tokens: int) -> list[str]:
+        """The GPU's state at the end, and the energy of each output token since the meter was made."""
+        if self._nvml is None or self._before is None:
+            return []
+        after = self._nvml.read()
+        notes = [f"GPU at the end: {after.describe()}"]
+        if after.energy_j is not None and self._before.energy_j is not None:
+            joules = after.energy_j - self._before.energy_j
+            notes.append(f"{joules:.0f} J by the GPU's counter, {joules / output_tokens:.3g} J for each output token")
+        return notes

@@ -1,0 +1,110 @@
+"""Which decoder does a scenario ask for? Models and what was packed of them stay in memory between runs."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+
+from membound.kernels.base import Kernels
+from membound.roofline.errors import MemboundError
+from membound.roofline.precision import Precision
+from membound.roofline.scenario import Scenario
+from membound.runtime.decoder import Decoder
+from membound.runtime.kv.build import is_plain, store_for, store_problem
+from membound.runtime.loaded import LoadedModel, load_model
+from membound.runtime.parallel.group import Group
+from membound.runtime.parallel.leader import DividedDecoder, divided
+from membound.runtime.parallel.recipe import ShardRecipe
+from membound.runtime.parallel.shards import shard_spec
+from membound.runtime.quantization.calibration import Calibrator
+from membound.runtime.quantization.recipes import recipe_for
+from membound.runtime.recipe import Recipe
+from membound.runtime.refusals import unmeasured
+
+
+class Decoders:
+    """The models and decoders of one device."""
+
+    def __init__(self, device: str, kernels: Kernels) -> None:
+        self.device = device
+        self.kernels = kernels
+        self._models: dict[tuple[str, str], LoadedModel] = {}
+        self._decoders: dict[tuple[str, str, str], Decoder] = {}
+        self._calibrators: dict[tuple[str, str], Calibrator] = {}
+        self._storing: dict[tuple[int, Precision], Decoder] = {}
+        self._divided: tuple[tuple[str, str, str, int], DividedDecoder] | None = None
+        self._processes = ExitStack()
+        weakref.finalize(self, self._processes.close)
+
+    def model(self, scenario: Scenario) -> LoadedModel:
+        """The scenario's model, loaded once."""
+        key = (scenario.model, scenario.weights)
+        if key not in self._models:
+            self._models[key] = load_model(scenario)
+        return self._models[key]
+
+    def decoder(self, scenario: Scenario) -> Decoder | DividedDecoder:
+        """The scenario's decoder with its weights in the format that its techniques ask for, packed once.
+
+        With `parallel.tp` it is divided among as many processes, which stay until another division is asked for.
+        """
+        if problem := unmeasured(scenario.setup):
+            raise MemboundError(problem)
+        plan = scenario.setup.precision
+        chosen = [repr(technique) for technique in scenario.techniques if technique.layer == "weights"]
+        key = (scenario.model, scenario.weights, f"{plan.weights.name} {plan.activations.name} {chosen}")
+        if (tp := scenario.setup.parallel.tp) > 1:
+            return self._divided_decoder(scenario, (*key, tp))
+        if key not in self._decoders:
+            loaded = self.model(scenario)
+            recipe = self._recipe(scenario)
+            self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
+        return self._with_store(self._decoders[key], scenario)
+
+    def _recipe(self, scenario: Scenario) -> Recipe:
+        """What the scenario's techniques make of its weights; text to calibrate on where the model reads any."""
+        key = (scenario.model, scenario.weights)
+        loaded = self.model(scenario)
+        if loaded.tokenizer is not None and key not in self._calibrators:
+            self._calibrators[key] = Calibrator.on_text(self.kernels, loaded.tokenizer)
+        return recipe_for(
+            scenario.techniques,
+            scenario.setup.precision,
+            self.kernels,
+            self._calibrators.get(key),
+            divided=scenario.setup.parallel.tp > 1,
+            gguf=loaded.gguf,
+        )
+
+    def _with_store(self, decoder: Decoder, scenario: Scenario) -> Decoder:
+        """The same decoder over the KV stores that the scenario asks for."""
+        setup = scenario.setup
+        if problem := store_problem(setup, scenario.engine, decoder.spec):
+            raise MemboundError(problem)
+        if is_plain(setup):
+            return decoder
+        key = (id(decoder), setup.kv)
+        if key not in self._storing:
+            self._storing[key] = decoder.storing(store_for(setup, self.kernels, decoder.device))
+        return self._storing[key]
+
+    def close(self) -> None:
+        """Ends the processes of a divided model; without it they end with this object."""
+        self._divided = None
+        self._processes.close()
+
+    def part(self, scenario: Scenario, group: Group) -> Decoder:
+        """What this process of `group` holds of the scenario's model."""
+        loaded, whole = self.model(scenario), self.model(scenario).spec
+        recipe = ShardRecipe(self._recipe(scenario), group, whole)
+        part = Decoder(shard_spec(whole, group.size), loaded.weights.to(self.device), self.kernels, recipe)
+        return self._with_store(part, scenario)
+
+    def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, str, int]) -> DividedDecoder:
+        if self._divided is None or self._divided[0] != key or not self._divided[1].followers.alive:
+            self.close()
+            spec = self.model(scenario).spec
+            shard_spec(spec, key[-1])
+            opened = divided(scenario, spec, self.device, lambda group: self.part(scenario, group))
+            self._divided = key, self._processes.enter_context(opened)
+        return self._divided[1]

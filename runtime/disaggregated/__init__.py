@@ -1,0 +1,1 @@
+"""Prompts in one process and outputs in another, with the KV cache handed over between them."""

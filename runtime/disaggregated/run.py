@@ -1,0 +1,265 @@
+"""What does a scenario come to when one process computes prompts and another writes outputs?
+
+The second is this one. The requests go to whoever computes prompts; what comes back is a sequence whose K and V lie in
+shared memory, which the scheduler admits as one that was swapped out, and the executor fills its blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.result import RunResult
+from membound.roofline.scenario import Scenario
+from membound.runtime.block_moves import BlockMover
+from membound.runtime.clock import WallClock
+from membound.runtime.disaggregated.handover import Handover, handover_folder, say, take
+from membound.simulator.scheduling.blocks import BlockTables
+from membound.simulator.scheduling.client import Client, client_for
+from membound.simulator.scheduling.loop import serve
+from membound.simulator.scheduling.recorder import Observer, Recorder
+from membound.simulator.scheduling.request import Request, Sequence
+from membound.simulator.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from membound.runtime.assembly import Assembly
+    from membound.runtime.engine import Runtime
+
+POLL_S = 0.05
+GONE = ""  # what the reader puts when the other process has closed its output
+
+
+class PrefillProcess:
+    """The process that computes prompts, and the lines that it says."""
+
+    def __init__(self, scenario: Path, folder: Path, device: str, threads: int, hardware: str) -> None:
+        command = [sys.executable, "-m", "membound.runtime.disaggregated.prefill", str(scenario), str(folder), device]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            [*command, str(threads), hardware], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+        self.lines: queue.Queue[str] = queue.Queue()
+        self._last_words: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None, "it is a pipe"
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(GONE)
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None, "it is a pipe"
+        for line in self.process.stderr:
+            self._last_words = [line.strip()]
+
+    def say(self, line: str) -> None:
+        """Raises MemboundError where the process is gone."""
+        assert self.process.stdin is not None, "it is a pipe"
+        try:
+            say(self.process.stdin, line)
+        except (BrokenPipeError, ValueError):
+            raise self.gone() from None
+
+    def answer(self, line: str) -> dict[str, Any]:
+        """What a line says; raises MemboundError for the line of a process that is gone."""
+        if line == GONE:
+            raise self.gone()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def gone(self) -> MemboundError:
+        """What it said last."""
+        code = self.process.wait()
+        last = self._last_words[0] if self._last_words else "it said nothing"
+        return MemboundError(f"the process that computes prompts ended with code {code}: {last}")
+
+    def close_requests(self) -> None:
+        assert self.process.stdin is not None, "it is a pipe"
+        self.process.stdin.close()
+
+    def end(self) -> None:
+        """Kills it if it is still there."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Router:
+    """Sends the users' requests to the prefill process, and hands what comes back to the engine that decodes.
+
+    A thread of its own sends each request when its user does, whatever the engine is doing.
+    """
+
+    def __init__(
+        self,
+        users: Client,
+        prefill: PrefillProcess,
+        clock: WallClock,
+        scheduler: Scheduler,
+        recorder: Recorder,
+        mover: BlockMover,
+    ) -> None:
+        self.users = users
+        self.prefill = prefill
+        self.clock = clock
+        self.scheduler = scheduler
+        self.recorder = recorder
+        self.mover = mover
+        self.moved_bytes = 0
+        self.requests: dict[int, Request] = {}
+        self._heard: deque[str] = deque()
+        self._news = threading.Condition()
+        self._sender = threading.Thread(target=self._send, daemon=True)
+        self._failure: MemboundError | None = None
+
+    def start(self) -> None:
+        self._sender.start()
+
+    def due(self, now_s: float) -> list[Request | Sequence]:
+        """Sequences whose prompts were computed, with K and V where the mover finds them."""
+        with suppress(queue.Empty):
+            while True:
+                self._heard.append(self.prefill.lines.get_nowait())
+        arrived: list[Request | Sequence] = []
+        while self._heard:
+            line = self._heard.popleft()
+            sequence = self._continued(Handover.of(self.prefill.answer(line)["handover"]))
+            if sequence.finished:
+                self.recorder.completed(sequence)
+                sequence.status = "completed"
+                self.ended(sequence, now_s)
+            else:
+                arrived.append(sequence)
+        if self._failure is not None:
+            raise self._failure
+        return arrived
+
+    def next_arrival_s(self) -> float | None:
+        with self._news:
+            idle = not self.requests and self.users.next_arrival_s() is None
+            return None if idle else math.inf
+
+    def ended(self, sequence: Sequence, now_s: float) -> None:
+        with self._news:
+            del self.requests[sequence.id]
+            self.users.ended(sequence, now_s)
+            self._news.notify()
+
+    def wait(self) -> None:
+        """Returns when the other process has said something, or after a moment."""
+        with suppress(queue.Empty):
+            self._heard.append(self.prefill.lines.get(timeout=POLL_S))
+
+    def _continued(self, handover: Handover) -> Sequence:
+        request = self.requests[handover.request]
+        assert request.prompt_ids is not None, "the runtime knows the tokens"
+        sequence = Sequence(request, [*request.prompt_ids, handover.first_token])
+        sequence.standing = request.prompt_tokens + 1
+        sequence.standing_computed = request.prompt_tokens
+        sequence.loaded = True
+        sequence.preemptions = handover.preemptions
+        sequence.admitted_s = handover.admitted_s
+        sequence.first_token_s = sequence.last_token_s = handover.first_token_s
+        self.moved_bytes += handover.nbytes
+        for index, block in enumerate(take(handover)):
+            self.mover.host[BlockTables.swapped(sequence, index)] = block
+        return sequence
+
+    def _send(self) -> None:
+        try:
+            with self._news:
+                while True:
+                    for request in self.users.due(self.clock.now_s()):
+                        assert isinstance(request, Request), "users send requests"
+                        self._send_one(request)
+                    at_s = self.users.next_arrival_s()
+                    if at_s is None and not self.requests:
+                        return
+                    self._news.wait(None if at_s is None else max(0.0, at_s - self.clock.now_s()))
+        except MemboundError as error:
+            self._failure = error
+
+    def _send_one(self, request: Request) -> None:
+        if (reason := self.scheduler.refusal(request)) is not None:
+            sequence = Sequence.of(request)
+            sequence.status, sequence.reason = "rejected", reason
+            self.recorder.rejected(sequence)
+            self.users.ended(sequence, self.clock.now_s())
+            return
+        self.requests[request.id] = request
+        asked = {"id": request.id, "arrival_s": request.arrival_s, "prompt_ids": request.prompt_ids}
+        self.prefill.say(json.dumps(asked))
+
+
+def run_disaggregated(
+    runtime: Runtime, scenario: Scenario, hardware: HardwareSpec, observer: Observer | None
+) -> RunResult:
+    """Serves a scenario's workload with a process for prompts beside this one, which writes the outputs.
+
+    Each has half of the threads, and its own copy of the weights. Raises MemboundError for pools of several engines,
+    for drafts that need the prompt's hidden states, and where the other process ends.
+    """
+    settings, drafts = scenario.engine.disaggregation, scenario.setup.drafts
+    assert settings is not None, "the scenario has two pools"
+    if settings.prefill_engines != 1 or settings.decode_engines != 1:
+        raise MemboundError(
+            f"engine.disaggregation has {settings.prefill_engines} prefill and {settings.decode_engines} decode "
+            "engines, which are predicted, not measured yet: the runtime has one of each"
+        )
+    if drafts is not None and drafts.kind != "ngram":
+        raise MemboundError(
+            f"engine.disaggregation does not go with speculation by {drafts.kind}, whose drafter has not read the "
+            "prompt where the output is written; take ngram_speculation, or leave one of them out"
+        )
+    whole = scenario.model_copy(update={"engine": scenario.engine.model_copy(update={"disaggregation": None})})
+    threads = torch.get_num_threads()
+    share = max(1, threads // 2)
+    with handover_folder() as name:
+        folder = Path(name)
+        written = folder / "scenario.yaml"
+        written.write_text(whole.to_yaml(), encoding="utf-8")
+        prefill = PrefillProcess(written, folder, runtime.device, share, hardware.name)
+        torch.set_num_threads(share)
+        try:
+            assembly = runtime.assemble(whole, clock := WallClock(), hardware, Recorder(observer), moves=True)
+            router = _serve(assembly, prefill, clock)
+            recorded = folder / prefill.answer(prefill.lines.get())["recorded"]
+            with np.load(recorded, allow_pickle=False) as arrays:
+                prompts = Recorder.from_arrays(dict(arrays), assembly.recorder.bounds)
+        finally:
+            torch.set_num_threads(threads)
+            prefill.end()
+    moved = f"{router.moved_bytes / 1e6:.1f} MB of K and V moved through shared memory"
+    note = f"prompts in a process of its own, {share} of {threads} threads each, as whole prompts; {moved}"
+    return assembly.result(scenario, Recorder.joined([assembly.recorder, prompts]), [note], engines=2)
+
+
+def _serve(assembly: Assembly, prefill: PrefillProcess, clock: WallClock) -> Router:
+    """Serves everybody; on return both engines are empty."""
+    assert assembly.mover is not None and assembly.times is not None, "blocks come from elsewhere"
+    users = client_for(assembly.scenario.workload.arrivals, assembly.requests)
+    router = Router(users, prefill, clock, assembly.scheduler, assembly.recorder, assembly.mover)
+    prefill.answer(prefill.lines.get())  # it is ready
+    clock.begin()
+    prefill.say(repr(clock.began))
+    router.start()
+    for until_s in serve(assembly.scheduler, router, assembly.executor, clock, assembly.recorder):
+        if until_s == math.inf:
+            router.wait()
+    prefill.close_requests()
+    assembly.scheduler.check_integrity()
+    return router

@@ -1,0 +1,67 @@
+"""Which weights does a scenario name, and of which model are they?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.gguf_file import GgufFile
+from membound.roofline.memory import MEMORY_SHARE, weights_bytes
+from membound.roofline.model_files import resolve_model
+from membound.roofline.models import ModelSpec
+from membound.roofline.scenario import Scenario
+from membound.roofline.workload import SyntheticPrompts
+from membound.runtime.assets import fetch_smollm2
+from membound.runtime.tokenizer import Tokenizer
+from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
+
+
+@dataclass
+class LoadedModel:
+    """A scenario's model in memory: its shape, its weights, a tokenizer where it has text, the GGUF it came from."""
+
+    spec: ModelSpec
+    weights: Weights
+    tokenizer: Tokenizer | None
+    gguf: Path | None = None
+
+
+def load_model(scenario: Scenario) -> LoadedModel:
+    """Loads what `model` and `weights` of a scenario name; raises MemboundError with one sentence."""
+    source = scenario.weights
+    if source == "random":
+        spec = resolve_model(scenario.model)
+        needed, memory = weights_bytes(spec, scenario.setup), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > MEMORY_SHARE * memory:
+            raise MemboundError(
+                f"model '{spec.name}' does not fit: its weights take {needed / 2**30:.1f} GiB, "
+                f"and this machine has {memory / 2**30:.1f} GiB; "
+                f"'{spec.name}[:2]' is its first 2 of {spec.layers} layers"
+            )
+        return LoadedModel(spec, random_weights(spec, seed=scenario.workload.seed), None)
+    if scenario.model.endswith("]"):
+        raise MemboundError(
+            f"model '{scenario.model}' is cut to fewer layers, which only random weights are; set weights to 'random'"
+        )
+    if source == "pretrained":
+        if scenario.model != "SmolLM2-135M":
+            raise MemboundError(
+                f"weights 'pretrained' are known for SmolLM2-135M only, not for '{scenario.model}'; "
+                "give 'random', or the path of a GGUF or a safetensors folder"
+            )
+        source = str(fetch_smollm2())
+    if not Path(source).exists():
+        raise MemboundError(
+            f"field 'weights' is '{scenario.weights}'; give 'random', 'pretrained', "
+            "or the path of a GGUF or of a safetensors folder"
+        )
+    if Path(source).is_dir():
+        spec, weights = load_safetensors(source)
+        without_text = isinstance(scenario.workload.prompts, SyntheticPrompts)
+        if without_text and not (Path(source) / "tokenizer.json").exists():
+            return LoadedModel(spec, weights, None)
+        return LoadedModel(spec, weights, Tokenizer.from_folder(source))
+    spec, weights = load_gguf(source)
+    return LoadedModel(spec, weights, Tokenizer.from_gguf_metadata(GgufFile(source).metadata), Path(source))

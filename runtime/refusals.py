@@ -1,0 +1,58 @@
+"""What of a scenario is predicted but does not run yet?"""
+
+from __future__ import annotations
+
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import EngineSetup
+from membound.runtime.kv.build import runs_in
+from membound.runtime.quantization.recipes import format_problem
+from membound.runtime.speculation.build import RUNNING
+from membound.runtime.supported import recurrent
+
+
+def unmeasured(setup: EngineSetup) -> str | None:
+    """The first part of a set-up that is predicted but does not run here yet, in one sentence; None where all runs."""
+    plan, drafts = setup.precision, setup.drafts
+    if problem := format_problem(plan):
+        return problem
+    parts = (
+        (
+            setup.parallel.devices > setup.parallel.tp or setup.parallel.ep > 1,
+            f"parallelism other than tp on {setup.parallel.devices} devices",
+            "tensor parallelism",
+        ),
+        (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),
+        (
+            drafts is not None and drafts.kind not in RUNNING,
+            f"speculation by {drafts and drafts.kind}",
+            ", ".join(RUNNING),
+        ),
+        (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
+    )
+    wrong = next((part for part in parts if part[0]), None)
+    return None if wrong is None else f"{wrong[1]} is predicted, not measured yet: the runtime has {wrong[2]}"
+
+
+def unmeasured_scenario(scenario: Scenario) -> str | None:
+    """The first part of a scenario around its engine that does not run here, in one sentence, or None."""
+    if scenario.cluster is not None:
+        return "field 'cluster' is predicted, not measured yet: the runtime has one engine; remove it"
+    return _taken_back(scenario)
+
+
+def _taken_back(scenario: Scenario) -> str | None:
+    """What takes tokens back or takes them elsewhere, which a state that has merged them all does not allow."""
+    parts = (
+        (scenario.setup.drafts is not None, "speculation takes rejected drafts back", "remove the technique"),
+        (scenario.engine.prefix_caching, "engine.prefix_caching continues from any block", "set it to false"),
+        (scenario.engine.preemption == "swap", "engine.preemption 'swap' moves blocks", "set it to 'recompute'"),
+        (scenario.engine.disaggregation is not None, "engine.disaggregation moves blocks", "remove it"),
+    )
+    wrong = next((part for part in parts if part[0]), None)
+    if wrong is None or not recurrent(resolve_model(scenario.model)):
+        return None
+    return (
+        f"model '{scenario.model}' keeps a recurrent state, into which all tokens are merged, "
+        f"and {wrong[1]}: {wrong[2]}"
+    )

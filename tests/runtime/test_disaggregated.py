@@ -1,0 +1,74 @@
+"""A process for prompts and one for outputs write what one process writes, and every request ends once."""
+
+from __future__ import annotations
+
+import pytest
+
+from membound.kernels.dispatch import kernels_for
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.scenario import Scenario, load_scenario
+from membound.runtime.disaggregated.run import PrefillProcess
+from membound.runtime.engine import Runtime
+
+H100 = get_hardware("H100-SXM5")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime(kernels=kernels_for("cpu", batch_invariant=True))
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Scenario:
+    chosen = load_scenario("live-cpu").with_value("workload.requests", 8)
+    chosen = chosen.with_value("workload.output_tokens", {"kind": "uniform", "low": 1, "high": 16})
+    return chosen.with_value("techniques", ["continuous_batching"])
+
+
+def test_tokens_are_those_of_one_engine_and_requests_are_conserved(
+    runtime: Runtime, scenario: Scenario, smollm2_path: object
+) -> None:
+    one = runtime.run(scenario, H100)
+    two = runtime.run(scenario.with_value("engine.disaggregation", {}), H100)
+    assert two.outputs == one.outputs
+    assert two.summary.completed == scenario.workload.requests
+    assert two.requests["id"].tolist() == one.requests["id"].tolist()
+    assert two.requests["output_tokens"].tolist() == one.requests["output_tokens"].tolist()
+    assert two.steps["prefill_sequences"].sum() >= scenario.workload.requests
+    for earlier, later in (
+        ("arrival_s", "admitted_s"),
+        ("admitted_s", "first_token_s"),
+        ("first_token_s", "finished_s"),
+    ):
+        assert (two.requests[earlier] <= two.requests[later]).all()
+    assert any("moved through shared memory" in note for note in two.provenance.notes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("engine.disaggregation", {"prefill_engines": 2}, "one of each"),
+        ("techniques", ["continuous_batching", "self_speculation"], "has not read the prompt"),
+    ],
+)
+def test_what_two_processes_do_not_do_is_refused(
+    field: str, value: object, said: str, runtime: Runtime, scenario: Scenario
+) -> None:
+    asked = scenario.with_value("engine.disaggregation", {}).with_value(field, value)
+    with pytest.raises(MemboundError, match=said):
+        runtime.run(asked, H100)
+
+
+def test_a_killed_prefill_process_is_said_in_one_sentence(
+    runtime: Runtime, scenario: Scenario, smollm2_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = PrefillProcess.say
+
+    def kill(self: PrefillProcess, line: str) -> None:
+        said(self, line)
+        self.process.kill()
+
+    monkeypatch.setattr(PrefillProcess, "say", kill)
+    with pytest.raises(MemboundError, match="the process that computes prompts ended with code -9"):
+        runtime.run(scenario.with_value("engine.disaggregation", {}), H100)
