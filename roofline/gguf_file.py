@@ -98,14 +98,19 @@ class GgufFile:
             tensors[name] = TensorInfo(shape, quantization, start + offset, nbytes)
         return tensors
 
-    def dequantize(self, name: str) -> NDArray[np.float32]:
-        """The tensor in fp32, in its `TensorInfo.shape`; raises GgufError if it is absent or cannot be decoded."""
+    def blocks(self, name: str) -> NDArray[np.uint8]:
+        """The tensor's bytes as they lie in the file, a row of them for each of its rows; raises GgufError."""
         info = self.tensors.get(name)
         if info is None:
             raise GgufError(f"{self.path} has no tensor {name}, which its architecture needs.")
         block, block_bytes = GGML_QUANT_SIZES[info.quantization]
         data = self._bytes[info.offset : info.offset + info.nbytes]
-        rows = data.reshape(*info.shape[:-1], info.shape[-1] // block * block_bytes)
+        return data.reshape(*info.shape[:-1], info.shape[-1] // block * block_bytes)
+
+    def dequantize(self, name: str) -> NDArray[np.float32]:
+        """The tensor in fp32, in its `TensorInfo.shape`; raises GgufError if it is absent or cannot be decoded."""
+        rows: NDArray[Any] = self.blocks(name)
+        info = self.tensors[name]
         if info.quantization in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             rows = rows.view(np.float32 if info.quantization == GGMLQuantizationType.F32 else np.float16)
         try:

@@ -18,12 +18,12 @@ from membound.roofline.techniques.setup import EngineSetup
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
 
 # How the codes of a format are chosen, and what is done to the model for it (runtime/quantization).
-QuantizationMethod = Literal["rtn", "gptq", "awq", "smoothquant", "llm_int8", "quarot"]
+QuantizationMethod = Literal["rtn", "gptq", "awq", "smoothquant", "llm_int8", "quarot", "found"]
 PruningMethod = Literal["magnitude", "wanda", "sparsegpt"]
 _METHOD_HELP = (
     "how the codes are chosen: rtn rounds to nearest; gptq, awq, smoothquant and llm_int8 read calibration text; "
-    "quarot rotates the model. The predicted cost does not depend on it: what llm_int8 and quarot do to activations "
-    "in each step is left out"
+    "quarot rotates the model; found keeps the blocks of a GGUF. The predicted cost does not depend on it: what "
+    "llm_int8 and quarot do to activations in each step is left out"
 )
 
 
@@ -185,6 +185,10 @@ def _check_method(method: QuantizationMethod, weights: Precision, activations: P
         raise ValueError(
             f"method '{method}' is for weights and activations in int8, not for {weights.name} weights and "
             f"{activations.name if activations else '16-bit'} activations; give int8 for both"
+        )
+    if method == "found" and weights.name not in GGML_BLOCKS | GGML_MIXES:
+        raise ValueError(
+            f"method 'found' keeps the blocks of a GGUF, not {weights.name}; give its format, such as q4_k_m"
         )
     if method == "quarot" and weights.width >= 16:
         raise ValueError("method 'quarot' rotates weights before they are rounded, and bf16 rounds none; leave it out")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from membound.kernels.base import Kernels
 from membound.roofline.models import ModelSpec
-from membound.roofline.precision import PRECISIONS, Precision
+from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision
 from membound.roofline.precision_plan import PrecisionPlan
 from membound.roofline.techniques import Sparsity24, Technique
 from membound.roofline.techniques.weights import PruningMethod, QuantizationMethod
@@ -22,6 +23,7 @@ from membound.runtime.linear import KernelLinear, Linear
 from membound.runtime.quantization.awq import round_clipped, search_scales
 from membound.runtime.quantization.calibration import Calibrator, Statistics
 from membound.runtime.quantization.folding import Folder
+from membound.runtime.quantization.found import FoundBlocks
 from membound.runtime.quantization.fp8 import Granularity, to_fp8
 from membound.runtime.quantization.gptq import gptq
 from membound.runtime.quantization.linears import (
@@ -56,22 +58,12 @@ _PRUNED_PARTS = ("qkv", "o", "gate_up", "down", "q_a", "q_b", "kv_a", "kv_b")
 def grid_of(format: Precision) -> Grid | None:
     """The grid of an integer format; None for any other."""
     dense = _dense_name(format)
+    if dense == "q8_0":
+        return Grid(8, 32)
     simple = len(format.scales) == 1 and format.scales[0].rows == 1
-    if dense in _LLAMA_CPP:
-        return _LLAMA_CPP[dense]
     if not format.values.startswith("int") or not simple or not dense.startswith("int"):
         return None
     return Grid(format.width, format.scales[0].columns, symmetric="zero" not in dense)
-
-
-# llama.cpp's simple blocks: 32 values with a scale, in q4_1 and q5_1 also a minimum (ggml-common.h).
-_LLAMA_CPP = {
-    "q8_0": Grid(8, 32),
-    "q5_0": Grid(5, 32),
-    "q4_0": Grid(4, 32),
-    "q5_1": Grid(5, 32, symmetric=False),
-    "q4_1": Grid(4, 32, symmetric=False),
-}
 
 
 class RoundingRecipe:
@@ -245,6 +237,32 @@ class QuarotRecipe(RoundingRecipe):
         return ChangedInput(linear, Changed(online_rotation(weight.shape[1]).apply))
 
 
+class FoundRecipe(RoundingRecipe):
+    """The blocks of a GGUF as they are; matrices in other types keep 16 bits."""
+
+    method = "found"
+    divides = False
+
+    def __init__(
+        self, kernels: Kernels, plan: PrecisionPlan, calibrator: Calibrator | None = None, gguf: Path | None = None
+    ) -> None:
+        if gguf is None:
+            raise QuantizationError("method 'found' keeps the blocks of a GGUF; give one as field 'weights'")
+        super().__init__(kernels, plan, calibrator)
+        self.gguf = gguf
+        self.blocks: FoundBlocks | None = None
+
+    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
+        self.blocks = FoundBlocks(self.kernels, self.gguf, spec)
+        self.blocks.check(self.plan.weights)
+        return super().prepare(spec, weights)
+
+    def linear(self, name: str, weight: Tensor) -> Linear:
+        assert self.blocks is not None, "prepare comes first"
+        found = self.blocks.linear(name, weight)
+        return found or KernelLinear(self.kernels, self.kernels.pack(weight, "bf16"))
+
+
 class PruningRecipe:
     """Prunes every matrix of the layers before another recipe takes them; routers stay whole."""
 
@@ -304,13 +322,23 @@ def recipe_for(
     calibrator: Calibrator | None,
     *,
     divided: bool = False,
+    gguf: Path | None = None,
 ) -> Recipe:
     """The recipe that techniques ask for, in the formats of their set-up's plan; raises QuantizationError.
 
-    `divided` says that it gets parts of matrices, one on each device.
+    `divided` says that it gets parts of matrices, one on each device; `gguf` is the file that they come from.
     """
     methods = [getattr(technique, "method", "rtn") for technique in techniques if technique.sets_weights]
-    recipe = QUANTIZERS[methods[0] if methods else "rtn"](kernels, plan, calibrator)
+    method = methods[0] if methods else "rtn"
+    if method == "found":
+        recipe: RoundingRecipe = FoundRecipe(kernels, plan, gguf=gguf)
+    elif plan.weights.name in GGML_BLOCKS | GGML_MIXES and plan.weights.name != "q8_0":
+        raise QuantizationError(
+            f"weights in {plan.weights.name} are measured as a GGUF has them: give method 'found' and such a file "
+            "as field 'weights', or a format such as int4_g32"
+        )
+    else:
+        recipe = QUANTIZERS[method](kernels, plan, calibrator)
     if divided and not recipe.divides:
         raise QuantizationError(
             f"method '{recipe.method}' needs whole matrices, and parallel.tp divides them; give method 'rtn', or tp 1"
@@ -318,8 +346,8 @@ def recipe_for(
     pruning = next((technique for technique in techniques if isinstance(technique, Sparsity24)), None)
     if pruning is None:
         return recipe
-    if recipe.method == "quarot":
-        raise QuantizationError("sparsity_2_4 and method 'quarot' exclude each other: a rotation fills the zeros")
+    if recipe.method in ("quarot", "found"):
+        raise QuantizationError(f"sparsity_2_4 and method '{recipe.method}' exclude each other; give one of them")
     return PruningRecipe(recipe, pruning.method, calibrator)
 
 
@@ -327,10 +355,11 @@ def format_problem(plan: PrecisionPlan) -> str | None:
     """The first format of a plan's weights or activations that the runtime cannot make, in one sentence, or None."""
     for part in ("attention", "ffn", "experts", "shared_experts", "router", "lm_head"):
         format = plan.weights_of(part)
-        if format.width < 16 and grid_of(format) is None and _dense_name(format) not in _FP8:
+        known = grid_of(format) is not None or _dense_name(format) in {*_FP8, *GGML_BLOCKS, *GGML_MIXES}
+        if format.width < 16 and not known:
             return (
                 f"weights in {format.name} is predicted, not measured yet: the runtime has integers of 2 to 8 bits "
-                "such as int4_g64 and int8, q8_0, q4_0 and q4_1, fp8, fp8_row and fp8_block"
+                "such as int4_g64 and int8, fp8, fp8_row and fp8_block, and the blocks of a GGUF"
             )
     activations = plan.activations
     if activations.width < 16 and not (activations.values.startswith("int") or activations.values == "fp8"):

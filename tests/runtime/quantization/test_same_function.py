@@ -161,7 +161,7 @@ def test_parts_of_matrices_are_not_calibrated() -> None:
         )
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "nf4", "ternary", "q4_k_m", "exl2_4.25"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "nf4", "exl2_4.25"])
 def test_what_cannot_be_quantized_to_is_one_sentence(format: str) -> None:
     problem = format_problem(plan_of(format))
     assert problem is not None and "\n" not in problem
