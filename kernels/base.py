@@ -105,6 +105,7 @@ class Kernels(Protocol):
     name: str
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
+    emulates_quantized_kv: bool  # whether quantized K and V take a time that says nothing about their format
     interleaved: bool  # whether `pack` lays the words of 16 rows side by side
 
     def describe(self) -> str:

@@ -90,8 +90,8 @@ class Scenario(Part):
             raise ValueError(f"techniques name {', '.join(sorted(twice))} twice; each may be given once")
         engine_setup(self.techniques, self.without)  # refuses those that exclude each other
         called = [variant.name for variant in self.variants]
-        if twice := {name for name in called if called.count(name) > 1}:
-            raise ValueError(f"variants name {', '.join(sorted(twice))} twice; give each a name of its own")
+        if again := {name for name in called if called.count(name) > 1}:
+            raise ValueError(f"variants name {', '.join(sorted(again))} twice; give each a name of its own")
         for variant in self.variants:
             variant.scenario(self.model_copy(update={"sweep": (), "variants": (), "techniques": ()}))
         if self.cluster is not None and self.engine.disaggregation is not None:

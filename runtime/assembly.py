@@ -25,7 +25,7 @@ from membound.runtime.executor import TorchExecutor
 from membound.runtime.nvml import Nvml
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.plain import generate_plain
-from membound.runtime.speculation.build import DraftHost, proposer_for, sampler_of
+from membound.runtime.speculation.build import DraftHost, proposer_for, sampler_of, undividable_drafts
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Clock
@@ -100,7 +100,7 @@ def assemble(
 
     Raises MemboundError where the model or a request does not fit, or two parts of the scenario exclude each other.
     """
-    decoder, block_size = decoders.decoder(scenario), scenario.engine.block_size
+    decoder, block_size = decoders.engine_decoder(scenario), scenario.engine.block_size
     requests = requests_for(scenario, vocab=decoder.spec.vocab)
     longest = _longest(scenario, requests, decoder.spec.max_context)
     # Processes on a CPU share it, its memory too, so that together they are one device; GPUs are devices each.
@@ -110,9 +110,13 @@ def assemble(
     as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
     times = times_for(hardware)
     kv = decoder.new_cache(memory.num_blocks, block_size, scenario.engine.max_num_seqs)
-    weights = decoders.model(scenario).weights
-    host = DraftHost(decoder, weights, kv, memory.num_blocks, block_size, decoders.decoder)
-    proposer = proposer_for(scenario, host)
+    proposer = None
+    if problem := undividable_drafts(scenario):
+        raise MemboundError(problem)
+    if isinstance(decoder, Decoder):
+        weights = decoders.model(scenario).weights
+        host = DraftHost(decoder, weights, kv, memory.num_blocks, block_size, decoders.decoder)
+        proposer = proposer_for(scenario, host)
     scheduler = build_scheduler(
         as_one, decoder.spec, times, memory, content_known=True, numbered_blocks=True, drafter=proposer
     )

@@ -43,23 +43,28 @@ class Decoders:
             self._models[key] = load_model(scenario)
         return self._models[key]
 
-    def decoder(self, scenario: Scenario) -> Decoder | DividedDecoder:
-        """The scenario's decoder with its weights in the format that its techniques ask for, packed once.
-
-        With `parallel.tp` it is divided among as many processes, which stay until another division is asked for.
-        """
-        if problem := unmeasured(scenario.setup):
-            raise MemboundError(problem)
-        plan = scenario.setup.precision
-        chosen = [repr(technique) for technique in scenario.techniques if technique.layer == "weights"]
-        key = (scenario.model, scenario.weights, f"{plan.weights.name} {plan.activations.name} {chosen}")
+    def engine_decoder(self, scenario: Scenario) -> Decoder | DividedDecoder:
+        """The scenario's decoder, which `parallel.tp` divides among processes; they stay until others are asked for."""
         if (tp := scenario.setup.parallel.tp) > 1:
-            return self._divided_decoder(scenario, (*key, tp))
+            return self._divided_decoder(scenario, (*self._key(scenario), tp))
+        return self.decoder(scenario)
+
+    def decoder(self, scenario: Scenario) -> Decoder:
+        """The whole decoder with its weights in the format that the scenario's techniques ask for, packed once."""
+        key = self._key(scenario)
         if key not in self._decoders:
             loaded = self.model(scenario)
             recipe = self._recipe(scenario)
             self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
         return self._with_store(self._decoders[key], scenario)
+
+    def _key(self, scenario: Scenario) -> tuple[str, str, str]:
+        """What its packed weights depend on; raises MemboundError for a set-up that does not run."""
+        if problem := unmeasured(scenario.setup):
+            raise MemboundError(problem)
+        plan = scenario.setup.precision
+        chosen = [repr(technique) for technique in scenario.techniques if technique.layer == "weights"]
+        return scenario.model, scenario.weights, f"{plan.weights.name} {plan.activations.name} {chosen}"
 
     def _recipe(self, scenario: Scenario) -> Recipe:
         """What the scenario's techniques make of its weights; text to calibrate on where the model reads any."""

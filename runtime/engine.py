@@ -19,7 +19,6 @@ from membound.runtime.decoder import Decoder
 from membound.runtime.decoders import Decoders
 from membound.runtime.loaded import LoadedModel
 from membound.runtime.parallel.group import Group
-from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.refusals import unmeasured_scenario
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import Clock, Executor, serve
@@ -48,8 +47,8 @@ class Runtime:
         """The scenario's model, loaded once."""
         return self.decoders.model(scenario)
 
-    def decoder(self, scenario: Scenario) -> Decoder | DividedDecoder:
-        """The scenario's decoder; see `Decoders.decoder`."""
+    def decoder(self, scenario: Scenario) -> Decoder:
+        """The scenario's whole decoder; see `Decoders.decoder`."""
         return self.decoders.decoder(scenario)
 
     def part(self, scenario: Scenario, group: Group) -> Decoder:

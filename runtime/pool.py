@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,8 @@ class PackedLayout:
 
     def over(self, memory: Tensor) -> PackedWeight:
         """The packed weight whose tensors lie in `memory`, one behind the other."""
-        tensors, start = {}, 0
+        tensors: dict[str, Any] = {}
+        start = 0
         for name, shape in self.shapes.items():
             size = self._nbytes(name)
             tensors[name] = memory[start : start + size].view(getattr(self.like, name).dtype).view(shape)

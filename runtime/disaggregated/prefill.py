@@ -134,7 +134,7 @@ def main(scenario: str, folder: str, device: str, threads: str, hardware: str) -
         if until_s == math.inf:
             client.wait()
     assembly.scheduler.check_integrity()
-    np.savez(Path(folder) / "recorded.npz", **recorder.to_arrays())
+    np.savez(Path(folder) / "recorded.npz", allow_pickle=False, **recorder.to_arrays())
     say(answers, json.dumps({"recorded": "recorded.npz"}))
 
 

@@ -36,7 +36,7 @@ class Group:
         self.size = size
         store = dist.FileStore(str(meeting), size)
         timeout = timedelta(seconds=timeout_s)
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timeout
         # Both lie on one machine, so that the loopback is the link of the control messages.
@@ -46,7 +46,8 @@ class Group:
         self._device: Any = self._host
         if device.startswith("cuda"):
             torch.cuda.set_device(rank)
-            self._device = self._reached(lambda: dist.ProcessGroupNCCL(dist.PrefixStore("device", store), rank, size))
+            nccl, met = dist.ProcessGroupNCCL, dist.PrefixStore("device", store)
+            self._device = self._reached(lambda: nccl(met, rank, size, nccl.Options()))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums x over all processes, in place."""

@@ -18,6 +18,7 @@ from membound.kernels.base import RaggedBatch
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
+from membound.runtime.blocks.base import LayerCache
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.parallel.group import TIMEOUT_S, Group, GroupError, ready_file
 from membound.runtime.parallel.steps import Command, Message, send
@@ -26,7 +27,7 @@ STOP_S = 10.0
 POLL_S = 0.02
 
 
-class DividedCache(list):  # type: ignore[type-arg]
+class DividedCache(list[LayerCache]):
     """The leader's part of a cache that every process has a part of, under a number that they share."""
 
     def __init__(self, parts: KvCache, number: int) -> None:

@@ -38,6 +38,17 @@ class DraftHost:
     load: Callable[[Scenario], Decoder]
 
 
+def undividable_drafts(scenario: Scenario) -> str | None:
+    """Why a scenario that divides its model cannot draft as it asks, in one sentence; None where it can."""
+    drafts, devices = scenario.setup.drafts, scenario.setup.parallel.devices
+    if drafts is None or drafts.kind == "ngram" or devices == 1:
+        return None
+    return (
+        f"speculation by {drafts.kind} drafts in one process, but parallel asks for {devices}; remove one of them, or "
+        "take ngram_speculation"
+    )
+
+
 def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     """The scenario's drafter where it computes; None where it looks tokens up, or where there is none.
 
@@ -46,11 +57,6 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     drafts = scenario.setup.drafts
     if drafts is None or drafts.kind == "ngram":
         return None
-    if scenario.setup.parallel.devices > 1:
-        raise MemboundError(
-            f"speculation by {drafts.kind} drafts in one process, but parallel asks for "
-            f"{scenario.setup.parallel.devices}; remove one of them, or take ngram_speculation"
-        )
     if drafts.nodes is not None and drafts.nodes >= MOST_IN_TREE:
         raise MemboundError(
             f"field 'tree_size' of {drafts.kind} is {drafts.nodes}, but the runtime verifies trees of at most "

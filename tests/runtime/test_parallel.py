@@ -72,7 +72,7 @@ def test_two_processes_write_the_tokens_of_one(name: str, reference: Path) -> No
     runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
     prompts = [[5, 9, 2, 7], list(range(40, 70)), [3]]
     alone = runtime.decoder(scenario_of(reference / name, 1))
-    together = runtime.decoder(scenario_of(reference / name, 2))
+    together = runtime.decoders.engine_decoder(scenario_of(reference / name, 2))
     for prompt in prompts:
         assert list(generate_plain(together, prompt, 12)) == list(generate_plain(alone, prompt, 12))
     assert together.weight_bytes < 0.7 * alone.weight_bytes
@@ -96,11 +96,11 @@ def test_three_processes_serve_real_weights_as_one_does(smollm2: tuple[ModelSpec
 def test_a_killed_process_is_said_in_one_sentence_and_the_next_run_has_a_new_one(reference: Path) -> None:
     runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
     chosen = scenario_of(reference / "tiny_llama3", 2)
-    decoder = runtime.decoder(chosen)
+    decoder = runtime.decoders.engine_decoder(chosen)
     expected = list(generate_plain(decoder, [4, 5, 6], 4))
     os.kill(decoder.followers.processes[0].pid, signal.SIGKILL)
     decoder.followers.processes[0].wait()
     with pytest.raises(GroupError, match="process 1 of the divided model ended"):
         list(generate_plain(decoder, [4, 5, 6], 4))
-    assert list(generate_plain(runtime.decoder(chosen), [4, 5, 6], 4)) == expected
+    assert list(generate_plain(runtime.decoders.engine_decoder(chosen), [4, 5, 6], 4)) == expected
     runtime.close()
