@@ -32,13 +32,15 @@ WORKLOAD: dict[str, Any] = {
     "output_tokens": {"kind": "uniform", "low": 32, "high": 480},
     "seed": 1,
 }
+# Guesses are right as often as each technique's default says.
+ANY_TASK = "any"
 # A calibrated machine looks up its tables at each operator: fewer points of a sweep are costed there.
 EVERY_OTHER = 2
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """An engine at an operating point, and what gains are of; model and device by their names."""
+    """An engine at an operating point, what gains are of, and the task whose content drafts are guessed for."""
 
     model_name: str
     device_name: str
@@ -47,6 +49,7 @@ class EngineChoice:
     batch: int
     context: int
     metric: GainMetric
+    task: str = ANY_TASK
     techniques: tuple[str, ...] = ENGINE
 
     @property
@@ -62,6 +65,7 @@ class EngineChoice:
     def scenario(self) -> Scenario:
         """The engine with as many clients in a closed loop as the batch has sequences."""
         arrivals = {"kind": "closed_loop", "concurrency": self.batch}
+        task = None if self.task == ANY_TASK else self.task
         return parse_scenario(
             {
                 "name": "dashboard",
@@ -70,7 +74,7 @@ class EngineChoice:
                 "parallel": {"tp": self.tp},
                 "engine": {"profile": self.profile, "max_num_seqs": BATCHES[-1]},
                 "techniques": list(self.techniques),
-                "workload": {"arrivals": arrivals, **WORKLOAD},
+                "workload": {"arrivals": arrivals, "task": task, **WORKLOAD},
             }
         )
 
@@ -83,7 +87,7 @@ class EngineChoice:
         """What tells its answers from those of others; a calibration that is measured again is another device."""
         calibration = self.device.calibration
         created = calibration.created if calibration else ""
-        engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.techniques)
+        engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.task, self.techniques)
         return (*engine, self.batch, self.context, self.metric)
 
     def at(self, *, batch: int | None = None, context: int | None = None) -> EngineChoice:

@@ -173,9 +173,15 @@ def sweep_figure(curves: Sequence[Curve], chosen: float, x_title: str, t: Transl
 
 
 def experts_figure(
-    batches: Sequence[int], series: Sequence[tuple[str, Sequence[float]]], chosen: int, t: Translate
+    batches: Sequence[int],
+    series: Sequence[tuple[str, Sequence[float]]],
+    chosen: int,
+    full_at: float | None,
+    full: float,
+    t: Translate,
 ) -> go.Figure:
-    """The share of a layer's experts that a step reads over the batch, of plain steps and of steps with guesses."""
+    """The share of a layer's experts that a step reads over the batch, of plain steps and of steps with guesses; an X
+    where plain steps read the share `full`."""
     fig = figure(360)
     fig.add_vline(x=chosen, line={"color": GREY, "dash": "dashdot"})
     for (name, shares), (color, symbol, dash) in zip(series, STYLES, strict=False):
@@ -185,8 +191,17 @@ def experts_figure(
             mode="lines+markers",
             name=name,
             line={"color": color, "dash": dash, "width": 2},
-            marker={"symbol": symbol, "size": 8, "color": color},
+            marker={"symbol": symbol, "size": 8, "color": color, "line": {"width": 2, "color": color}},
             hovertemplate="%{x:,}: %{y:.0f} %<extra></extra>",
+        )
+    if full_at is not None:
+        fig.add_scatter(
+            x=[full_at],
+            y=[full * 100],
+            mode="markers",
+            marker={"symbol": "x", "size": 13, "color": BLUE, "line": {"width": 1, "color": "white"}},
+            hoverinfo="skip",
+            showlegend=False,
         )
     fig.update_yaxes(title=t("techniques.experts_y"), range=[0, 105], ticksuffix=" %")
     _count_axis(fig, [float(batch) for batch in batches], t("sweep.x"))

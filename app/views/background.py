@@ -16,6 +16,7 @@ import streamlit as st
 from joblib.externals.loky import ProcessPoolExecutor
 
 from membound.app.home import membound_home
+from membound.app.views.session import translate
 
 # A page waits so long before it shows that it waits; most answers are there by then.
 WAIT_S = 0.25
@@ -46,6 +47,7 @@ def answer(future: Future[Answer], key: str) -> Answer | None:
     try:
         return future.result(timeout=WAIT_S)
     except TimeoutError:
+        st.caption(translate()("state.computing"))
         st.skeleton(HEIGHT)
         st.fragment(_watch, run_every=POLL_S, key=f"watch_{key}")(future)
         return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import streamlit as st
 
-from membound.app.engine_choice import EngineChoice, contexts_of, lengths_at
+from membound.app.engine_choice import ANY_TASK, EngineChoice, contexts_of, lengths_at
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import linked
@@ -21,8 +23,10 @@ from membound.roofline import hardware
 from membound.roofline.engines import profiles
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import EngineSetup, GainMetric
+from membound.roofline.workload import TaskName
 
-PROFILE = "graphs"
+PROFILE, TASK = "graphs", "chat"
+TASKS = (*get_args(TaskName), ANY_TASK)
 METRICS: tuple[GainMetric, ...] = ("output_tokens_per_s", "tpot_s")
 
 
@@ -41,7 +45,8 @@ def choose_engine(t: Translate) -> EngineChoice:
         context = one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
         tp = one_of("tp", divisors(model, EngineSetup(precision=model.published)), 1, t, str)
         metric = one_of("gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
-    return EngineChoice(model.name, hardware.get_hardware(name).name, tp, profile, batch, context, metric)
+        task = one_of("task", TASKS, TASK, t, lambda name: t(f"engine.{name}_task"))
+    return EngineChoice(model.name, hardware.get_hardware(name).name, tp, profile, batch, context, metric, task)
 
 
 def _profile(t: Translate) -> str:
@@ -64,5 +69,6 @@ def conditions(choice: EngineChoice, t: Translate) -> str:
         prompt=f"{lengths.prompt_tokens:,.0f}",
         output=f"{lengths.output_tokens:,.0f}",
         profile=choice.profile,
+        task=t(f"engine.{choice.task}_task"),
         techniques=", ".join(technique_title(name, t) for name in choice.techniques) or t("stack.none"),
     )

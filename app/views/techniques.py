@@ -41,7 +41,7 @@ FAMILIES = {
     "take fewer steps": "fewer_steps",
     "compute less per step": "less_arithmetic",
 }
-CARDS_A_ROW = 4
+CARDS_A_ROW = (3, 4)
 # What people ask first, and which techniques answer it.
 QUESTIONS = {
     "speculation": tuple(name for name, technique in TECHNIQUES.items() if technique.layer == "steps"),
@@ -54,6 +54,8 @@ DRAFTS = ("fixed", "best")
 SWEPT = ["eagle", "ngram_speculation", "weight_quantization"]
 MOST_SWEPT = len(figures.STYLES)
 GUESSES = 4
+# A step that reads this share of the experts reads about as much as a dense model.
+NEARLY_ALL = 0.9
 
 
 def page() -> None:
@@ -140,7 +142,7 @@ def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t
         return f"{asked} {MARKS['slower']} {t('techniques.reply_off')}"
     verdict = verdict_of(gain, effect.error)
     reply = t(f"techniques.reply_{verdict}", technique=labelled(effect.technique, t), gain=interval(gain, effect.error))
-    words = drafting_words(effect, t)
+    words = drafting_words(effect, choice.task, t)
     return f"{asked} {MARKS[verdict]} {reply}{f' {words}' if words else ''}"
 
 
@@ -352,11 +354,16 @@ def _cards(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
     for section, layers in SECTIONS.items():
         names = [name for name, technique in TECHNIQUES.items() if technique.layer in layers]
         st.subheader(t(f"techniques.section_{section}"))
-        for first in range(0, len(names), CARDS_A_ROW):
-            row = names[first : first + CARDS_A_ROW]
-            for name, column in zip(row, st.columns(CARDS_A_ROW), strict=False):
+        cards = _cards_a_row(len(names))
+        for first in range(0, len(names), cards):
+            for name, column in zip(names[first : first + cards], st.columns(cards), strict=False):
                 with column, st.container(border=True, height="stretch"):
                     _card(choice, name, effects[name], nearest(measured, name, choice.batch), t)
+
+
+def _cards_a_row(cards: int) -> int:
+    """As many as leave the fewest places empty."""
+    return min(CARDS_A_ROW, key=lambda wide: (-cards % wide, -wide))
 
 
 def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None, t: Translate) -> None:
@@ -382,7 +389,11 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
             head = " | ".join(t(f"techniques.{part}") for part in ("bytes", "flops", "steps"))
             shares = " | ".join(text.gain(share) for share in work)
             st.markdown(f"| {head} |\n|---|---|---|\n| {shares} |")
-    lines = [t("techniques.against", baseline=effect.baseline), price(effect.technique, t), drafting_words(effect, t)]
+    lines = [
+        t("techniques.against", baseline=effect.baseline),
+        price(effect.technique, t),
+        drafting_words(effect, choice.task, t),
+    ]
     if near is not None:
         lines.insert(0, t("techniques.measured", gain=near.shown(t)))
     st.caption("  \n".join(line for line in lines if line))
@@ -401,16 +412,20 @@ def _experts(choice: EngineChoice, t: Translate) -> None:
     plain = [share_of_experts(ffn, batch) for batch in BATCHES]
     verify = [share_of_experts(ffn, batch * (1 + GUESSES)) for batch in BATCHES]
     now = share_of_experts(ffn, choice.batch)
+    full = crossings(BATCHES, plain, NEARLY_ALL)
     words = {"experts": ffn.experts, "chosen": ffn.top_k, "batch": choice.batch, "model": choice.model_name}
-    st.markdown(t("techniques.experts_answer", share=text.percent(now), **words))
+    sentences = [t("techniques.experts_answer", share=text.percent(now), **words)]
+    if full:
+        sentences.append(t("techniques.experts_full", share=text.percent(NEARLY_ALL), at=f"{full[0].at:,.0f}"))
+    st.markdown(" ".join(sentences))
     series = [
         (t("techniques.experts_plain"), plain),
         (t("techniques.experts_verify", guesses=GUESSES), verify),
     ]
     chart(
-        figures.experts_figure(BATCHES, series, choice.batch, t),
+        figures.experts_figure(BATCHES, series, choice.batch, full[0].at if full else None, NEARLY_ALL, t),
         key="techniques_experts",
-        alt=t("techniques.experts_answer", share=text.percent(now), **words),
+        alt=" ".join(sentences),
         caption=t("techniques.experts_caption", **words),
         table=pd.DataFrame(
             {t("column.batch"): list(BATCHES)} | {name: [text.percent(s) for s in shares] for name, shares in series}

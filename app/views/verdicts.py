@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from membound.app import text
+from membound.app.engine_choice import ANY_TASK
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.roofline.techniques import Technique
@@ -61,14 +62,15 @@ def price(technique: Technique, t: Translate) -> str:
         return t("techniques.price", note=t("quality.unknown"))
 
 
-def drafting_words(effect: Effect, t: Translate) -> str:
+def drafting_words(effect: Effect, task: str, t: Translate) -> str:
     """What speculation drafts at the operating point, or that nothing is worth drafting; empty for all else."""
     drafting = effect.after.served.drafting if effect.after is not None else None
     if drafting is None:
         return ""
     if drafting["off"]:
         return t("draft.off")
-    words = {"depth": drafting["depth"], "tokens": f"{drafting['tokens_per_step']:.2f}"}
+    source = t("draft.assumed") if task == ANY_TASK else t("draft.task", task=t(f"engine.{task}_task"))
+    words = {"depth": drafting["depth"], "tokens": f"{drafting['tokens_per_step']:.2f}", "source": source}
     if drafting.get("tree_size", 0) > drafting["depth"]:
         return t("draft.tree", nodes=drafting["tree_size"], **words)
     return t("draft.chain", **words)

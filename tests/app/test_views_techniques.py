@@ -14,7 +14,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs
-from membound.app.engine_choice import WORKLOAD, contexts_of, lengths_at
+from membound.app.engine_choice import WORKLOAD, EngineChoice, contexts_of, effects_of, lengths_at
 from membound.app.figures import stack as stack_figures
 from membound.app.figures import techniques as figures
 from membound.app.i18n import LANGUAGES, Translate, sentences
@@ -156,6 +156,16 @@ def test_a_newcomer_reads_whether_speculation_helps_at_batch_32(store: Store) ->
     assert asked.format(1024) in answers[1024]
 
 
+def test_content_that_is_easy_to_guess_makes_speculation_gain_more(store: Store) -> None:
+    gains = {}
+    for task in ("chat", "retrieval"):
+        choice = EngineChoice("Llama-3.1-8B", "H100-SXM5", 1, "graphs", 8, 2048, "tpot_s", task)
+        gains[task] = effects_of(choice, ("ngram_speculation",))["ngram_speculation"].gain("tpot_s") or 0.0
+    assert gains["retrieval"] > gains["chat"] > 1.0
+    assert "acceptance as measured for chat" in _words(_page("techniques"))
+    assert "acceptance assumed" in _words(_page("techniques", task="any"))
+
+
 def test_the_sweep_says_where_fixed_drafts_stop_to_pay(store: Store) -> None:
     assert "pays up to batch" in _words(_page("techniques", sweep="eagle"))
     assert "pays up to batch" in _words(_page("techniques", sweep="weight_quantization"))
@@ -177,6 +187,7 @@ def test_an_empty_sweep_says_what_to_do(store: Store) -> None:
 def test_experts_are_drawn_of_a_mixture_only(store: Store) -> None:
     mixture = _words(_page("techniques", model="Mixtral-8x7B", hw="H100-SXM5", tp="2", batch="1"))
     assert "uses 2 of 8 experts" in mixture and "**25 %**" in mixture
+    assert "From batch 8 on" in mixture  # 1 - (1 - 2/8)^8 = 90 %
     assert "has no experts" in _words(_page("techniques"))
 
 
@@ -247,7 +258,7 @@ def _engine(batch: int = 8) -> Any:
         {
             "name": "engine", "model": "Llama-3.1-8B", "hardware": "H100-SXM5", "engine": {"max_num_seqs": 1024},
             "techniques": ["continuous_batching"],
-            "workload": {"arrivals": {"kind": "closed_loop", "concurrency": batch}, **WORKLOAD},
+            "workload": {"arrivals": {"kind": "closed_loop", "concurrency": batch}, "task": "chat", **WORKLOAD},
         }
     )  # fmt: skip
 
