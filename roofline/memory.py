@@ -8,7 +8,10 @@ import numpy as np
 
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.attention import GroupedQueryAttention
+from membound.roofline.models.base import TokenMixer
 from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import Count
 from membound.roofline.techniques import EngineSetup
 
@@ -97,8 +100,10 @@ def _at_most(value: Count, bound: Count) -> Count:
 def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
     """The bytes of caches and states on one device.
 
-    A sliding window keeps at most its length of each sequence. Latents of MLA and KV heads that tensor parallelism
-    cannot split lie on each of its devices; data, pipeline and context parallelism divide the cache.
+    A sliding window keeps at most its length of each sequence, and so does a budget that evicts. A format with a window
+    has the newest tokens in 16 bits; Quest has the least and the largest key of each page, in 16 bits too. Latents of
+    MLA and KV heads that tensor parallelism cannot split lie on each of its devices; data, pipeline and context
+    parallelism divide the cache.
     """
     plan, parallel = setup.precision, setup.parallel
     divided = parallel.pp * parallel.cp * parallel.dp
@@ -106,14 +111,40 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
     states = 0.0
     for group in model.groups():
         mixer = group.attention
-        if elements := mixer.kv_elements_on_gpu(parallel.tp):
-            each = group.count * plan.kv_of(sliding=mixer.window is not None).vector_bytes(elements)
-            by_window[mixer.window] = by_window.get(mixer.window, 0.0) + each / divided
+        if mixer.kv_elements_on_gpu(parallel.tp):
+            format, budget = plan.kv_of(sliding=mixer.window is not None), setup.budget_of(mixer.kind)
+            layers = group.count / divided
+            seen = _shorter(mixer.window, budget.tokens if budget is not None and budget.evicts else None)
+            each = cached_token_bytes(mixer, format, parallel.tp)
+            by_window[seen] = by_window.get(seen, 0.0) + each * layers
+            if format.window:
+                newest = _shorter(seen, format.window)
+                more = cached_token_bytes(mixer, PRECISIONS["bf16"], parallel.tp) - each
+                by_window[newest] = by_window.get(newest, 0.0) + more * layers
+            if budget is not None and isinstance(mixer, GroupedQueryAttention) and not budget.evicts:
+                by_window[seen] += page_bytes(mixer, parallel.tp) / budget.page * layers
         state = mixer.state_elements_on_gpu(parallel.tp) * mixer.state_bits / 8
         states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / divided
     if index := model.index_bytes_per_token:
         by_window[None] = by_window.get(None, 0.0) + index / divided
     return CacheTerms(tuple((each, window) for window, each in by_window.items()), states)
+
+
+def cached_token_bytes(mixer: TokenMixer, format: Precision, tp: int) -> float:
+    """Bytes of one token in the cache of one layer on one of `tp` devices: K and V of its heads, or its latent."""
+    if isinstance(mixer, GroupedQueryAttention):
+        kv_heads = mixer.heads_on_gpu(tp)[1]
+        return kv_heads * (format.head_bytes(mixer.head_dim) + format.head_bytes(mixer.value_dim))
+    return format.head_bytes(mixer.kv_elements_on_gpu(tp))
+
+
+def page_bytes(mixer: GroupedQueryAttention, tp: int) -> float:
+    """Bytes of what Quest knows of a page in one layer: the least and the largest element of each channel's keys."""
+    return mixer.heads_on_gpu(tp)[1] * 2.0 * PRECISIONS["bf16"].head_bytes(mixer.head_dim)
+
+
+def _shorter(one: int | None, other: int | None) -> int | None:
+    return min((window for window in (one, other) if window is not None), default=None)
 
 
 def kv_bytes(model: ModelSpec, setup: EngineSetup, kv_tokens: Count, sequences: Count = 1.0) -> Count:

@@ -70,7 +70,7 @@ class AttentionHeads:
 
     heads: int
     kv_heads: int
-    kv_bytes_per_token: float
+    kv_bytes_per_token: Count
     flops_per_pair: float
     qk_and_v_dims: int
     kv: Precision

@@ -66,14 +66,18 @@ class Precision:
         """Bytes of `elements` activations or cached values, without what a row or a matrix shares."""
         return elements * self.bits / 8
 
+    def head_bytes(self, length: int) -> float:
+        """Bytes of one head's key or value of one token, with all its scales; those of a whole tensor are left out."""
+        scales = sum(scale.bits * _blocks(length, scale.columns) for scale in self.scales if scale.rows == 1)
+        return (length * self.element_bits + scales) / 8
+
     def cache_bytes(self, tokens: Count, vectors: int, length: int, sequences: Count = 1) -> Count:
         """Bytes of a KV cache: of each of `tokens` tokens `vectors` vectors (2 x kv heads x layers) of `length`.
 
         `tokens` counts those of all `sequences`, which are taken to be equally long where there is a window. Scales of
         a whole tensor are left out.
         """
-        scales = sum(scale.bits * _blocks(length, scale.columns) for scale in self.scales if scale.rows == 1)
-        vector = (length * self.element_bits + scales) / 8
+        vector = self.head_bytes(length)
         if not self.window:
             return tokens * (vectors * vector)
         newest = np.minimum(tokens, np.asarray(sequences) * self.window)

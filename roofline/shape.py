@@ -38,6 +38,15 @@ class AttentionPart(NamedTuple):
         return AttentionPart(self.tokens, self.sequences, kv_tokens, np.minimum(self.attended, self.tokens * window))
 
 
+    def kept(self, budget: int) -> AttentionPart:
+        """As a layer sees it whose cache holds `budget` tokens of a sequence: new ones see those and each other."""
+        sequences = np.maximum(self.sequences, 1e-9)
+        new = self.tokens / sequences
+        kv_tokens = np.minimum(self.kv_tokens, sequences * (budget + new - 1.0))
+        attended = np.minimum(self.attended, self.tokens * (budget - 1.0 + (new + 1.0) / 2))
+        return AttentionPart(self.tokens, self.sequences, kv_tokens, attended)
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The sums of a step; each a number, or an array with one entry a step.

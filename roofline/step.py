@@ -7,10 +7,13 @@ Megatron-LM, 2019 (tensor parallelism: two all-reduces a layer).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from membound.roofline.efficiency import distinct_experts, slowest_rank
 from membound.roofline.errors import MemboundError
+from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
 from membound.roofline.models.ffn import MoeFfn
@@ -25,9 +28,9 @@ from membound.roofline.operators import (
     matrix_bytes,
     message,
 )
-from membound.roofline.precision import PRECISIONS
+from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import AttentionPart, Count, StepShape
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import EngineSetup, KvBudget
 
 
 def step_operators(
@@ -41,6 +44,10 @@ def step_operators(
     micro-batches the shape is that of one of them.
     """
     return tuple(_Step(model, setup, shape, activation_bytes).operators())
+
+
+def _part(part: AttentionPart, kv_tokens: Count, attended: Count) -> AttentionPart:
+    return part._replace(kv_tokens=kv_tokens, attended=attended)
 
 
 class _Step:
@@ -106,11 +113,11 @@ class _Step:
         kv = self.plan.kv_of(sliding=a.window is not None)
         (_, qkv_n, qkv_k), (_, o_n, o_k) = a.linears(self.model.hidden, tp)
         rotated = t * (heads + 2 * kv_heads) * a.head_dim
-        stored = kv.vector_bytes(a.kv_elements_on_gpu(tp)) * t
+        stored = cached_token_bytes(a, kv, tp) * t
         per_head = AttentionHeads(
             heads,
             kv_heads,
-            kv.vector_bytes(a.head_dim + a.value_dim),
+            self._read_bytes(a, kv),
             2.0 * (a.head_dim + a.value_dim),
             a.head_dim + a.value_dim,
             kv,
@@ -119,13 +126,54 @@ class _Step:
             self._linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
             elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
             *self._attention(prefix, count, per_head, a.window),
+            *self._choosing(prefix, count, a, per_head),
             self._linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
         ]
 
+    def _read_bytes(self, a: GroupedQueryAttention, kv: Precision) -> Count:
+        """Bytes of a token that attention reads for each KV head: on average, where the newest are in 16 bits."""
+        each = kv.head_bytes(a.head_dim) + kv.head_bytes(a.value_dim)
+        if not kv.window:
+            return each
+        tokens = np.maximum(self.shape.kv_tokens, 1e-9)
+        newest = np.minimum(tokens, self.shape.sequences * kv.window)
+        return each + (2.0 * (a.head_dim + a.value_dim) - each) * newest / tokens
+
+    def _seen(self, window: int | None, budget: KvBudget | None) -> tuple[AttentionPart, AttentionPart]:
+        """What a layer's attention reads of those who decode and of prompts."""
+        decode, prefill = self.shape.decode_part.windowed(window), self.shape.prefill_part.windowed(window)
+        if budget is None:
+            return decode, prefill
+        return decode.kept(budget.tokens), prefill.kept(budget.tokens) if budget.evicts else prefill
+
+    def _choosing(self, prefix: str, count: int, a: GroupedQueryAttention, heads: AttentionHeads) -> list[Operator]:
+        """What it costs to know which tokens to keep or to read: a pass over keys, or over the bounds of pages."""
+        budget = self.setup.budget_of(a.kind)
+        if budget is None or budget.policy == "streaming":
+            return []
+        decode, prefill = self._seen(a.window, budget)
+        keys = replace(heads, kv_bytes_per_token=heads.kv.head_bytes(a.head_dim), flops_per_pair=2.0 * a.head_dim)
+        keys = replace(keys, qk_and_v_dims=a.head_dim)
+        if budget.policy == "quest":
+            pages = self.shape.decode_part
+            bounds = page_bytes(a, self.parallel.tp) / heads.kv_heads
+            keys = replace(keys, kv_bytes_per_token=bounds, flops_per_pair=4.0 * a.head_dim)
+            if not np.any(np.asarray(pages.sequences) > 0):
+                return []
+            known, pairs = pages.kv_tokens / budget.page, pages.attended / budget.page
+            return [self._one_attention(f"{prefix}pages", count, keys, _part(pages, known, pairs), NO_PART)]
+        if budget.scoring is not None:  # the last queries of a prompt look at all of it once more
+            share = np.minimum(1.0, budget.scoring * prefill.sequences / np.maximum(prefill.tokens, 1e-9))
+            prefill = prefill._replace(tokens=prefill.tokens * share, attended=prefill.attended * share)
+            decode = NO_PART
+            if not np.any(np.asarray(prefill.sequences) > 0):
+                return []
+        return [self._one_attention(f"{prefix}scores_again", count, keys, decode, prefill)]
+
     def _attention(self, prefix: str, count: int, heads: AttentionHeads, window: int | None) -> list[Operator]:
         """Attention over the cache; where it is not fused, the scores are written, read, and written again."""
-        shape, cp = self.shape, self.parallel.cp
-        decode, prefill = shape.decode_part.windowed(window), shape.prefill_part.windowed(window)
+        cp = self.parallel.cp
+        decode, prefill = self._seen(window, self.setup.budget_of("gqa"))
         if cp > 1:
             decode, prefill = _split_context(decode, cp), _split_context(prefill, cp)
         made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill)]
@@ -143,6 +191,7 @@ class _Step:
         """Decode on the latents with the up-projection absorbed; prefill with K and V of every head unpacked."""
         shape, tp, w = self.shape, self.parallel.tp, self.width
         heads = a.heads_on_gpu(tp)
+        self.setup.budget_of(a.kind)
         kv = self.plan.kv
         latent = a.kv_elements_per_token
         decode, prefill = shape.decode_part, shape.prefill_part
@@ -156,7 +205,7 @@ class _Step:
             elif name != "o":
                 made.append(self._linear(f"{prefix}{name}", count, shape.tokens, n, k, "attention"))
         rotated = shape.tokens * (heads * a.qk_rope_head_dim + latent)
-        stored = kv.vector_bytes(latent) * shape.tokens
+        stored = kv.head_bytes(latent) * shape.tokens
         made.append(elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored))
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
             # Engines unpack the two halves once at load, so that they stay in 16 bits whatever the weights have.
@@ -184,7 +233,7 @@ class _Step:
             made.append(self._one_attention(f"{prefix}attention_unpacked", count, unpacked, part, prefill))
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
             flops = 2.0 * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
-            latent = kv.vector_bytes(a.kv_elements_per_token)
+            latent = kv.head_bytes(a.kv_elements_per_token)
             absorbed = AttentionHeads(heads, 1, latent, flops, a.kv_elements_per_token + a.kv_lora_rank, kv)
             made.append(self._one_attention(f"{prefix}attention", count, absorbed, decode, NO_PART))
         return made

@@ -149,6 +149,8 @@ def decode_graphs(
         return None, "decode without CUDA graphs: the processes of a divided model are told of every step"
     if problem := decoder.graph_problem:
         return None, f"decode without CUDA graphs: {problem}"
+    if any(getattr(layer, "on_host", False) for layer in kv):
+        return None, "decode without CUDA graphs: the host decides which tokens the KV cache keeps or reads"
     if decoder.kernels.name != "triton":
         return None, f"decode without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
     try:

@@ -9,6 +9,7 @@ from membound.kernels.base import Kernels
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision import Precision
 from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import is_plain, store_for, store_problem
 from membound.runtime.loaded import LoadedModel, load_model
@@ -31,7 +32,7 @@ class Decoders:
         self._models: dict[tuple[str, str], LoadedModel] = {}
         self._decoders: dict[tuple[str, str, str], Decoder] = {}
         self._calibrators: dict[tuple[str, str], Calibrator] = {}
-        self._storing: dict[tuple[int, Precision], Decoder] = {}
+        self._storing: dict[tuple[int, Precision, KvBudget | None], Decoder] = {}
         self._divided: tuple[tuple[str, str, str, int], DividedDecoder] | None = None
         self._processes = ExitStack()
         weakref.finalize(self, self._processes.close)
@@ -46,7 +47,8 @@ class Decoders:
     def engine_decoder(self, scenario: Scenario) -> Decoder | DividedDecoder:
         """The scenario's decoder, which `parallel.tp` divides among processes; they stay until others are asked for."""
         if (tp := scenario.setup.parallel.tp) > 1:
-            return self._divided_decoder(scenario, (*self._key(scenario), tp))
+            model, weights, packed = self._key(scenario)
+            return self._divided_decoder(scenario, (model, weights, f"{packed} {scenario.setup.kv.name}", tp))
         return self.decoder(scenario)
 
     def decoder(self, scenario: Scenario) -> Decoder:
@@ -88,7 +90,7 @@ class Decoders:
             raise MemboundError(problem)
         if is_plain(setup):
             return decoder
-        key = (id(decoder), setup.kv)
+        key = (id(decoder), setup.kv, setup.kv_budget)
         if key not in self._storing:
             self._storing[key] = decoder.storing(store_for(setup, self.kernels, decoder.device))
         return self._storing[key]

@@ -17,6 +17,7 @@ from membound.roofline.techniques import (
     Eagle,
     FlashAttention,
     Int8Weights,
+    KvEviction,
     KvQuantization,
     Medusa,
     MlaAbsorption,
@@ -63,6 +64,11 @@ _QUALITY: dict[str, Quality] = {
         3,
         "CoQA 63.88 to 63.05, GSM8K 13.50 to 12.74 with 2-bit KIVI (Llama-2-7B)",
         "arXiv 2402.02750, table 3; claims A2-14",
+    ),
+    "kv_eviction": Quality(
+        3,
+        "lossy where a question comes after its context was evicted; measure it with `membound compare`",
+        "no figure in the ledger; claims X3",
     ),
     "sparsity_2_4": Quality(
         3,
@@ -117,6 +123,9 @@ def _variants(model: ModelSpec, hardware: HardwareSpec) -> Iterator[Technique]:
     yield from (NgramSpeculation(), DraftModelSpeculation(), Medusa(), Eagle())
     if model.mtp_layers:
         yield Mtp()
+    kinds = {group.attention.kind for group in model.groups()}
+    if "gqa" in kinds and "mla" not in kinds:
+        yield KvEviction()
 
 
 def excludes(one: Technique, other: Technique) -> bool:

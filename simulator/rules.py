@@ -78,7 +78,7 @@ class Rule:
 _SPECULATION = ("eagle", "mtp", "draft_model_speculation", "medusa", "ngram_speculation")
 _ATTACKS = {
     "memory_weights": ("weight_quantization", "int8_weights", "w8a8", "sparsity_2_4", *_SPECULATION),
-    "memory_kv": ("kv_quantization", "mla_absorption", *_SPECULATION),
+    "memory_kv": ("kv_quantization", "kv_eviction", "mla_absorption", *_SPECULATION),
     "compute": ("w8a8", "sparsity_2_4"),
     "link": ("w8a8",),
 }

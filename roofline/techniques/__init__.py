@@ -27,9 +27,9 @@ from membound.roofline.techniques.drafts import (
     SelfDrafts,
 )
 from membound.roofline.techniques.kernels import FlashAttention, MlaAbsorption
-from membound.roofline.techniques.kv import KvQuantization
+from membound.roofline.techniques.kv import KvEviction, KvQuantization
 from membound.roofline.techniques.schedule import ContinuousBatching
-from membound.roofline.techniques.setup import PLAIN, EngineSetup, PolicyName
+from membound.roofline.techniques.setup import PLAIN, EngineSetup, KvBudget, PolicyName
 from membound.roofline.techniques.steps import (
     DraftModelSpeculation,
     Eagle,
@@ -61,6 +61,8 @@ __all__ = [
     "GainMetric",
     "HeadDrafts",
     "Int8Weights",
+    "KvBudget",
+    "KvEviction",
     "KvQuantization",
     "Layer",
     "Medusa",
@@ -99,11 +101,12 @@ AnyTechnique = Annotated[
         Medusa,
         Eagle,
         Mtp,
+        KvEviction,
     ],
     Field(discriminator="name"),
 ]
 
-# In the order of the union, in which they apply: sparsity makes sparse what quantization left.
+# In the order of the union, in which they apply: sparsity makes sparse what is quantized, eviction excludes drafts.
 TECHNIQUES: dict[str, type[Technique]] = {
     cls.model_fields["name"].default: cls for cls in get_args(get_args(AnyTechnique)[0])
 }

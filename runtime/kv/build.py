@@ -10,21 +10,27 @@ from membound.roofline.models import GroupedQueryAttention, LatentAttention, Mod
 from membound.roofline.precision import Precision
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.blocks.attention import NewStore
+from membound.runtime.kv.evicting import EvictingKv
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
+from membound.runtime.kv.quest import QuestKv
 from membound.runtime.kv_store import KvStore
 
 
 def is_plain(setup: EngineSetup) -> bool:
     """Whether K and V of all tokens are kept as the kernels do."""
-    return setup.kv.width >= 16
+    return setup.kv.width >= 16 and setup.kv_budget is None
 
 
 def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> NewStore:
     """Makes the KV stores of a set-up that is not plain and that `store_problem` has nothing against."""
-    format = setup.kv
+    format, budget = setup.kv, setup.kv_budget
 
     def new_store(attention: GroupedQueryAttention, num_blocks: int, block_size: int, seats: int) -> KvStore:
+        if budget is not None and budget.evicts:
+            return EvictingKv(kernels, attention, budget, seats, device)
+        if budget is not None:
+            return QuestKv(kernels, attention, budget, num_blocks, block_size, device)
         if format.name in KERNEL_FORMATS:
             name = KERNEL_FORMATS[format.name]
             return KernelQuantizedKv.zeroed(kernels, name, attention, num_blocks, block_size, device)
@@ -40,7 +46,12 @@ def runs_in(format: Precision) -> bool:
 
 def store_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
     """Why a model's cache cannot be kept as set-up and engine say, in one sentence; None if it can."""
-    return _kind_problem(setup, model) or _kivi_problem(setup, engine, model) or _move_problem(setup, engine, model)
+    return (
+        _kind_problem(setup, model)
+        or _budget_problem(setup, engine, model)
+        or _kivi_problem(setup, engine, model)
+        or _move_problem(setup, engine, model)
+    )
 
 
 def _kind_problem(setup: EngineSetup, model: ModelSpec) -> str | None:
@@ -55,6 +66,32 @@ def _kind_problem(setup: EngineSetup, model: ModelSpec) -> str | None:
         else:
             continue
         return f"the cache of '{model.name}' has {kept}, which the runtime keeps as they are; leave the technique out"
+    return None
+
+
+def _budget_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
+    budget = setup.kv_budget
+    if budget is None:
+        return None
+    if not any(isinstance(part.attention, GroupedQueryAttention) for part in model.groups()):
+        return f"kv_eviction needs a cache of keys and values, which '{model.name}' does not have; leave it out"
+    if setup.kv.width < 16:
+        return (
+            f"kv_eviction of a cache in {setup.kv.name} is predicted, not measured yet: the runtime evicts from one in "
+            "16 bits"
+        )
+    if any(part.attention.window is not None for part in model.groups()):
+        return (
+            f"kv_eviction of '{model.name}', whose layers have windows, is predicted, not measured yet: the runtime "
+            "evicts from layers that see all tokens"
+        )
+    if not budget.evicts and budget.page != engine.block_size:
+        return (
+            f"kv_eviction by quest has pages of {budget.page} tokens, but engine.block_size is {engine.block_size}; "
+            "make them equal"
+        )
+    if budget.evicts and setup.parallel.devices > 1:
+        return f"kv_eviction with parallel.tp {setup.parallel.tp} is predicted, not measured yet: give it one device"
     return None
 
 
@@ -84,15 +121,24 @@ def _kivi_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str |
 
 
 def _move_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
-    """What has no place for blocks that several sequences share, or that wait on the host."""
-    wanted = "engine.prefix_caching" if engine.prefix_caching else "engine.preemption 'swap'"
-    if not (engine.prefix_caching or engine.preemption == "swap"):
+    """What keeps something of a sequence outside of blocks, which are shared, wait on the host or go elsewhere."""
+    asked = {
+        "engine.prefix_caching": engine.prefix_caching,
+        "engine.preemption 'swap'": engine.preemption == "swap",
+        "engine.disaggregation": engine.disaggregation is not None,
+    }
+    wanted = next((field for field, there in asked.items() if there), None)
+    if wanted is None:
         return None
+    if setup.kv_budget is not None and setup.kv_budget.evicts:
+        return f"{wanted} moves blocks, which a cache that evicts does not have; leave one of them out"
     if _is_kivi(setup.kv):
         return (
             f"{wanted} moves blocks, but {setup.kv.name} keeps the newest {setup.kv.window} tokens of a sequence "
             "outside of them; take int8, int4 or fp8 for kv_quantization"
         )
+    if wanted == "engine.disaggregation":
+        return None
     if any(part.attention.state_elements for part in model.groups()):
         return f"{wanted} moves blocks, but '{model.name}' has recurrent states, which no block holds; leave it out"
     if setup.parallel.devices > 1:

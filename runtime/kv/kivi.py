@@ -32,6 +32,7 @@ class KiviKv:
     """
 
     emulated = True
+    on_host = True
 
     def __init__(
         self,

@@ -67,6 +67,12 @@ def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest
             f"field 'engine.num_blocks' is {engine.num_blocks}, but '{scenario.hardware}' holds at most {fitting} "
             f"blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
         )
+    lossy = "kv_eviction" if setup.kv_budget is not None and setup.kv_budget.evicts else setup.kv.name
+    if engine.prefix_caching and (lossy == "kv_eviction" or setup.kv.window):
+        raise MemboundError(
+            f"field 'engine.prefix_caching' is true, but {lossy} keeps tokens of a sequence outside of blocks, where "
+            "others cannot find them; set it to false, or take another technique"
+        )
     if engine.prefix_caching and fixed_bytes:
         raise MemboundError(
             f"field 'engine.prefix_caching' is true, but '{model.name}' has recurrent states or windows, which blocks "

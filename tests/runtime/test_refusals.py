@@ -18,6 +18,7 @@ RUNS = (
     "sparsity_2_4",
     "continuous_batching",
     "kv_quantization",
+    "kv_eviction",
     "ngram_speculation",
     "flash_attention",
     "mla_absorption",
