@@ -60,10 +60,14 @@ def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
 def run_policies(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Simulates the scenario as it is given and under each other policy of the spec, and keeps all as one run."""
+    from membound.app import uploads
     from membound.app.serving import serve
 
     scenario = scenario_of(spec)
-    document, tables = serve(scenario, spec.get("policies", []), context)
+    try:
+        document, tables = serve(scenario, spec.get("policies", []), context)
+    except MemboundError as error:
+        raise uploads.renamed(error) from None
     return {"run_id": _keep_asked(spec, context, scenario.name, document, tables)}
 
 
@@ -111,7 +115,10 @@ def run_validate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
     path = uploads.find(context.store, spec["table"])
     context.progress(0.1, path.name)
-    report = validate_table(path)
+    try:
+        report = validate_table(path)
+    except MemboundError as error:
+        raise uploads.renamed(error) from None
     tables = {"rows": rows_table(report)}
     return {"run_id": _keep_asked(spec, context, spec["table"], document(report), tables)}
 

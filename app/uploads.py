@@ -42,5 +42,10 @@ def find(store: Store, digest: str) -> Path:
     return path
 
 
+def renamed(error: MemboundError) -> MemboundError:
+    """The error without the path under which an upload is kept, which nobody who uploaded it knows."""
+    return MemboundError(re.sub(r"(table|trace) '[^']*/uploads/[0-9a-f]{16}'", r"the uploaded \1", str(error)))
+
+
 def _folder(store: Store) -> Path:
     return store.home / "uploads"

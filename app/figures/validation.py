@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,8 +27,8 @@ from membound.app.i18n import Translate
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "hexagon", "pentagon")
-# Error bars of more rows than this hide the points; markers of more are drawn by WebGL.
-MOST_BARS, MOST_MARKERS = 120, 1500
+# Error bars of more rows of a group than this hide the points; markers of more are drawn by WebGL.
+MOST_BARS, MOST_MARKERS = 60, 600
 MOST_GROUPS = 12
 # By what a value is multiplied to be drawn, and its unit then, by what the metric's name holds.
 UNITS = {
@@ -54,6 +52,9 @@ def scatter_figure(rows: pd.DataFrame, metric: str, by: str, t: Translate) -> go
     fig = figure(520)
     scale, unit = unit_of(metric)
     drawn = rows.assign(**{name: rows[name] * scale for name in ("measured", "predicted", "low", "high", "spread")})
+    drawn = drawn.assign(
+        named=drawn["device"] + ", " + drawn["model"] + ", " + drawn["what"], error=judged.error_of(drawn)
+    )
     low = float(drawn[["measured", "predicted"]].min().min()) / 1.25
     high = float(drawn[["measured", "predicted"]].max().max()) * 1.25
     for factor, dash in ((1.0, "solid"), (1.2, "dot"), (1 / 1.2, "dot")):
@@ -66,31 +67,13 @@ def scatter_figure(rows: pd.DataFrame, metric: str, by: str, t: Translate) -> go
             showlegend=factor >= 1,
             hoverinfo="skip",
         )
-    names = drawn[by].astype(str).value_counts().index.tolist()
-    kind = go.Scattergl if len(drawn) > MOST_MARKERS else go.Scatter
-    for at, name in enumerate([*names[: len(COLORS)], None] if len(names) > len(COLORS) else names):
-        of = drawn[~drawn[by].astype(str).isin(names[: len(COLORS)]) if name is None else drawn[by].astype(str) == name]
-        within = judged.is_within(of)
-        symbol = "circle" if name is None else SYMBOLS[at]
-        has_bars = len(drawn) <= MOST_BARS
-        fig.add_trace(
-            kind(
-                x=of["measured"],
-                y=of["predicted"],
-                mode="markers",
-                name=t("validate.others", groups=len(names) - len(COLORS)) if name is None else name or "–",
-                marker={
-                    "color": GREY if name is None else COLORS[at],
-                    "symbol": [f"{symbol}-open" if inside else "x-open" for inside in within],
-                    "size": 9 if has_bars else 6,
-                    "line": {"width": 1.5 if has_bars else 1},
-                },
-                error_y=_bars(of["high"] - of["predicted"], of["predicted"] - of["low"]) if has_bars else None,
-                error_x=_bars(of["spread"].fillna(0.0), of["spread"].fillna(0.0)) if has_bars else None,
-                text=[_hover(row, unit, t) for row in of.to_dict("records")],
-                hovertemplate="%{text}<extra></extra>",
-            )
-        )
+    groups = drawn[by].astype(str)
+    names = groups.value_counts().index.tolist()
+    for at, name in enumerate(names[: len(COLORS)]):
+        _points(fig, drawn[groups == name], name or "–", COLORS[at], SYMBOLS[at], unit, t)
+    if rest := names[len(COLORS) :]:
+        others = drawn[groups.isin(rest)]
+        _points(fig, others, t("validate.others", groups=len(rest)), GREY, "circle", unit, t)
     mantissas = (1,) if high / low > 1e4 else (1, 2, 5) if high / low > 20 else tuple(range(1, 10))
     ticks = log_ticks(low, high, mantissas)
     span = [math.log10(low), math.log10(high)]
@@ -100,23 +83,45 @@ def scatter_figure(rows: pd.DataFrame, metric: str, by: str, t: Translate) -> go
     return fig
 
 
+def _points(fig: go.Figure, rows: pd.DataFrame, name: str, color: str, symbol: str, unit: str, t: Translate) -> None:
+    """The rows of a group, those outside of their interval as crosses."""
+    within = judged.is_within(rows)
+    for of, shape in ((rows[within], f"{symbol}-open"), (rows[~within], "x-open")):
+        if of.empty:
+            continue
+        few = len(rows) <= MOST_BARS
+        trace = {
+            "x": of["measured"],
+            "y": of["predicted"],
+            "mode": "markers",
+            "name": name,
+            "legendgroup": name,
+            "showlegend": shape != "x-open" or not within.any(),
+            "marker": {"color": color, "symbol": shape, "size": 9 if few else 6, "line": {"width": 1.5 if few else 1}},
+            "error_y": _bars(of["high"] - of["predicted"], of["predicted"] - of["low"]) if few else None,
+            "error_x": _bars(of["spread"].fillna(0.0), of["spread"].fillna(0.0)) if few else None,
+            "customdata": of[["named", "low", "high", "error"]].to_numpy(),
+            "hovertemplate": _hover(unit, t),
+        }
+        fig.add_trace(go.Scattergl(**trace) if len(rows) > MOST_MARKERS else go.Scatter(**trace))
+
+
 def _bars(above: pd.Series, below: pd.Series) -> dict[str, object]:
     bars = {"type": "data", "array": above, "arrayminus": below, "symmetric": False}
     return bars | {"thickness": 1, "width": 2}
 
 
-def _hover(row: Mapping[Hashable, Any], unit: str, t: Translate) -> str:
-    measured, predicted, low, high = (float(row[name]) for name in ("measured", "predicted", "low", "high"))
-    named = ", ".join(str(row[name]) for name in ("device", "model", "what") if row[name])
-    numbers = t(
+def _hover(unit: str, t: Translate) -> str:
+    """Filled in by the browser, since rows are many."""
+    said = t(
         "validate.hover",
-        measured=text.digits(measured),
-        predicted=text.digits(predicted),
-        low=text.digits(low),
-        high=text.digits(high),
-        error=text.signed_percent(predicted / measured - 1),
+        measured="%{x:,.3r}",
+        predicted="%{y:,.3r}",
+        low="%{customdata[1]:,.3r}",
+        high="%{customdata[2]:,.3r}",
+        error="%{customdata[3]:+.1%}",
     )
-    return f"{named}<br>{numbers}"
+    return f"%{{customdata[0]}}<br>{said} ({unit})<extra></extra>"
 
 
 def scatter_alt(rows: pd.DataFrame, t: Translate) -> str:

@@ -20,6 +20,7 @@ from membound.app.views import asked, fields, states, traffic
 from membound.app.views.charts import chart
 from membound.app.views.session import store, translate
 from membound.roofline.errors import MemboundError
+from membound.roofline.parallel import Parallelism
 from membound.roofline.result import BOUNDS
 from membound.roofline.scenario import parse_scenario
 
@@ -120,11 +121,22 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
 
 def _conditions(case: Mapping[str, Any], t: Translate) -> str:
     scenario, summary = case["scenario"], case["summary"]
-    devices = "" if case.get("cluster") is None else f" × {case['cluster']['most_replicas']}"
+    pools = scenario["engine"]["disaggregation"]
+    engines = case["over_time"]["engines"] or case["cluster"]["most_replicas"]
+    devices = Parallelism(**scenario["parallel"]).devices * engines
+    said = ", ".join(
+        filter(
+            None,
+            [
+                f"{devices} × {scenario['hardware']}",
+                pools and t("simulate.pools", prefill=pools["prefill_engines"], decode=pools["decode_engines"]),
+            ],
+        )
+    )
     return t(
         "simulate.conditions",
         model=scenario["model"],
-        device=f"{scenario['hardware']}{devices}",
+        device=said,
         requests=f"{summary['requests']:,}",
         duration=text.seconds(summary["duration_s"]),
     )

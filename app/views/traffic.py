@@ -11,15 +11,15 @@ import streamlit as st
 from membound.app import uploads
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.serving import POLICIES
-from membound.app.views import choices, fields, linked
+from membound.app.serving import POLICIES, value_of
+from membound.app.views import choices, fields, linked, scenario_choice
 from membound.app.views.session import store
 from membound.roofline import hardware, models
 from membound.roofline.cluster import RouterName
 from membound.roofline.engine_settings import BatchingName, OrderName
 from membound.roofline.engines import profiles
 from membound.roofline.errors import MemboundError
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import Scenario, parse_scenario, shipped_scenarios
 from membound.roofline.techniques import engine_setup
 from membound.roofline.workload import TraceArrivals
 from membound.simulator.candidates import precisions
@@ -27,6 +27,9 @@ from membound.simulator.planner import PRECISIONS
 from membound.simulator.scheduling.workload.traces import read_trace
 
 PAGE = "simulate"
+FORM = "form"
+# What a scenario may come from: the form, one that ships, or the reader's own text.
+SOURCES = (FORM, *shipped_scenarios(), scenario_choice.OWN)
 TRAFFICS = ("poisson", "closed_loop", "gamma", "sessions", "trace")
 SPREADS = ("fixed", "varied")
 # exp(N(ln median, sigma)): lengths of chats spread about so; see data/tasks/chat.yaml
@@ -41,6 +44,7 @@ MOST_CONTEXT = 32_768
 # Rows of an upload that the page itself looks at; the worker reads all.
 LOOKED_AT = 200
 DEFAULTS: dict[str, Any] = {
+    "from": FORM,
     "model": choices.MODEL,
     "hw": choices.DEVICE,
     "tp": 1,
@@ -89,6 +93,12 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
     """
     chosen: dict[str, Any] = {}
     with st.container(border=True):
+        source = fields.choice(PAGE, "from", SOURCES, FORM, t, lambda name: _source(name, t))
+        if source != FORM:
+            scenario = scenario_choice.chosen(source, t)
+            listed = [name for name, field in POLICIES.items() if scenario and _applies(scenario, name, field)]
+            versus = fields.several(PAGE, "versus", listed, (), t, lambda name: t(f"simulate.case_{name}"))
+            return None if scenario is None else (scenario, versus)
         _engine(chosen, t)
         _traffic(chosen, t)
         _scheduler(chosen, t)
@@ -97,6 +107,16 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
         st.info(t("simulate.need_trace"), icon=":material/upload_file:")
         return None
     return scenario_of(chosen), chosen["versus"]
+
+
+def _source(name: str, t: Translate) -> str:
+    return t(f"simulate.from_{name}") if name in (FORM, scenario_choice.OWN) else name
+
+
+def _applies(scenario: Scenario, policy: str, field: str) -> bool:
+    """Whether a policy is another one than the scenario's own, and has something to decide."""
+    own = value_of(scenario, policy)
+    return own != policy and (field != "cluster.router" or scenario.cluster is not None)
 
 
 def _number(chosen: dict[str, Any], key: str, low: float, high: float, t: Translate, step: float | None = None) -> None:
@@ -173,7 +193,10 @@ def _trace(chosen: dict[str, Any], t: Translate) -> None:
     with right:
         _number(chosen, "requests", 1, 100_000, t, 100)
     if chosen["trace"]:
-        rows = list(islice(read_trace(_trace_arrivals(chosen)), LOOKED_AT))
+        try:
+            rows = list(islice(read_trace(_trace_arrivals(chosen)), LOOKED_AT))
+        except MemboundError as error:
+            raise uploads.renamed(error) from None
         prompt = sum(row.prompt_tokens for row in rows) / len(rows)
         output = sum(row.output_tokens for row in rows) / len(rows)
         st.caption(

@@ -119,7 +119,7 @@ def _validated(run: Run, document: Mapping[str, Any], t: Translate) -> None:
             judged=f"{document['judged']:,}",
         )
     )
-    rows = judged.of_table(run)
+    rows = _rows_of(run.id)
     if rows.empty:
         st.warning(t("validate.nothing_judged"), icon=":material/block:")
     else:
@@ -133,6 +133,11 @@ def _validated(run: Run, document: Mapping[str, Any], t: Translate) -> None:
         with st.expander(t("validate.left_out", rows=sum(count for _, _, count in reasons))):
             columns = [t("validate.c_kind"), t("validate.c_reason"), t("validate.c_rows")]
             st.dataframe(pd.DataFrame(reasons, columns=columns), hide_index=True, key="left_out")
+
+
+@st.cache_data(max_entries=8, show_spinner=False)
+def _rows_of(run_id: str) -> pd.DataFrame:
+    return judged.of_table(store().run(run_id))
 
 
 # --- errors of rows ---
@@ -175,8 +180,13 @@ def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> Non
         )
     st.header(t("validate.worst"))
     st.dataframe(_worst_table(judged.worst(rows), t), hide_index=True, key=f"worst_{name}")
-    csv = rows.to_csv(index=False).encode()
-    st.download_button(t("validate.rows_csv"), csv, f"{name}-rows.csv", "text/csv", on_click="ignore")
+    st.download_button(
+        t("validate.rows_csv"),
+        lambda: rows.to_csv(index=False).encode(),
+        f"{name}-rows.csv",
+        "text/csv",
+        on_click="ignore",
+    )
 
 
 def _metric(name: str, t: Translate) -> str:

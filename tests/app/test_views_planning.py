@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs, uploads
 from membound.app.i18n import Translate
 from membound.app.store import Job, Store
 from membound.app.tasks import run_plan, run_policies, run_validate
-from membound.app.views import asked, traffic
+from membound.app.views import asked, scenario_choice, traffic
 from membound.app.worker import JobContext
-from membound.roofline.scenario import parse_scenario, parse_yaml
+from membound.roofline.errors import MemboundError
+from membound.roofline.scenario import load_scenario, parse_scenario, parse_yaml
 from membound.roofline.validation.tables import OPERATOR_COLUMNS
 
 T = Translate("en")
@@ -174,3 +177,68 @@ def test_validate_shows_the_shipped_record_until_this_machine_has_runs(store: St
     at = _page("validate", against="machine")
     assert not at.exception and T("validate.no_runs") in _words(at)
     assert "11 rows" in at.header[0].value
+
+
+# --- whole scenarios instead of the form ---
+
+
+def test_a_shipped_scenario_is_simulated_as_it_is(store: Store) -> None:
+    at = _page("simulate", **{"from": "cluster-failover", "versus": "round_robin"})
+    assert not at.exception and not at.error and store.jobs() == []
+    at.button(key="ask_policies").click().run()
+    (job,) = store.jobs("policies")
+    scenario = parse_scenario(parse_yaml(job.spec["scenario"], "the job"))
+    assert scenario == load_scenario("cluster-failover") and job.spec["policies"] == ["round_robin"]
+
+
+def test_ones_own_scenario_is_in_the_url(store: Store) -> None:
+    text = load_scenario("plan-70b").to_yaml()
+    at = _page("simulate", **{"from": "own", "yaml": scenario_choice.packed(text)})
+    assert not at.exception and not at.error
+    assert at.text_area(key="draft_simulate").value == text
+    at.text_area(key="draft_simulate").set_value(f"{text}nonsense: 1\n").run()
+    assert "nonsense" in at.error[0].value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("workload.prompts", {"kind": "text", "file": "/etc/passwd.jsonl"}),
+        ("workload.prompts", {"kind": "trace", "file": "../secrets.csv"}),
+        ("model", "/tmp/config.json"),
+        ("hardware", "mine.yaml"),
+        ("sweep", [{"hardware": "~/device.yaml"}]),
+    ],
+)
+def test_a_scenario_of_a_page_names_no_file(store: Store, field: str, value: Any) -> None:
+    document = load_scenario("plan-70b").model_dump(mode="json")
+    *parents, last = field.split(".")
+    node = document
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    with pytest.raises(MemboundError, match="a page takes names of the catalogs only"):
+        scenario_choice.check_names(document)
+
+
+def test_a_scenario_of_a_page_may_name_an_upload(store: Store) -> None:
+    path = uploads.find(store, uploads.keep(store, b"a trace"))
+    scenario_choice.check_names(
+        {"workload": {"prompts": {"kind": "trace", "file": str(path)}}, "hardware": "H100-SXM5"}
+    )
+    with pytest.raises(MemboundError):
+        scenario_choice.check_names({"file": str(path.parent.parent / "index.sqlite")})
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=500))
+def test_a_text_comes_back_from_the_url(text: str) -> None:
+    assert scenario_choice.unpacked(scenario_choice.packed(text)) == text
+
+
+@given(st.text(max_size=60))
+def test_what_is_no_packed_text_is_empty(short: str) -> None:
+    assert isinstance(scenario_choice.unpacked(short), str)
+
+
+def test_a_bomb_in_the_url_is_not_unpacked() -> None:
+    assert scenario_choice.unpacked(scenario_choice.packed("a" * 50_000_000)) == ""
