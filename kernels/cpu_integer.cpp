@@ -16,6 +16,8 @@ namespace {
 
 constexpr int TILE_ROWS = 16;
 constexpr int MOST_TOKENS = 16;
+constexpr int64_t WORDS_AHEAD = 256;  // of a row; 16 kB of a tile
+constexpr int64_t GROUPS_AHEAD = 16;
 constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 constexpr int64_t PIECES_PER_THREAD = 4;
 
@@ -45,6 +47,20 @@ INLINE UintVec load_words(const uint32_t* p) {
     UintVec v;
     memcpy(&v, p, sizeof v);
     return v;
+}
+
+// Words of a tile; when they are read, those `ahead` of them are asked for.
+struct Stream {
+    const uint32_t* words;
+    int64_t ahead;
+
+    INLINE Stream operator+(int64_t count) const { return {words + count, ahead}; }
+    INLINE void operator+=(int64_t count) { words += count; }
+};
+
+INLINE UintVec load_words(Stream s) {
+    __builtin_prefetch(s.words + s.ahead, 0, 2);
+    return load_words(s.words);
 }
 
 INLINE IntVec both_halves(UintVec v, uint32_t mask) { return (IntVec)(v & (UintVec{} + mask)); }
@@ -102,16 +118,21 @@ struct Grouped {  // scales and offsets beside the codes
         return a.group % 128 == 0 ? 128 : a.group % 64 == 0 ? 64 : 32;
     }
     static Vec scale(const Arguments& a, const uint32_t*, int64_t tile, int64_t element, int64_t lane) {
-        return load((const half*)a.scale + (tile * (a.k / a.group) + element / a.group) * TILE_ROWS + lane);
+        return of_group(a, (const half*)a.scale, tile, element, lane);
     }
     static Vec offset(const Arguments& a, const uint32_t*, int64_t tile, int64_t element, int64_t lane) {
-        return load(a.offset + (tile * (a.k / a.group) + element / a.group) * TILE_ROWS + lane);
+        return of_group(a, a.offset, tile, element, lane);
+    }
+    static Vec of_group(const Arguments& a, const half* numbers, int64_t tile, int64_t element, int64_t lane) {
+        const half* here = numbers + (tile * (a.k / a.group) + element / a.group) * TILE_ROWS + lane;
+        __builtin_prefetch(here + GROUPS_AHEAD * TILE_ROWS, 0, 2);
+        return load(here);
     }
     static bool has_offset(const Arguments& a) { return a.offset; }
 };
 
 struct Int8 : Grouped {
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t element, int64_t length, Use use) {
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
         w += element / 4 * TILE_ROWS;
         auto word = [&](int64_t i, auto part) LAMBDA {
             const UintVec v = load_words(w + i * TILE_ROWS);
@@ -126,14 +147,15 @@ struct Int8 : Grouped {
             use(2 * i + 1, std::integral_constant<int, part + 1>{}, odd);
         };
         const int64_t words = length / 4, whole = words / 2 * 2;
-        for (int64_t i = 0; i < whole; i += 2) unroll<2>([&](auto j) LAMBDA { word(i + j, std::integral_constant<int, 2 * j>{}); });
+        for (int64_t i = 0; i < whole; i += 2)
+            unroll<2>([&](auto j) LAMBDA { word(i + j, std::integral_constant<int, 2 * j>{}); });
         if (whole < words) word(whole, std::integral_constant<int, 0>{});
     }
 };
 
 struct Int4 : Grouped {  // of 32 codes, byte i holds i (low) and i + 16 (high), as in GGUF's Q4_0
     static constexpr int CENTRE = 8;
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t element, int64_t length, Use use) {
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
         w += element / 8 * TILE_ROWS;
         for (int64_t i = 0; i < length / 2; i += 16)
             unroll<4>([&](auto j) LAMBDA {
@@ -149,7 +171,7 @@ struct Int4 : Grouped {  // of 32 codes, byte i holds i (low) and i + 16 (high),
 
 struct Int2 : Grouped {  // of 32 codes, bits 2c of byte i (8 bytes) hold code i + 8c
     static constexpr int CENTRE = 2;
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t element, int64_t length, Use use) {
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
         w += element / 16 * TILE_ROWS;
         for (int64_t i = 0; i < length / 2; i += 16, w += 2 * TILE_ROWS)
             unroll<2>([&](auto j) LAMBDA {
@@ -166,7 +188,7 @@ struct Int2 : Grouped {  // of 32 codes, bits 2c of byte i (8 bytes) hold code i
 // The lower two bits as int2, then a word whose bit s of either half is the third of what the s-th use takes.
 struct Int3 : Grouped {
     static constexpr int CENTRE = 4;
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t element, int64_t length, Use use) {
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
         w += element / 32 * 3 * TILE_ROWS;
         for (int64_t i = 0; i < length / 2; i += 16, w += 3 * TILE_ROWS) {
             const UintVec third = load_words(w + 2 * TILE_ROWS);
@@ -188,7 +210,7 @@ struct Int3 : Grouped {
 struct W8a8 : Grouped {  // one step: integers all along the row
     static constexpr int X = QUADS, CENTRE = 128;
     static int64_t step_of(const Arguments& a) { return round_up(a.k, 4); }
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t, int64_t length, Use use) {
+    template <class Use> INLINE static void decode(Stream w, int64_t, int64_t length, Use use) {
         auto word = [&](int64_t i, auto part) LAMBDA {
             use(i, part, (IntVec)(load_words(w + i * TILE_ROWS) ^ 0x80808080u));  // unsigned, about 128
         };
@@ -206,8 +228,8 @@ struct KQuant {
 struct BlockQ4K : KQuant {  // 36 words: scale and minimum (fp16); eight 6-bit scales and minima; nibbles
     static constexpr int WORDS = 36;
     static int64_t step_of(const Arguments&) { return 32; }
-    static const uint32_t* block(const uint32_t* w, int64_t element) { return w + element / 256 * WORDS * TILE_ROWS; }
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t element, int64_t, Use use) {
+    template <class W> static W block(W w, int64_t element) { return w + element / 256 * WORDS * TILE_ROWS; }
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t, Use use) {
         const int64_t sub = element % 256 / 32;
         const int shift = sub % 2 * 4;
         w = block(w, element) + (4 + sub / 2 * 8) * TILE_ROWS;
@@ -239,11 +261,11 @@ struct BlockQ4K : KQuant {  // 36 words: scale and minimum (fp16); eight 6-bit s
 struct BlockQ6K : KQuant {  // 53 words: low nibbles, high two bits, 16 int8 scales, scale (fp16)
     static constexpr int CENTRE = 32, WORDS = 53;
     static int64_t step_of(const Arguments&) { return 16; }
-    static const uint32_t* block(const uint32_t* w, int64_t element) { return w + element / 256 * WORDS * TILE_ROWS; }
-    template <class Use> INLINE static void decode(const uint32_t* w, int64_t element, int64_t, Use use) {
+    template <class W> static W block(W w, int64_t element) { return w + element / 256 * WORDS * TILE_ROWS; }
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t, Use use) {
         const int64_t within = element % 256, side = within / 128, quarter = within % 128 / 32, j0 = within % 32 / 4;
-        const uint32_t* low = block(w, element) + (side * 16 + quarter % 2 * 8 + j0) * TILE_ROWS;
-        const uint32_t* high = block(w, element) + (32 + side * 8 + j0) * TILE_ROWS;
+        const Stream low = block(w, element) + (side * 16 + quarter % 2 * 8 + j0) * TILE_ROWS;
+        const Stream high = block(w, element) + (32 + side * 8 + j0) * TILE_ROWS;
         const int shift = quarter / 2 * 4;
         unroll<4>([&](auto j) LAMBDA {
             const UintVec nibbles = load_words(low + j * TILE_ROWS) >> shift & 0x0F0F0F0Fu;
@@ -335,6 +357,9 @@ void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t 
     for (int r = 0; r < TILES; r++) rows[r] = a.codes + (tile + r) * a.words * TILE_ROWS + lane;
     Vec sums[TILES][TOKENS] = {};
     for (int64_t step = 0, element = 0; element < elements; step++, element += step_length) {
+        // Behind the end of these tiles come the next ones.
+        const bool leaves = element * a.words / elements + WORDS_AHEAD >= a.words;
+        const int64_t ahead = (WORDS_AHEAD + (leaves ? (TILES - 1) * a.words : 0)) * TILE_ROWS;
         const int64_t length = elements - element < step_length ? elements - element : step_length;
         const int32_t* words = x.words + element / F::X * TOKENS;
         const int32_t* start = x.start + step * TOKENS;
@@ -343,7 +368,7 @@ void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t 
             IntVec parts[PARTS][TOKENS] = {};
             if (F::CENTRE)
                 for (int t = 0; t < TOKENS; t++) parts[0][t] += start[t];
-            F::decode(rows[r], element, length, [&](int64_t word, auto part, IntVec w) LAMBDA {
+            F::decode(Stream{rows[r], ahead}, element, length, [&](int64_t word, auto part, IntVec w) LAMBDA {
                 unroll<TOKENS>([&](auto t) LAMBDA {
                     IntVec& into = parts[part % PARTS][t];
                     const int32_t* at = words + word * TOKENS + t;
@@ -377,7 +402,7 @@ void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t 
 }
 
 // Few tokens wait for memory, which one core asks for faster in several streams.
-template <int TOKENS> constexpr int TILES_OF = TOKENS == 1 ? 4 : TOKENS == 2 ? 2 : 1;
+template <int TOKENS> constexpr int TILES_OF = TOKENS == 1 ? 2 : 1;
 
 template <class F, int TOKENS>
 void tiles(const Arguments& a, Tokens x, int64_t first, int64_t last, int64_t token, int tokens) {
@@ -390,17 +415,25 @@ void tiles(const Arguments& a, Tokens x, int64_t first, int64_t last, int64_t to
     }
 }
 
-INLINE int64_t block_of(int64_t tokens) { return tokens <= 2 ? tokens : tokens <= 4 ? 4 : tokens <= 8 ? 8 : 16; }
+INLINE int64_t block_of(int64_t tokens) { return tokens == 1 ? 1 : tokens <= 4 ? 4 : tokens <= 8 ? 8 : 16; }
 
 template <class F> void linear(const Arguments& a, int threads) {
     thread_local Scratch scratch;
     const int64_t elements = round_up(a.k, 4), step_length = F::step_of(a), steps = ceil_div(elements, step_length);
     const int64_t block_floats = Tokens::floats(elements, steps, MOST_TOKENS), blocks = ceil_div(a.m, MOST_TOKENS);
     float* memory = scratch.floats(blocks * block_floats);
-    auto tokens_of = [&](int64_t block) { return a.m - block * MOST_TOKENS < MOST_TOKENS ? a.m - block * MOST_TOKENS : MOST_TOKENS; };
+    auto tokens_of = [&](int64_t block) {
+        const int64_t left = a.m - block * MOST_TOKENS;
+        return left < MOST_TOKENS ? left : MOST_TOKENS;
+    };
     auto block_at = [&](int64_t block) {
         return Tokens(memory + block * block_floats, elements, steps, block_of(tokens_of(block)));
     };
+    if (const int64_t rest = tokens_of(blocks - 1); rest < block_of(rest)) {
+        // The places of tokens that are not there: any bits would do, but denormal numbers are slow.
+        const Tokens last = block_at(blocks - 1);
+        memset(last.scale, 0, 3 * steps * block_of(rest) * sizeof(float));
+    }
     const int centre = F::has_offset(a) ? 0 : F::CENTRE;
     parallel_for(a.m, 1 + SERIAL_PRODUCTS / 8 / a.k, threads, [&](int64_t token, int64_t last) {
         for (; token < last; token++) {
@@ -421,7 +454,6 @@ template <class F> void linear(const Arguments& a, int threads) {
                 const int64_t token = block * MOST_TOKENS;
                 switch (block_of(tokens)) {
                     case 1: tiles<F, 1>(a, block_at(block), tile, end, token, tokens); break;
-                    case 2: tiles<F, 2>(a, block_at(block), tile, end, token, tokens); break;
                     case 4: tiles<F, 4>(a, block_at(block), tile, end, token, tokens); break;
                     case 8: tiles<F, 8>(a, block_at(block), tile, end, token, tokens); break;
                     case 16: tiles<F, 16>(a, block_at(block), tile, end, token, tokens); break;
