@@ -150,6 +150,7 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
     if demand is None:
         return
     _table(plans, demand, t)
+    _runners_up(plans, t)
     left, right = st.columns([3, 2], gap="large")
     with left:
         st.header(t("plan.front"))
@@ -230,6 +231,14 @@ def _how(deployed: Mapping[str, Any], t: Translate) -> str:
     return t("plan.replicas", replicas=parts["replicas"], degrees=degrees)
 
 
+def _runners_up(plans: Sequence[Mapping[str, Any]], t: Translate) -> None:
+    """What the simulator also saw keep the objective, at a higher price or with more devices."""
+    rows = [one for plan in plans for one in plan.get("confirmed", ())[1:]]
+    if rows:
+        with st.expander(t("plan.runners_up", count=len(rows))):
+            st.dataframe(_deployments(rows, t), hide_index=True, key="runners_up")
+
+
 def _rows(plans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The best of each device and precision."""
     return [one for plan in plans for one in plan["options"].values() if one is not None]
@@ -239,25 +248,7 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
     rows = _rows(plans)
     if not rows:
         return
-    st.dataframe(
-        pd.DataFrame(
-            {
-                t("plan.c_device"): one["device"],
-                t("plan.c_precision"): t(f"plan.precision_{one['deployment']['precision']}"),
-                t("plan.c_gpus"): one["gpus"],
-                t("plan.c_how"): _how(one, t),
-                t("plan.c_usd_h"): _money(one["usd_per_h"]),
-                t("plan.c_usd_mtok"): _money(one["cost_usd_per_million_tokens"]),
-                t("plan.c_energy"): _number(one["energy_j_per_token_at_board_power"], "J"),
-                t("plan.c_ttft"): _p99(one, "ttft_s"),
-                t("plan.c_tpot"): _p99(one, "tpot_s"),
-                t("plan.c_quality"): t("plan.as_published" if one["deployment"]["lossless"] else "plan.lossy"),
-            }
-            for one in rows
-        ),
-        hide_index=True,
-        key="plan_table",
-    )
+    st.dataframe(_deployments(rows, t), hide_index=True, key="plan_table")
     prices = {one["device"]: one["price"] for one in rows if one["price"]}
     said = "; ".join(f"{device}: {price['source']}, {price['date']}" for device, price in prices.items())
     st.caption(t("plan.table_caption", prices=said or "–"))
@@ -266,6 +257,24 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
         for index, one in enumerate(rows):
             precision = t(f"plan.precision_{one['deployment']['precision']}")
             opened(f"{one['gpus']} × {one['device']}, {precision}", settings_of(one, demand), key=f"open_{index}")
+
+
+def _deployments(rows: Sequence[Mapping[str, Any]], t: Translate) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            t("plan.c_device"): one["device"],
+            t("plan.c_precision"): t(f"plan.precision_{one['deployment']['precision']}"),
+            t("plan.c_gpus"): one["gpus"],
+            t("plan.c_how"): _how(one, t),
+            t("plan.c_usd_h"): _money(one["usd_per_h"]),
+            t("plan.c_usd_mtok"): _money(one["cost_usd_per_million_tokens"]),
+            t("plan.c_energy"): _number(one["energy_j_per_token_at_board_power"], "J"),
+            t("plan.c_ttft"): _p99(one, "ttft_s"),
+            t("plan.c_tpot"): _p99(one, "tpot_s"),
+            t("plan.c_quality"): t("plan.as_published" if one["deployment"]["lossless"] else "plan.lossy"),
+        }
+        for one in rows
+    )
 
 
 def _money(usd: float | None) -> str:

@@ -28,7 +28,7 @@ PAGE = "simulate"
 KIND = "policies"
 METRICS = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 GOOD, BAD = "✓", "✕"
-DRAWN = ("start_s", "time_s", "steps", "tokens", "sequences", *BOUNDS)
+DRAWN = ("start_s", "time_s", "steps", "tokens", "sequences", "replica", *BOUNDS)
 
 
 def page() -> None:
@@ -215,7 +215,15 @@ def _steps(run: Run, case: Mapping[str, Any], t: Translate) -> None:
     if not rows:
         return
     st.header(t("simulate.steps"))
-    first = 0
+    first, caption = 0, "simulate.steps_caption"
+    if "replica" in steps:
+        numbers = [str(number) for number in np.unique(steps["replica"])]
+        number = fields.choice(PAGE, "replica", numbers, numbers[0], t)
+        of = steps["replica"] == int(number)
+        steps = {name: column[of] for name, column in steps.items()}
+        rows = len(steps["start_s"])
+    elif (case["over_time"]["engines"] or 1) > 1:
+        caption = "simulate.steps_caption_pools"
     if rows > figures.MOST_STEPS:
         end_s = float(steps["start_s"][-figures.MOST_STEPS])
         from_s = st.slider(t("simulate.window"), 0.0, max(end_s, 1e-6), 0.0, key="window", format="%.2f s")
@@ -225,15 +233,15 @@ def _steps(run: Run, case: Mapping[str, Any], t: Translate) -> None:
         figures.steps_figure(window, t),
         key="steps",
         alt=t("simulate.steps_alt", rows=len(window["start_s"])),
-        caption=t("simulate.steps_caption", shown=len(window["start_s"]), rows=f"{rows:,}"),
+        caption=t(caption, shown=len(window["start_s"]), rows=f"{rows:,}"),
         table=pd.DataFrame(window),
     )
 
 
 @st.cache_data(max_entries=8, show_spinner=False)
 def _step_columns(run_id: str, name: str) -> dict[str, np.ndarray]:
-    table = store().run(run_id).table(f"steps.{name}", DRAWN)
-    return {column: table[column].to_numpy() for column in table.column_names}
+    table = store().run(run_id).table(f"steps.{name}")
+    return {column: table[column].to_numpy() for column in table.column_names if column in DRAWN}
 
 
 def _cluster(cluster: Mapping[str, Any], t: Translate) -> None:
