@@ -5,14 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from membound.runtime.decoder import Decoder
+from membound.kernels.base import RaggedBatch
+from membound.runtime.decoder import KvCache
 from membound.runtime.plain import BLOCK_SIZE, single_sequence
 
-ROWS = 128  # positions whose logits are held at once
+ROWS = 128  # tokens that are read in one step, and whose logits are held at once
+
+
+class Reader(Protocol):
+    """What reading needs of a decoder, whole or divided."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def new_cache(self, num_blocks: int, block_size: int, seats: int = 1) -> KvCache: ...
+
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, logits_rows: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class Reading:
     tokens: int
 
 
-def read(before: Decoder, after: Decoder, texts: Sequence[Sequence[int]]) -> Reading:
+def read(before: Reader, after: Reader, texts: Sequence[Sequence[int]]) -> Reading:
     """Reads every text with both decoders."""
     kl = agreed = nats_before = nats = 0.0
     tokens = predicted = 0
@@ -50,7 +63,7 @@ def read(before: Decoder, after: Decoder, texts: Sequence[Sequence[int]]) -> Rea
     )
 
 
-def perplexity(decoder: Decoder, texts: Sequence[Sequence[int]]) -> float:
+def perplexity(decoder: Reader, texts: Sequence[Sequence[int]]) -> float:
     """e to the mean negative log-likelihood of every text's tokens but its first."""
     nats, predicted = 0.0, 0
     for text in texts:
@@ -62,14 +75,15 @@ def perplexity(decoder: Decoder, texts: Sequence[Sequence[int]]) -> float:
     return _perplexity(nats, predicted)
 
 
-def _log_probabilities(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Tensor]:
+def _log_probabilities(decoder: Reader, token_ids: Sequence[int]) -> Iterator[Tensor]:
     """Log-probabilities [up to ROWS, vocab] in fp32 at all positions of one text, piece by piece."""
     blocks = -(-len(token_ids) // BLOCK_SIZE)
-    batch = single_sequence(0, len(token_ids), blocks, decoder.device)
-    ids = torch.tensor(token_ids, device=decoder.device)
-    normed = decoder.hidden(ids, batch, decoder.new_cache(blocks, BLOCK_SIZE)).normed
+    cache = decoder.new_cache(blocks, BLOCK_SIZE)
     for start in range(0, len(token_ids), ROWS):
-        yield torch.log_softmax(decoder.logits(normed[start : start + ROWS]), dim=-1)
+        piece = torch.tensor(token_ids[start : start + ROWS], device=decoder.device)
+        batch = single_sequence(start, start + len(piece), blocks, decoder.device)
+        rows = torch.arange(len(piece), device=decoder.device)
+        yield torch.log_softmax(decoder.forward(piece, batch, cache, rows), dim=-1)
 
 
 def _sum_at(log_probabilities: Tensor, targets: Tensor) -> float:

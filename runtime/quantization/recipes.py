@@ -17,7 +17,7 @@ from membound.kernels.base import Kernels
 from membound.roofline.models import ModelSpec
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision
 from membound.roofline.precision_plan import PrecisionPlan
-from membound.roofline.techniques import Sparsity24, Technique
+from membound.roofline.techniques import W8A8, Sparsity24, Technique, WeightQuantization
 from membound.roofline.techniques.weights import PruningMethod, QuantizationMethod
 from membound.runtime.linear import KernelLinear, Linear
 from membound.runtime.quantization.awq import round_clipped, search_scales
@@ -328,8 +328,8 @@ def recipe_for(
 
     `divided` says that it gets parts of matrices, one on each device; `gguf` is the file that they come from.
     """
-    methods = [getattr(technique, "method", "rtn") for technique in techniques if technique.sets_weights]
-    method = methods[0] if methods else "rtn"
+    quantizing = (technique for technique in techniques if isinstance(technique, WeightQuantization | W8A8))
+    method: QuantizationMethod = next((technique.method for technique in quantizing), "rtn")
     if method == "found":
         recipe: RoundingRecipe = FoundRecipe(kernels, plan, gguf=gguf)
     elif plan.weights.name in GGML_BLOCKS | GGML_MIXES and plan.weights.name != "q8_0":
