@@ -18,7 +18,7 @@ from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.session import translate
-from membound.app.views.verdicts import MARKS, interval, named, verdict_of
+from membound.app.views.verdicts import MARKS, against, interval, named, price_words, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 
@@ -207,7 +207,7 @@ def _price(move: dict[str, Any], t: Translate) -> list[str]:
         lines.append(t("advisor.price_devices", before=before, after=after))
     else:
         lines.append(_quality(move, t))
-    lines.append(t("techniques.against", baseline=move["baseline"]))
+    lines.append(against(move["move"], move["baseline"], t))
     gain, other = move["gain"], move["other_gain"]
     if gain is not None and other is not None and (other - 1) * (gain - 1) < 0:
         lines.append(t("advisor.other_metric", gain=text.gain(other)))
@@ -218,7 +218,9 @@ def _price(move: dict[str, Any], t: Translate) -> list[str]:
 
 
 def _quality(move: dict[str, Any], t: Translate) -> str:
-    return t("techniques.price_none") if move["lossless"] else t("techniques.price", note=move["quality"]["note"])
+    if move["lossless"]:
+        return t("techniques.price_none")
+    return price_words(move["quality"]["note"], move["quality"]["source"], t)
 
 
 # --- all moves ---

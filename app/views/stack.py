@@ -181,6 +181,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
         caption=t(
             "stack.waterfall_caption",
             kept=kept,
+            way=t(WAYS["simulation" if document["simulated"] else "closed_form"]),
             measured=t("stack.no_run") if ran is None else t("stack.a_run", run=ran.run_id, users=f"{ran.users:g}"),
             conditions=conditions(choice, t),
         ),

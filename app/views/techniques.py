@@ -20,7 +20,7 @@ from membound.app.views.choices import one_of, short_count
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.session import translate
-from membound.app.views.verdicts import MARKS, about, drafting_words, interval, labelled, price, verdict_of
+from membound.app.views.verdicts import MARKS, about, against, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative
@@ -390,7 +390,7 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
             shares = " | ".join(text.gain(share) for share in work)
             st.markdown(f"| {head} |\n|---|---|---|\n| {shares} |")
     lines = [
-        t("techniques.against", baseline=effect.baseline),
+        against(name, effect.baseline, t),
         price(effect.technique, t),
         drafting_words(effect, choice.task, t),
     ]

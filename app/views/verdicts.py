@@ -9,12 +9,14 @@ from membound.app import text
 from membound.app.engine_choice import ANY_TASK
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.roofline.techniques import Technique
+from membound.roofline.techniques import TECHNIQUES, Technique
 from membound.simulator.effects import Effect
 from membound.simulator.moves import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}
+# The source of a price that nobody has measured.
+NO_FIGURE = "no figure in the ledger"
 # A difference below this is none, whatever the interval.
 NOTHING = 0.005
 
@@ -52,14 +54,27 @@ def about(technique: Technique, t: Translate) -> str:
         return (type(technique).__doc__ or "").partition("\n")[0]
 
 
+def against(name: str, baseline: str, t: Translate) -> str:
+    """What a technique is compared with; its usual baseline with a translation where the language has one."""
+    usual = name in TECHNIQUES and baseline == TECHNIQUES[name].baseline
+    words = t.name(f"technique.{name}.baseline", baseline) if usual else baseline
+    return t("techniques.against", baseline=words)
+
+
 def price(technique: Technique, t: Translate) -> str:
     """What the technique costs in quality: nothing, or as far as somebody found out."""
     if technique.lossless:
         return t("techniques.price_none")
     try:
-        return t("techniques.price", note=quality_of(technique).note)
-    except KeyError:  # declared, and no figure was found for it yet
-        return t("techniques.price", note=t("quality.unknown"))
+        quality = quality_of(technique)
+    except KeyError:  # declared, and no figure was looked for yet
+        return t("techniques.price_unknown")
+    return price_words(quality.note, quality.source, t)
+
+
+def price_words(note: str, source: str, t: Translate) -> str:
+    """A figure that somebody found, or that nobody did."""
+    return t("techniques.price_unknown") if source == NO_FIGURE else t("techniques.price", note=note)
 
 
 def drafting_words(effect: Effect, task: str, t: Translate) -> str:
