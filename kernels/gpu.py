@@ -7,6 +7,8 @@ read each weight once too, and nothing is left to fuse.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -14,11 +16,15 @@ from torch.nn import functional
 
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.kv_formats import QuantizedKv
-from membound.kernels.quantize import dequantize
+from membound.kernels.quantize import Packer, dequantize
 from membound.kernels.reference import TorchKernels
+from membound.kernels.triton.activation import QuantizedRows
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kv_blocks import KvBlocks
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
+from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
+from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
+from membound.kernels.triton.linear_w8a8 import linear_w8a8
 from membound.kernels.triton.machine import INTERPRETED, machine_of
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
@@ -27,11 +33,36 @@ from membound.kernels.triton.silu_mul import silu_mul
 from membound.kernels.triton.verify_attention import LARGEST_TREE, verify_attention
 
 # The formats that Triton kernels or the vendor's library multiply; the others are widened first.
-NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8")
+NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8", "int4", "w8a8", "fp8", "sparse24")
+
+
+@dataclass(frozen=True, eq=False)
+class TritonWeight(PackedWeight):
+    """A weight in a layout of Triton's own; `data` and the other fields are its parts."""
+
+    own: Int4Weight | SparseWeight | None = None
+
+
+class TritonPacker(Packer):
+    """Plain layouts, but int4 and 2:4 as their Triton kernels read them."""
+
+    def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
+        n, k = codes.shape
+        group_size = k // scale.shape[1] if scale.dim() == 2 and scale.shape[1] else 0
+        whole = zero is None or bool((zero == zero.round()).all() and (zero >= 0).all() and (zero <= 15).all())
+        if format != "int4" or group_size not in GROUPS or group_size * scale.shape[1] != k or not whole:
+            return super().pack_codes(codes, scale, zero, format)
+        zeros = None if zero is None else zero.to(torch.uint8)
+        own = Int4Weight.pack(codes.to(torch.uint8), scale.half(), zeros)
+        return TritonWeight("int4", own.data, own.scale, own.zero, group_size, (n, k), own=own)
+
+    def _sparse24(self, weight: Tensor) -> PackedWeight:
+        own = SparseWeight.prune(weight.to(torch.bfloat16))
+        return TritonWeight("sparse24", own.values, size=own.shape, kept=own.places, own=own)
 
 
 class TritonKernels:
-    """bf16 activations, K and V in bf16, weights in bf16, int8 (a scale a row) or fp32.
+    """bf16 activations, K and V in bf16 or quantized; all weight formats, those of NATIVE read as they are packed.
 
     Rows of a batch whose `context_len` is 0 and whose slots are negative are padding: they store nothing and attend
     to nothing. On device "cpu" it runs where Triton was imported with TRITON_INTERPRET=1.
@@ -46,6 +77,7 @@ class TritonKernels:
     def __init__(self, device: str = "cuda") -> None:
         self.device = torch.device(device)
         self._torch = TorchKernels(device)
+        self._packer = TritonPacker()
         self._chains: tuple[RaggedBatch, Tensor] | None = None
 
     def stalls(self) -> int:
@@ -61,22 +93,27 @@ class TritonKernels:
         )
 
     def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
-        return self._torch.pack(weight, format, group_size)
+        return self._packer.pack(weight, format, group_size)
 
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
-        return self._torch.pack_codes(codes, scale, zero, format)
+        return self._packer.pack_codes(codes, scale, zero, format)
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
-        return self._torch.pack_gguf(raw, type, shape)
+        return self._packer.pack_gguf(raw, type, shape)
 
     def emulates(self, format: WeightFormat) -> bool:
         return format not in NATIVE
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        if weight.format == "int8" and weight.group_size is None:
-            assert weight.scale is not None
-            return linear_byte(x, ByteWeight("int8", weight.data, weight.scale))
-        if weight.format not in NATIVE or weight.group_size is not None:
+        if isinstance(weight, TritonWeight):
+            own = weight.own
+            return linear_int4(x, own) if isinstance(own, Int4Weight) else linear_sparse(x, own)
+        if weight.format in ("int8", "fp8", "w8a8") and weight.group_size is None and weight.scale is not None:
+            rows = ByteWeight("fp8" if weight.format == "fp8" else "int8", weight.data, weight.scale)
+            if weight.format == "w8a8":
+                return linear_w8a8(QuantizedRows.of(x, "int8"), rows, self.activation_dtype)
+            return linear_byte(x, rows)
+        if weight.format not in ("fp32", "bf16"):
             return functional.linear(x, dequantize(weight).to(x.dtype)).to(self.activation_dtype)
         return functional.linear(x.to(weight.data.dtype), weight.data).to(self.activation_dtype)
 

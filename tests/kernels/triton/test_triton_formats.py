@@ -1,0 +1,71 @@
+"""Every weight and cache format through the Triton kernels' common face agrees with plain PyTorch."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from membound.kernels.base import RaggedBatch  # noqa: E402
+from membound.kernels.gpu import TritonKernels  # noqa: E402
+from membound.kernels.kv_formats import QuantizedKv  # noqa: E402
+from membound.kernels.reference import TorchKernels  # noqa: E402
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "fp8", "sparse24"])
+def test_a_weight_packed_for_triton_multiplies_as_the_plain_kernels_do(device, format):
+    random = torch.Generator().manual_seed(0)
+    x, w = torch.randn(3, 128, generator=random), torch.randn(40, 128, generator=random).bfloat16().float()
+    kernels, plain = TritonKernels(str(device)), TorchKernels()
+    weight = kernels.pack(w.to(device), format)
+    assert weight.shape == (40, 128)
+    y = kernels.linear(x.to(device, torch.bfloat16), weight)
+    expected = plain.linear(x.bfloat16().float(), plain.pack(w, format))
+    assert y.dtype is torch.bfloat16
+    assert torch.allclose(y.float().cpu(), expected, atol=0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize("zero", [None, 3.0, 7.25])
+def test_codes_of_another_quantizer_reach_triton(device, zero):
+    random = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 16, (40, 128), generator=random)
+    scale = torch.rand(40, 2, generator=random) + 0.1
+    zeros = None if zero is None else torch.full((40, 2), zero)
+    x = torch.randn(2, 128, generator=random)
+    kernels, plain = TritonKernels(str(device)), TorchKernels()
+    on_device = [None if t is None else t.to(device) for t in (codes, scale, zeros)]
+    y = kernels.linear(x.to(device, torch.bfloat16), kernels.pack_codes(*on_device, "int4"))
+    expected = plain.linear(x.bfloat16().float(), plain.pack_codes(codes, scale, zeros, "int4"))
+    assert torch.allclose(y.float().cpu(), expected, atol=0.5, rtol=0.02)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_quantized_blocks_are_stored_and_read_as_the_plain_kernels_do(device, format):
+    random = torch.Generator().manual_seed(2)
+    kernels, plain = TritonKernels(str(device)), TorchKernels()
+    batch = RaggedBatch(
+        torch.arange(6),
+        torch.arange(6) + 3,
+        torch.tensor([0, 6], dtype=torch.int32),
+        torch.tensor([6], dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        6,
+    )
+    batch = replace(batch, slots=torch.arange(6))
+    qkv = torch.randn(6, (4 + 2 * 2) * 32, generator=random).bfloat16().float()
+    angle = torch.rand(6, 16, generator=random)
+    results = []
+    for set_, where, dtype in ((kernels, device, torch.bfloat16), (plain, torch.device("cpu"), torch.float32)):
+        kv = QuantizedKv.zeros(format, 1, 16, 2, 32, where)
+        on = batch.to(where)
+        q = set_.rope_and_store_quantized(qkv.to(where, dtype), angle.cos().to(where), angle.sin().to(where), on, kv)
+        y = set_.attention_quantized(q, kv, on, 0.2)
+        tree = replace(on, tree=torch.tensor([1, 3, 5, 9, 17, 35], device=where))
+        drafted = set_.attention_quantized(q, kv, tree, 0.2)
+        windowed = set_.attention_quantized(q, kv, on, 0.2, window=2)
+        scores = set_.attention_scores(q, kv, on, 0.2, queries=2)
+        results.append([t.float().cpu() for t in (y, drafted, windowed, scores)])
+    for ours, theirs in zip(*results, strict=True):
+        # The two round halves of a step differently, which moves single codes of int4 by one.
+        assert (ours - theirs).square().mean().sqrt() < 0.03 and (ours - theirs).abs().max() < 0.3
