@@ -75,13 +75,17 @@ def _under(scenario: Scenario, policy: str) -> Scenario:
 
 def serve(scenario: Scenario, policies: Iterable[str], context: JobContext) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every variant served by the simulator: one document of all, and the tables of each."""
+    from membound.app.report_planning import drafting
+
     asked = variants(scenario, policies)
     cases: list[dict[str, Any]] = []
     tables: dict[str, Any] = {}
     for index, (name, variant) in enumerate(asked.items()):
-        chosen = with_best_drafts(variant).scenario
+        chosen, parameters = with_best_drafts(variant)
         log = PhaseLog()
         result = run(chosen, observer=_watched(log, context, name, index, len(asked), chosen.workload.requests))
+        if parameters is not None and not parameters.get("replayed"):
+            result.provenance.notes.append(drafting(parameters))
         cases.append({"name": name, **case_of(result)})
         for table, columns in result_tables(result).items():
             tables[f"{table}.{name}"] = columns

@@ -92,6 +92,7 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
     summary = case["summary"]
     if not summary["completed"]:
         st.header(t("simulate.nobody", requests=f"{summary['requests']:,}"))
+        _lost(case, t)
         return
     st.header(t("simulate.answer", share=_share(summary["slo_attainment"])))
     bound, share = max(summary["bottleneck_share"].items(), key=lambda item: item[1])
@@ -105,10 +106,8 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
         ),
         t("simulate.bound_said", bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}", share=text.percent(share)),
     ]
-    lost = summary["rejected"] + summary["failed"]
-    if lost:
-        said.append(t("simulate.lost_said", lost=f"{lost:,}", requests=f"{summary['requests']:,}"))
     st.write(" ".join(said))
+    _lost(case, t)
     cells = st.columns(5)
     cells[0].metric(t("simulate.goodput"), f"{text.digits(summary['goodput_rps'])} /s", help=t("simulate.goodput_help"))
     cells[1].metric(
@@ -117,6 +116,15 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
     cells[2].metric(t("simulate.kv_used"), text.percent(summary["kv_utilization"]), help=t("simulate.kv_used_help"))
     cells[3].metric(t("simulate.preempted"), f"{summary['preemptions']:,}", help=t("simulate.preempted_help"))
     cells[4].metric(t("simulate.cost"), _money(summary["cost_usd_per_million_tokens"]), help=t("simulate.cost_help"))
+
+
+def _lost(case: Mapping[str, Any], t: Translate) -> None:
+    """How many requests were not answered, and why the first was not."""
+    summary = case["summary"]
+    if lost := summary["rejected"] + summary["failed"]:
+        said = t("simulate.lost_said", lost=f"{lost:,}", requests=f"{summary['requests']:,}")
+        reasons = [note for note in case["provenance"].get("notes", ()) if "turned away" in note]
+        st.warning(" ".join([said, *reasons]), icon=":material/block:")
 
 
 def _conditions(case: Mapping[str, Any], t: Translate) -> str:

@@ -242,3 +242,12 @@ def test_what_is_no_packed_text_is_empty(short: str) -> None:
 
 def test_a_bomb_in_the_url_is_not_unpacked() -> None:
     assert scenario_choice.unpacked(scenario_choice.packed("a" * 50_000_000)) == ""
+
+
+def test_requests_that_were_turned_away_are_said_with_the_reason(store: Store) -> None:
+    query = {"model": "OPT-2.7B", "requests": "20", "prompt": "4000", "spread": "fixed", "versus": ""}
+    _page("simulate", **query).button(key="ask_policies").click().run()
+    _work(store, store.jobs("policies")[0])
+    at = _page("simulate", **query)
+    assert not at.exception and at.header[0].value == T("simulate.nobody", requests="20")
+    assert "20 of 20 requests" in at.warning[0].value and "because" in at.warning[0].value
