@@ -38,9 +38,10 @@ NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8", "int4", "w8a8", "fp8
 
 @dataclass(frozen=True, eq=False)
 class TritonWeight(PackedWeight):
-    """A weight in a layout of Triton's own; `data` and the other fields are its parts."""
+    """A weight whose parts are those of Triton's `Int4Weight` (offset: its zero) or `SparseWeight` (kept: its places).
 
-    own: Int4Weight | SparseWeight | None = None
+    They lie in another order than a plain weight's of the same format.
+    """
 
 
 class TritonPacker(Packer):
@@ -54,11 +55,11 @@ class TritonPacker(Packer):
             return super().pack_codes(codes, scale, zero, format)
         zeros = None if zero is None else zero.to(torch.uint8)
         own = Int4Weight.pack(codes.to(torch.uint8), scale.half(), zeros)
-        return TritonWeight("int4", own.data, own.scale, own.zero, group_size, (n, k), own=own)
+        return TritonWeight("int4", own.data, own.scale, own.zero, group_size, (n, k))
 
     def _sparse24(self, weight: Tensor) -> PackedWeight:
         own = SparseWeight.prune(weight.to(torch.bfloat16))
-        return TritonWeight("sparse24", own.values, size=own.shape, kept=own.places, own=own)
+        return TritonWeight("sparse24", own.values, size=own.shape, kept=own.places)
 
 
 class TritonKernels:
@@ -106,8 +107,10 @@ class TritonKernels:
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         if isinstance(weight, TritonWeight):
-            own = weight.own
-            return linear_int4(x, own) if isinstance(own, Int4Weight) else linear_sparse(x, own)
+            if weight.kept is not None:
+                return linear_sparse(x, SparseWeight(weight.data, weight.kept, weight.shape[1]))
+            assert weight.scale is not None
+            return linear_int4(x, Int4Weight(weight.data, weight.scale, weight.offset))
         if weight.format in ("int8", "fp8", "w8a8") and weight.group_size is None and weight.scale is not None:
             rows = ByteWeight("fp8" if weight.format == "fp8" else "int8", weight.data, weight.scale)
             if weight.format == "w8a8":
