@@ -8,6 +8,7 @@ arXiv 2405.16406): it exists only where a Hadamard matrix has as many rows as th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,33 @@ def rotated(spec: ModelSpec, weights: Weights, seed: int = 0) -> Weights:
         lm_head=residual.apply(head).to(weights.lm_head.dtype),
         origin=f"{weights.origin}, rotated",
     )
+
+
+def rotated_moments(
+    spec: ModelSpec, weights: Weights, moments: Mapping[str, Tensor], seed: int = 0
+) -> dict[str, Tensor]:
+    """The second moments [k, k] of the rotated model's inputs, by matrix, from those of the model as it was."""
+    residual = rotation(spec.hidden, seed)
+    found = {}
+    for index, (layer, tensors) in enumerate(zip(spec.stack, weights.layers, strict=False)):
+        assert isinstance(layer.attention, GroupedQueryAttention), "`rotated` refuses others"
+        for part, norm in (("qkv", "mixer_norm"), ("gate_up", "ffn_norm")):
+            name, gamma = f"layers.{index}.{part}", tensors[norm]
+            unscaled = torch.where(gamma == 0, 0.0, 1 / gamma)  # the norm's weight goes into the matrix
+            found[name] = _both_sides(moments[name] * unscaled[:, None] * unscaled, residual.apply)
+        per_head = rotation(layer.attention.value_dim)
+        found[f"layers.{index}.o"] = _both_sides(
+            moments[f"layers.{index}.o"],
+            lambda x, turn=per_head: turn.apply(x.unflatten(1, (-1, turn.size))).flatten(1),
+        )
+        online = online_rotation(tensors["down"].shape[1])
+        found[f"layers.{index}.down"] = _both_sides(moments[f"layers.{index}.down"], online.apply)
+    return found
+
+
+def _both_sides(moments: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
+    """R^T M R, where `apply` multiplies rows by R and M is symmetric."""
+    return apply(apply(moments).T.contiguous())
 
 
 def _problem(spec: ModelSpec, weights: Weights) -> str | None:

@@ -39,7 +39,7 @@ from membound.runtime.quantization.linears import (
 from membound.runtime.quantization.magnitude import prune_by_magnitude
 from membound.runtime.quantization.outliers import split_outliers
 from membound.runtime.quantization.quantized import Grid, QuantizationError, Quantized
-from membound.runtime.quantization.quarot import online_rotation, rotated
+from membound.runtime.quantization.quarot import online_rotation, rotated, rotated_moments
 from membound.runtime.quantization.rtn import round_to_nearest
 from membound.runtime.quantization.smoothquant import smoothing_scales
 from membound.runtime.quantization.sparsegpt import sparsegpt
@@ -97,8 +97,10 @@ class RoundingRecipe:
     def linear(self, name: str, weight: Tensor) -> Linear:
         format = self.format_of(name)
         if format.width >= 16:
-            if format.sparse:
+            if format.sparse and weight.shape[1] % 16 == 0:  # that the kernels' indices take
                 return KernelLinear(self.kernels, self.kernels.pack(weight, "sparse24"))
+            if format.sparse:
+                return EmulatedLinear(self.kernels, weight)
             return KernelLinear(self.kernels, self.kernels.pack(weight, "fp32" if format.width == 32 else "bf16"))
         clip = CLIP if self.plan.activations.width < CLIP_BELOW_BITS else 1.0
         rounded = rounding(self.plan.activations, clip)
@@ -222,13 +224,25 @@ class OutlierRecipe(RoundingRecipe):
 
 
 class QuarotRecipe(RoundingRecipe):
-    """QuaRot with rounding to nearest; the inputs of `down` are rotated in each step."""
+    """QuaRot: rotated, and rounded by GPTQ as in the paper; the inputs of `down` are rotated in each step.
+
+    Without calibration text, as for random weights, it rounds to nearest.
+    """
 
     method = "quarot"
     divides = False
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
-        return super().prepare(spec, rotated(spec, weights))
+        self.moments: dict[str, Tensor] = {}
+        turned = rotated(spec, weights)
+        if self.calibrator is not None and self.plan.weights.width < 16:
+            seen = self.calibrator.statistics(spec, weights)
+            self.moments = rotated_moments(spec, weights, {name: one.moments for name, one in seen.items()})
+        return super().prepare(spec, turned)
+
+    def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
+        moments = self.moments.get(name)
+        return round_to_nearest(weight, grid) if moments is None else gptq(weight, moments, grid)
 
     def linear(self, name: str, weight: Tensor) -> Linear:
         linear = super().linear(name, weight)

@@ -16,10 +16,10 @@ from membound.roofline.precision_plan import PrecisionPlan, plan_of
 from membound.roofline.techniques import W8A8, Sparsity24, WeightQuantization, engine_setup
 from membound.runtime.decoder import Decoder
 from membound.runtime.plain import single_sequence
-from membound.runtime.quantization.calibration import Calibrator, collect_statistics
+from membound.runtime.quantization.calibration import Calibrator, ObservingRecipe, collect_statistics
 from membound.runtime.quantization.folding import Folder
 from membound.runtime.quantization.quantized import QuantizationError
-from membound.runtime.quantization.quarot import rotated
+from membound.runtime.quantization.quarot import online_rotation, rotated, rotated_moments
 from membound.runtime.quantization.recipes import QUANTIZERS, QuarotRecipe, format_problem, recipe_for
 from membound.runtime.weights import Weights, load_safetensors, random_weights
 
@@ -78,6 +78,20 @@ def test_a_rotated_model_computes_the_same(tiny: tuple[ModelSpec, Weights, list[
     turned = rotated(spec, weights)
     assert not torch.allclose(turned.layers[0]["qkv"], weights.layers[0]["qkv"], atol=1e-2)
     assert (turned.final_norm == 1).all()
+
+
+def test_moments_are_rotated_as_the_inputs_are(tiny: tuple[ModelSpec, Weights, list[int]]) -> None:
+    spec, weights, ids = tiny
+    kernels = ExactKernels()
+    before = {name: one.moments for name, one in collect_statistics(spec, weights, kernels, [ids]).items()}
+    observing = ObservingRecipe(QuarotRecipe(kernels, PrecisionPlan()))
+    logits(Decoder(spec, weights, kernels, observing), ids)
+    for name, moments in rotated_moments(spec, weights, before).items():
+        seen = observing.accumulators[name].statistics().moments
+        if name.endswith(".down"):  # rotated behind the place where it is observed
+            turn = online_rotation(len(seen))
+            seen = turn.apply(turn.apply(seen).T.contiguous())
+        torch.testing.assert_close(moments, seen, rtol=1e-3, atol=1e-4 * float(seen.abs().max()))
 
 
 def test_statistics_are_those_of_the_inputs_of_each_matrix(tiny: tuple[ModelSpec, Weights, list[int]]) -> None:
