@@ -90,6 +90,7 @@ class Followers:
 
     def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
         self.processes = processes
+        self._last_words: dict[int, str] = {}
 
     @property
     def alive(self) -> bool:
@@ -99,10 +100,13 @@ class Followers:
         """What a follower that has ended said last; None while all are there."""
         for rank, process in enumerate(self.processes, 1):
             if (code := process.poll()) is not None:
-                assert process.stderr is not None, "it is a pipe"
-                said = process.stderr.read().strip().splitlines() if not process.stderr.closed else []
-                last = said[-1] if said else "it said nothing"
-                return GroupError(f"process {rank} of the divided model ended with code {code}: {last}")
+                if rank not in self._last_words:
+                    assert process.stderr is not None, "it is a pipe"
+                    said = process.stderr.read().strip().splitlines()
+                    self._last_words[rank] = said[-1] if said else "it said nothing"
+                return GroupError(
+                    f"process {rank} of the divided model ended with code {code}: {self._last_words[rank]}"
+                )
         return None
 
     def wait_until_ready(self, meeting: Path) -> None:

@@ -30,6 +30,7 @@ def scenario_of(folder: Path, tp: int) -> Scenario:
             "parallel": Parallelism(tp=tp),
             "workload": load_scenario("million-requests").workload.model_copy(update={"requests": 1}),
             "techniques": (),
+            "sweep": (),
         }
     )
 
