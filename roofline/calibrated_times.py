@@ -52,10 +52,26 @@ class CalibratedTimes:
                 f"the calibration of '{self.hardware.name}' has no operator '{operator.kind}'; run `membound calibrate`"
             )
         time_s = cost.time_s(**_amounts(operator))
+        if operator.kind == "moe":
+            return self._moe(operator, time_s, memory_s)
         if operator.kind == "attention":
             compute_s = operator.flops * cost.seconds.get("flops", 0.0)
             return OperatorTime(time_s, memory_s, compute_s, cost.seconds.get("call", 0.0))
         return OperatorTime(time_s, 0.0, 0.0, time_s)
+
+    def _moe(self, operator: Operator, routing_s: Count, memory_s: Count) -> OperatorTime:
+        """Each expert that has tokens is a linear of its share of them; routing and gathering come on top.
+
+        An expert's two matrices are taken as a square one of as many elements, because seconds go by bytes and FLOPs.
+        """
+        load, format = operator.experts, kernel_format(operator)
+        assert load is not None, "a mixture says what its experts compute"
+        side = max(1, round((load.flops_per_row / 2) ** 0.5))
+        rows = load.pairs / np.maximum(load.active, 1e-9)
+        # an expert's turn comes once a step, so that its weights are read from memory
+        each_s = self._linear(format).time_s(rows, side, side, 1.0)
+        compute_s = operator.flops / self.calibration.matrix_flops(format)
+        return OperatorTime(routing_s + load.active * each_s, memory_s, compute_s, routing_s)
 
     def _linear(self, weight_format: str) -> _LinearTimes:
         if weight_format not in self._linears:
@@ -129,6 +145,17 @@ def _amounts(operator: Operator) -> dict[str, Count]:
         }
     if operator.kind == "host":
         return {"sequences": operator.sequences, "tokens": operator.elements, "logits": operator.logits}
+    if operator.kind == "moe":
+        load = operator.experts
+        assert load is not None, "a mixture says what its experts compute"
+        return {"experts": load.active, "elements": load.pairs}
+    if operator.kind == "recurrent":
+        return {
+            "elements": operator.elements,
+            "sequences": operator.sequences,
+            "kv_bytes": operator.kv_bytes,
+            "flops": operator.flops,
+        }
     return {"elements": operator.elements}
 
 

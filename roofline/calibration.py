@@ -83,7 +83,9 @@ class Calibration(_Table):
     """A machine's measured roofs, with who measured what, when and how repeatable it was.
 
     `operators` has a cost for each kind of operator that is not a linear: `rms_norm`, `add_rms_norm`,
-    `rope_and_store`, `silu_mul` and `embed` by `elements`; `attention`, also over quantized K and V
+    `rope_and_store`, `silu_mul` and `embed` by `elements`; `moe`, what a mixture costs beside its matrices, by
+    `experts` that have tokens and by `elements`, pairs of a token and an expert; `recurrent`, the update of a state, by
+    `elements` (tokens), `sequences`, `kv_bytes` and `flops`; `attention`, also over quantized K and V
     (`attention_over`), by `sequences`, `kv_bytes`, `flops` and `activation_bytes`; `host`, the Python and sampling of a
     step, by `sequences`, `tokens` and `logits`. `linear` has a table for each of the kernels' weight formats.
     `repeatability` is the largest relative difference between two passes; `residual` the median relative error of the

@@ -23,6 +23,7 @@ from membound.roofline.operators import Operator, linear
 from membound.roofline.precision import PRECISIONS
 from membound.runtime.bandwidth_probe import WORKING_SETS, BandwidthProbe
 from membound.runtime.host_probe import HostGrid, HostProbe
+from membound.runtime.layer_probe import LAYER_KINDS, LayerGrid, LayerProbe
 from membound.runtime.linear_probe import LinearGrid, LinearProbe
 from membound.runtime.operator_probe import (
     KV_KINDS,
@@ -88,6 +89,7 @@ class Plan:
     linears: LinearGrid = field(default_factory=LinearGrid)
     operators: OperatorGrid = field(default_factory=OperatorGrid)
     host: HostGrid = field(default_factory=HostGrid)
+    layers: LayerGrid = field(default_factory=LayerGrid)
     checks: tuple[LinearCheck | AttentionCheck, ...] = CHECKS
     pool_bytes: int = POOL_BYTES
 
@@ -130,6 +132,7 @@ class _Calibrator:
         self.linears = LinearProbe(kernels, stopwatch, pool, plan.linears)
         self.operators = OperatorProbe(kernels, stopwatch, pool, plan.operators)
         self.host = HostProbe(kernels, pool, plan.host)
+        self.layers = LayerProbe(kernels, stopwatch, plan.layers)
 
     def run(self, progress: Progress) -> Calibration:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -155,8 +158,12 @@ class _Calibrator:
             for kind in KINDS
             if kind not in KV_KINDS or not self.kernels.emulates_quantized_kv
         }
+        layers = {
+            kind: Part(f"{kind} layers", len(self.layers.amounts(kind)), partial(self.layers.measure, kind))
+            for kind in LAYER_KINDS
+        }
         host = Part("planning and sampling", len(self.host.amounts()), self.host.measure)
-        repeatability = repeat([*bandwidths, *linears.values(), *operators.values(), host], progress)
+        repeatability = repeat([*bandwidths, *linears.values(), *operators.values(), *layers.values(), host], progress)
 
         rates = (1 / np.concatenate([part.best() for part in bandwidths])).tolist()
         tables = {
@@ -164,6 +171,7 @@ class _Calibrator:
             for format in self.linears.formats
         }
         costs = {kind: fit(self.operators.amounts(kind), part.typical()) for kind, part in operators.items()}
+        costs |= {kind: fit(self.layers.amounts(kind), part.typical()) for kind, part in layers.items()}
         embed = costs["embed"].seconds["call"]
         costs["host"] = fit(self.host.amounts(), np.maximum(host.typical() - embed, 1e-7))
         calibration = Calibration(

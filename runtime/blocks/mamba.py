@@ -82,35 +82,33 @@ class Mamba2Mixer:
         """y [sequences, tokens, d_inner] and the state after them, of x, B and C [sequences, tokens, channels]."""
         spec = self.spec
         x, b, c = mixed.split([spec.d_inner, *2 * (spec.groups * spec.d_state,)], dim=-1)
-        x = x.unflatten(-1, (spec.heads, spec.head_dim))
-        per_group = spec.heads // spec.groups
-        b, c = (part.unflatten(-1, (spec.groups, -1)).repeat_interleave(per_group, dim=2) for part in (b, c))
-        decay = dt * self.weights["a"]  # logarithm of the share that is kept, [sequences, tokens, heads]
-        outputs = []
-        for start in range(0, x.shape[1], CHUNK_TOKENS):
+        x = x.unflatten(-1, (spec.heads, spec.head_dim)).transpose(1, 2)  # [sequences, heads, tokens, head_dim]
+        each = spec.heads // spec.groups
+        b, c = (part.unflatten(-1, (spec.groups, -1)).transpose(1, 2).repeat_interleave(each, 1) for part in (b, c))
+        dt = dt.transpose(1, 2)  # [sequences, heads, tokens]
+        decay = dt * self.weights["a"][:, None]  # logarithm of the share that is kept
+        scaled, outputs = x * dt[..., None], []
+        for start in range(0, x.shape[2], CHUNK_TOKENS):
             piece = slice(start, start + CHUNK_TOKENS)
-            y, h = _chunk(x[:, piece] * dt[:, piece, :, None], decay[:, piece], b[:, piece], c[:, piece], h)
+            y, h = _chunk(scaled[:, :, piece], decay[..., piece], b[:, :, piece], c[:, :, piece], h)
             outputs.append(y)
-        y = torch.cat(outputs, dim=1) + x * self.weights["d"][:, None]
-        return y.flatten(2), h
+        y = torch.cat(outputs, dim=2) + x * self.weights["d"][:, None, None]
+        return y.transpose(1, 2).flatten(2), h
 
 
 def _chunk(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """One chunk of the recurrence as matrix products (arXiv 2405.21060, section 6).
 
-    x [S, T, heads, head_dim] is scaled by dt; decay [S, T, heads]; b, c [S, T, heads, d_state]; h [S, heads, head_dim,
+    x [S, heads, T, head_dim] is scaled by dt; decay [S, heads, T]; b, c [S, heads, T, d_state]; h [S, heads, head_dim,
     d_state] is the state before. Returns y as x, and the state after.
     """
-    total = decay.cumsum(1).transpose(1, 2)  # [S, heads, T]
+    total = decay.cumsum(-1)  # [S, heads, T]
     between = total[..., :, None] - total[..., None, :]  # [S, heads, to, from]
     causal = torch.ones(between.shape[-2:], dtype=torch.bool, device=x.device).tril()
     kept = between.masked_fill(~causal, -torch.inf).exp()
-    scores = torch.einsum("sthn,suhn->shtu", c, b) * kept
-    y = torch.einsum("shtu,suhp->sthp", scores, x)
-    y = y + torch.einsum("sthn,shpn,sht->sthp", c, h, total.exp())
-    left = (total[..., -1:] - total).exp()  # [S, heads, T]
-    h = h * total[..., -1].exp()[..., None, None] + torch.einsum("suhp,suhn,shu->shpn", x, b, left)
-    return y, h
+    y = (c @ b.transpose(-1, -2) * kept) @ x + (c * total.exp()[..., None]) @ h.transpose(-1, -2)
+    left = (total[..., -1:] - total).exp()[..., None]  # [S, heads, T, 1]
+    return y, h * total[..., -1:].exp()[..., None] + (x * left).transpose(-1, -2) @ b
 
 
 class Mamba1Mixer:
