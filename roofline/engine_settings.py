@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.engines import get_profile
+from membound.roofline.parallel import Parallelism
 from membound.roofline.part import MAX_TOKENS, Part
 
 BatchingName = Literal["static", "continuous", "prefill_first", "chunked_prefill"]
@@ -41,7 +42,8 @@ class Disaggregation(Part):
     """Prompts and outputs on engines of their own; the KV cache of a prompt crosses a link in between.
 
     With `layerwise` transfer the layers are sent while later ones are computed, so that only the last one's time and
-    what the link cannot keep up with are seen.
+    what the link cannot keep up with are seen. An engine of a pool is divided over devices as the scenario's `parallel`
+    says, or in its pool's own way.
     """
 
     prefill_engines: int = Field(1, ge=1, le=10_000)
@@ -50,6 +52,13 @@ class Disaggregation(Part):
         None, gt=0, le=1e15, description="of one prefill engine; the device's scale_out link where it is not given"
     )
     layerwise: bool = True
+    prefill_parallel: Parallelism | None = None
+    decode_parallel: Parallelism | None = None
+
+    def devices(self, parallel: Parallelism) -> int:
+        """Devices of all engines, where the scenario's is `parallel`."""
+        prefill, decode = self.prefill_parallel or parallel, self.decode_parallel or parallel
+        return self.prefill_engines * prefill.devices + self.decode_engines * decode.devices
 
 
 class Engine(Part):

@@ -66,9 +66,9 @@ class Assembly:
         self.stalls_before = self.decoders.kernels.stalls()
 
     def result(
-        self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, engines: int = 1
+        self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, devices: int | None = None
     ) -> RunResult:
-        """The result of the run that `recorder` has recorded of `engines` such engines, for the scenario `asked`."""
+        """The result of the run that `recorder` has recorded for the scenario `asked`, on `devices` devices."""
         emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in self.kv) else []
         emulated += [EMULATED_WEIGHTS] if self.decoder.emulated else []
         output_tokens = sum(request.output_tokens for request in self.requests)
@@ -90,7 +90,7 @@ class Assembly:
             ],
         )
         blocks = self.memory.num_blocks
-        return run_result(asked, self.decoder.spec, self.times, blocks, recorder, provenance, engines)
+        return run_result(asked, self.decoder.spec, self.times, blocks, recorder, provenance, devices)
 
 
 def assemble(

@@ -13,9 +13,10 @@ import simpy
 from membound.roofline.engine_settings import Disaggregation
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import kv_bytes
+from membound.roofline.parallel import Parallelism
 from membound.roofline.result import RunResult
 from membound.simulator.inbox import Inbox
-from membound.simulator.run import Deployment, VirtualClock, provenance
+from membound.simulator.run import Deployment, VirtualClock, deploy, provenance
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve
@@ -55,9 +56,10 @@ class _Prompts(Recorder):
 class _Prefill(_Engine):
     """Computes prompts, and sends their KV caches over its link, one after the other."""
 
-    def __init__(self, world: _World) -> None:
-        super().__init__(world.env, world.deployment, _Prompts(world.observer), world.step_by_step)
+    def __init__(self, world: _World, deployment: Deployment) -> None:
+        super().__init__(world.env, deployment, _Prompts(world.observer), world.step_by_step)
         self.world = world
+        self.layers = deployment.model.layers
         self.link_free_s = 0.0
         self.link_busy_s = 0.0
 
@@ -82,7 +84,7 @@ class _Prefill(_Engine):
         end_s = begun_s + transfer_s
         if world.settings.layerwise:
             # The last layer leaves when it has been computed, whatever the link had time for before.
-            end_s = max(end_s, now_s + transfer_s / world.deployment.model.layers)
+            end_s = max(end_s, now_s + transfer_s / self.layers)
         self.link_free_s = end_s
         self.link_busy_s += transfer_s
         pool = self.scheduler.pool
@@ -101,8 +103,8 @@ class _Prefill(_Engine):
 class _Decode(_Engine):
     """Writes the outputs of prompts that were computed elsewhere."""
 
-    def __init__(self, world: _World) -> None:
-        super().__init__(world.env, world.deployment, Recorder(world.observer), world.step_by_step)
+    def __init__(self, world: _World, deployment: Deployment) -> None:
+        super().__init__(world.env, deployment, Recorder(world.observer), world.step_by_step)
         self.world = world
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
@@ -115,6 +117,7 @@ class _World:
     def __init__(
         self,
         deployment: Deployment,
+        pools: tuple[Deployment, Deployment],
         settings: Disaggregation,
         requests: Iterator[Request],
         observer: Observer | None,
@@ -127,24 +130,27 @@ class _World:
         self.step_by_step = step_by_step
         self.requests: dict[int, Request] = {}
         self.client: Client = client_for(deployment.scenario.workload.arrivals, requests)
-        link, devices = deployment.times.hardware.scale_out, deployment.scenario.setup.parallel.devices
+        link = deployment.times.hardware.scale_out
+        # Each device of the smaller engine has a partner, and sends or takes its share over a link of its own.
+        self.partners = min(pools, key=lambda pool: pool.scenario.setup.parallel.devices).scenario.setup
         if link is None and settings.link_bytes_per_s is None:
             raise MemboundError(
                 f"hardware '{deployment.times.hardware.name}' gives no scale_out link, over which KV caches would "
                 "move; give engine.disaggregation.link_bytes_per_s"
             )
         self.latency_s = link.latency_s if link else 0.0
-        self.link_bytes_per_s = settings.link_bytes_per_s or (link.bandwidth_bytes_per_s * devices if link else 0.0)
-        self.prefill = [_Prefill(self) for _ in range(settings.prefill_engines)]
-        self.decode = [_Decode(self) for _ in range(settings.decode_engines)]
+        self.link_bytes_per_s = settings.link_bytes_per_s or (
+            link.bandwidth_bytes_per_s * self.partners.parallel.devices if link else 0.0
+        )
+        self.prefill = [_Prefill(self, pools[0]) for _ in range(settings.prefill_engines)]
+        self.decode = [_Decode(self, pools[1]) for _ in range(settings.decode_engines)]
         self._news = self.env.event()
         self.env.process(self._route())  # type: ignore[arg-type]
 
     def transfer_s(self, tokens: int) -> float:
         """Seconds of a prompt's KV cache on an otherwise idle link."""
-        setup = self.deployment.scenario.setup
-        of_device = float(kv_bytes(self.deployment.model, setup, float(tokens), 1.0))
-        return of_device * setup.parallel.devices / self.link_bytes_per_s
+        of_device = float(kv_bytes(self.deployment.model, self.partners, float(tokens), 1.0))
+        return of_device * self.partners.parallel.devices / self.link_bytes_per_s
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         """A request was answered, or turned away: the client may send the next one."""
@@ -191,7 +197,8 @@ def run_disaggregated(
     """Serves a workload with pools of engines for prompts and for outputs."""
     settings = deployment.scenario.engine.disaggregation
     assert settings is not None, "the scenario has two pools"
-    world = _World(deployment, settings, requests, observer, step_by_step)
+    pools = _pool(deployment, settings.prefill_parallel), _pool(deployment, settings.decode_parallel)
+    world = _World(deployment, pools, settings, requests, observer, step_by_step)
     world.env.run()
     engines: list[_Engine] = [*world.prefill, *world.decode]
     for engine in engines:
@@ -204,11 +211,19 @@ def run_disaggregated(
         deployment.scenario,
         deployment.model,
         deployment.times,
-        deployment.memory.num_blocks,
+        pools[1].memory.num_blocks,
         recorder,
         made,
-        engines=len(engines),
+        devices=settings.devices(deployment.scenario.parallel),
     )
+
+
+def _pool(deployment: Deployment, parallel: Parallelism | None) -> Deployment:
+    """What the engines of a pool are made of, which may be divided over devices in a way of their own."""
+    if parallel is None or parallel == deployment.scenario.parallel:
+        return deployment
+    divided = deployment.scenario.model_copy(update={"parallel": parallel})
+    return deploy(divided, deployment.times.hardware)[0]
 
 
 def _rates(world: _World, duration_s: float) -> str:

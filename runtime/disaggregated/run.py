@@ -220,6 +220,11 @@ def run_disaggregated(
             f"engine.disaggregation has {settings.prefill_engines} prefill and {settings.decode_engines} decode "
             "engines, which are predicted, not measured yet: the runtime has one of each"
         )
+    if settings.prefill_parallel or settings.decode_parallel:
+        raise MemboundError(
+            "engine.disaggregation gives pools a parallelism of their own, which is predicted, not measured yet; leave "
+            "prefill_parallel and decode_parallel out"
+        )
     if drafts is not None and drafts.kind != "ngram":
         raise MemboundError(
             f"engine.disaggregation does not go with speculation by {drafts.kind}, whose drafter has not read the "
@@ -245,7 +250,9 @@ def run_disaggregated(
             prefill.end()
     moved = f"{router.moved_bytes / 1e6:.1f} MB of K and V moved through shared memory"
     note = f"prompts in a process of its own, {share} of {threads} threads each, as whole prompts; {moved}"
-    return assembly.result(scenario, Recorder.joined([assembly.recorder, prompts]), [note], engines=2)
+    return assembly.result(
+        scenario, Recorder.joined([assembly.recorder, prompts]), [note], settings.devices(scenario.parallel)
+    )
 
 
 def _serve(assembly: Assembly, prefill: PrefillProcess, clock: WallClock) -> Router:

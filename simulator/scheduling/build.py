@@ -21,6 +21,7 @@ from membound.roofline.tasks import found_of
 from membound.roofline.techniques import Drafts, EngineSetup, NgramDrafts
 from membound.roofline.workload import Workload
 from membound.simulator.scheduling.blocks import BlockTables
+from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter, ModelledDrafter, NgramDrafter
 from membound.simulator.scheduling.kv_memory import KvMemory
 from membound.simulator.scheduling.policies import (
@@ -70,6 +71,7 @@ def build_scheduler(
         memory.seats,
         engine.max_batched_tokens,
         drafter,
+        AdaptiveLength(setup.drafts) if setup.drafts is not None and setup.drafts.adaptive else None,
         order=_order(engine, seconds_per_token),
         admission=_admission(engine, seconds_per_token),
         classify=_classify(scenario),
@@ -167,9 +169,9 @@ def run_result(
     num_blocks: int,
     recorder: Recorder,
     provenance: Provenance,
-    engines: int = 1,
+    devices: int | None = None,
 ) -> RunResult:
-    """The result of a recorded run of `engines` equal engines of `num_blocks` each.
+    """The result of a recorded run on `devices` devices, those of one engine without it, in `num_blocks` blocks each.
 
     The bounds of its steps are those that `times` sees for their shapes.
     """
@@ -187,6 +189,6 @@ def run_result(
         idle_s=recorder.idle_s,
         num_blocks=num_blocks,
         block_size=scenario.engine.block_size,
-        price_usd_per_h=None if price is None else price * scenario.setup.parallel.devices * engines,
+        price_usd_per_h=None if price is None else price * (devices or scenario.setup.parallel.devices),
     )
     return RunResult(scenario, summary, provenance, requests, steps, recorder.itl_s, recorder.outputs)

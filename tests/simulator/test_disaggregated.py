@@ -88,3 +88,28 @@ def test_without_a_link_one_sentence_says_what_to_give():
     hardware = get_hardware("H100-SXM5").model_copy(update={"scale_out": None})
     with pytest.raises(MemboundError, match=r"give engine\.disaggregation\.link_bytes_per_s"):
         run(scenario(10.0, {}), hardware)
+
+
+def test_pools_may_be_divided_over_devices_in_their_own_ways():
+    """The scenario's own way changes nothing; twice the devices for prompts makes first tokens sooner, and costs."""
+    same = run(scenario(10.0, {"decode_parallel": {"tp": 1}, "prefill_parallel": {"tp": 1}}))
+    plain = run(scenario(10.0, {}))
+    assert same.summary == plain.summary
+    wide = run(scenario(10.0, {"prefill_parallel": {"tp": 2}}))
+    assert wide.summary.completed == 300
+    assert wide.summary.ttft_s.mean < plain.summary.ttft_s.mean
+    assert wide.summary.tpot_s.mean == pytest.approx(plain.summary.tpot_s.mean, rel=0.1)
+    ratio = wide.summary.cost_usd_per_million_tokens / plain.summary.cost_usd_per_million_tokens
+    assert ratio == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_cache_crosses_as_many_links_as_the_smaller_engine_has_devices():
+    spec, setup = resolve_model("Llama-3.1-8B"), scenario(1.0, None).setup
+    gaps = {}
+    for tp in (1, 2):
+        pools = {"layerwise": False, "prefill_parallel": {"tp": tp}, "decode_parallel": {"tp": 2}}
+        chosen = scenario(1e-3, pools, requests=3).with_value("workload.output_tokens", {"kind": "fixed", "tokens": 2})
+        table = run(chosen).requests
+        gaps[tp] = np.mean(table["finished_s"] - table["first_token_s"])
+    link = get_hardware("H100-SXM5").scale_out.bandwidth_bytes_per_s
+    assert gaps[1] - gaps[2] == pytest.approx(float(kv_bytes(spec, setup, 1000.0, 1.0)) / link / 2, rel=1e-6)
