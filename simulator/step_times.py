@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation import Speculation, with_guesses
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import EngineSetup, Size
 
 Column = NDArray[np.float64]
 
@@ -53,6 +54,7 @@ class StepTimes:
         self.most_sequences = most_sequences
         self.most_tokens = most_tokens
         self._decode: dict[int, _Decode] = {}
+        self._speculations: dict[int, Speculation] = {}
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
@@ -106,13 +108,20 @@ class StepTimes:
             attended=shape.prefill_attended + known_kv - shape.prefill_kv_tokens,
             logits_rows=shape.logits_rows - guesses,
         )
+        mean = float(guesses / sequences)
         if drafts.nodes is not None:
-            shape = with_guesses(plain, guesses / sequences * drafts.nodes / drafts.gamma)
-        return float(self.exact(shape) + self._speculation.draft_s(self.times, plain))
+            shape = with_guesses(plain, mean * drafts.nodes / drafts.gamma)
+        depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
+        return float(self.exact(shape) + self._speculation(depth).draft_s(self.times, plain))
 
-    @cached_property
-    def _speculation(self) -> Speculation:
-        return Speculation(self.model, self.setup)
+    def _speculation(self, depth: int) -> Speculation:
+        """The drafter as far as a step went."""
+        if depth not in self._speculations:
+            whole, drafts = Speculation(self.model, self.setup), self.setup.drafts
+            assert drafts is not None, "the engine speculates"
+            nodes = None if drafts.nodes is None else ceil(drafts.nodes * depth / drafts.gamma)
+            self._speculations[depth] = whole if depth == drafts.gamma else whole.with_size(Size(depth, nodes))
+        return self._speculations[depth]
 
     def exact(self, shape: StepShape) -> Any:
         """Seconds by the roofline itself."""

@@ -18,7 +18,8 @@ class Drafts:
 
     In `hit_rate` of the steps there is a draft at all. The best guess at the first position is right with chance
     `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
-    one before. `content` is the kind of drafter under which a task's profile knows its acceptance, if it does.
+    one before. Where the engine is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or
+    none. `content` is the kind of drafter under which a task's profile knows its acceptance, if it does.
     """
 
     kind: ClassVar[DrafterKind]
@@ -29,6 +30,7 @@ class Drafts:
     decay: float = 1.0
     hit_rate: float = 1.0
     nodes: int | None = None
+    adaptive: bool = False
 
     @property
     def alphas(self) -> tuple[float, ...]:

@@ -55,6 +55,10 @@ class Speculative(Technique):
     lossless = True
     gain_metric = "tpot_s"
 
+    adaptive: bool = Field(
+        False, description="each step drafts as many tokens as have paid so far, up to the length given, or none"
+    )
+
     def drafts(self) -> Drafts:
         """What the technique proposes."""
         raise NotImplementedError
@@ -94,7 +98,7 @@ class Speculative(Technique):
             raise MemboundError(
                 f"{self.name} and speculation by {setup.drafts.kind} cannot both draft a step; give one of them"
             )
-        return replace(setup, drafts=self.drafts())
+        return replace(setup, drafts=replace(self.drafts(), adaptive=self.adaptive))
 
 
 class NgramSpeculation(Speculative):

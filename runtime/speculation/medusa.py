@@ -54,7 +54,8 @@ class MedusaProposer:
         self._last: dict[int, Tensor] = {}  # the hidden state that a sequence's newest token was chosen from
 
     def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
-        ready = [seq.id for seq in sequences if seq.id in self._last]
+        pairs = zip(sequences, rooms, strict=True)
+        ready = [seq.id for seq, room in pairs if room.chain > 0 and seq.id in self._last]
         if not ready:
             return [Draft()] * len(sequences)
         logits = self.heads(torch.stack([self._last[id] for id in ready]), self.depth)
@@ -66,10 +67,10 @@ class MedusaProposer:
             if sequence.id not in row:
                 drafts.append(Draft())
                 continue
-            depth = max(0, min(self.depth, room.depth))
+            depth = min(self.depth, room.depth)
             at = row[sequence.id]
             ranked = [list(zip(tokens[at][d], chances[at][d], strict=True)) for d in range(depth)]
-            drafts.append(independent_draft(ranked, max(0, min(self.guesses, room.guesses))))
+            drafts.append(independent_draft(ranked, min(self.guesses, room.guesses)))
         return drafts
 
     def drawn_from(self, sequence: int) -> Tensor | None:

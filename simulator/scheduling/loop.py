@@ -65,8 +65,12 @@ def serve(scheduler: Scheduler, client: Client, executor: Executor, clock: Clock
         end_s = clock.now_s()
         usage = scheduler.usage(step, outcome)
         ended = scheduler.commit(step, outcome)
+        if scheduler.lengths is not None:
+            scheduler.lengths.observe(step, outcome, end_s - start_s)
         recorder.step(step, outcome, usage, sequences, start_s, end_s)
         for sequence in ended:
             recorder.completed(sequence)
             client.ended(sequence, end_s)
             del sequences[sequence.id]
+            if scheduler.lengths is not None:
+                scheduler.lengths.forget(sequence.id)

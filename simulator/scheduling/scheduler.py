@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
+from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter, Room
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
 from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work, step_sums
@@ -43,6 +44,7 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         drafter: Drafter | None = None,
+        lengths: AdaptiveLength | None = None,
         *,
         order: Order = FIRST_COME,
         admission: Admission = EVERYBODY,
@@ -61,6 +63,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.drafter = drafter
+        self.lengths = lengths
         self.classify = classify
         self.swap = swap
         self.reserved_tokens = reserved_tokens
@@ -340,6 +343,9 @@ class Scheduler:
         spare = self.max_batched_tokens - len(members)
         # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
         rooms = [Room(sequence.remaining - 1, spare) for sequence in members]
+        if self.lengths is not None:
+            length = self.lengths.choose(members)
+            rooms = [Room(min(room.depth, length), min(spare, self.lengths.guesses(length))) for room in rooms]
         if self.drafter.computed_guesses and self.tables is not None:
             rooms = self._with_blocks(members, rooms, self.tables)
         for sequence, found in zip(members, self.drafter.draft(members, rooms), strict=True):

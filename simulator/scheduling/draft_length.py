@@ -1,0 +1,140 @@
+"""How many guesses are worth it in the next step, none included?
+
+Decided anew in each step from what was measured so far: how often each sequence's guesses were accepted, and how long
+steps took with how many guesses. All sequences of a step draft equally far, since a drafter's passes serve all of
+them: a step of sequences with acceptance a_i and g guesses each emits the sum of E(a_i, g) in t0 + s g seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+
+from membound.roofline.speculation import expected_tokens
+from membound.roofline.techniques import Drafts
+from membound.simulator.scheduling.request import Outcome, Sequence, Step
+
+PRIOR_TRIALS = 4.0  # guesses that the drafter's stated acceptance counts as, until a sequence has its own
+MEMORY_TRIALS = 40.0  # guesses after which a sequence's older ones no longer count
+MEMORY_STEPS = 100.0  # the same of the steps that costs are measured on
+FIRST_STEPS = 6  # steps of a batch size that go with and without guesses in turn, before anything is known
+PROBE_EVERY = 64  # steps after which one goes the other way, as texts and machines change
+
+
+def best_length(alphas: Several[float], base_s: float, guess_s: float, most: int) -> int:
+    """The length up to `most` that emits the most tokens a second, where a step takes base_s + guess_s * length."""
+
+    def rate(length: int) -> float:
+        return sum(expected_tokens(alpha, length) for alpha in alphas) / (base_s + max(guess_s, 0.0) * length)
+
+    return max(range(most + 1), key=rate)
+
+
+@dataclass
+class _Acceptance:
+    """A running share of accepted guesses; a guess behind a rejected one was not tried."""
+
+    accepted: float
+    tried: float
+
+    @property
+    def alpha(self) -> float:
+        return self.accepted / self.tried
+
+    def add(self, accepted: int, tried: int) -> None:
+        kept = min(1.0, MEMORY_TRIALS / (self.tried + tried))
+        self.accepted = (self.accepted + accepted) * kept
+        self.tried = (self.tried + tried) * kept
+
+
+@dataclass
+class _StepCost:
+    """A line through the seconds of steps over their mean length, by least squares; older steps count less."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    steps: int = 0
+
+    def add(self, length: float, seconds: float) -> None:
+        kept = 1.0 - 1.0 / MEMORY_STEPS
+        self.weight = self.weight * kept + 1.0
+        self.x = self.x * kept + length
+        self.y = self.y * kept + seconds
+        self.xx = self.xx * kept + length * length
+        self.xy = self.xy * kept + length * seconds
+        self.steps += 1
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """Seconds without guesses, and more for each; None before steps with different lengths were seen."""
+        spread = self.weight * self.xx - self.x * self.x
+        if self.steps < FIRST_STEPS or spread <= 1e-9 * self.weight * max(self.xx, 1.0):
+            return None
+        slope = (self.weight * self.xy - self.x * self.y) / spread
+        base = (self.y - slope * self.x) / self.weight
+        return (base, slope) if base > 0 else None
+
+
+class AdaptiveLength:
+    """Chooses the length of an engine's drafts, and learns from every step of decode."""
+
+    def __init__(self, drafts: Drafts) -> None:
+        self.drafts = drafts
+        self._acceptance: dict[int, _Acceptance] = {}
+        self._costs: dict[int, _StepCost] = {}
+        self._steps = 0
+
+    def choose(self, sequences: list[Sequence]) -> int:
+        """The length of the drafts in the step that comes."""
+        most = self.drafts.gamma
+        cost = self._costs.setdefault(_size(len(sequences)), _StepCost())
+        line = cost.line
+        self._steps += 1
+        if line is None:
+            return most if cost.steps % 2 == 0 else 0
+        length = best_length([self._of(sequence.id).alpha for sequence in sequences], *line, most)
+        if self._steps % PROBE_EVERY == 0:
+            return 0 if length else most
+        return length
+
+    def guesses(self, length: int) -> int:
+        """Guesses of a draft of this length: as many as it is long, or the same share of the tree."""
+        return length if self.drafts.nodes is None else -(-self.drafts.tokens * length // self.drafts.gamma)
+
+    def observe(self, step: Step, outcome: Outcome, seconds: float) -> None:
+        """A step took so long, drafting included; its outcome says what was accepted."""
+        if outcome.emitted is None or not step.decoding:
+            return
+        lengths = 0
+        for work in step.work[: step.decoding]:
+            length = len(work.drafts) if work.parents is None else _depth(work.parents)
+            lengths += length
+            if length:
+                accepted = len(outcome.emitted[work.sequence]) - 1
+                self._of(work.sequence).add(accepted, min(length, accepted + 1))
+        if not step.prompts:
+            self._costs.setdefault(_size(step.decoding), _StepCost()).add(lengths / step.decoding, seconds)
+
+    def forget(self, sequence: int) -> None:
+        """A sequence has ended."""
+        self._acceptance.pop(sequence, None)
+
+    def _of(self, sequence: int) -> _Acceptance:
+        if sequence not in self._acceptance:
+            self._acceptance[sequence] = _Acceptance(self.drafts.alpha * PRIOR_TRIALS, PRIOR_TRIALS)
+        return self._acceptance[sequence]
+
+
+def _size(batch: int) -> int:
+    """Batches that are alike: powers of two."""
+    return batch.bit_length()
+
+
+def _depth(parents: tuple[int, ...]) -> int:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)

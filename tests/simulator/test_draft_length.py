@@ -1,0 +1,64 @@
+"""Adaptive drafts: the best lengths for what was measured, none where none pays, and hardly a loss against the best."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from membound.roofline.hardware import get_hardware
+from membound.roofline.scenario import parse_scenario
+from membound.roofline.speculation import expected_tokens
+from membound.simulator.run import run
+from membound.simulator.scheduling.draft_length import best_length
+
+MOST = 4
+
+
+@given(
+    alphas=st.lists(st.floats(0.0, 0.99), min_size=1, max_size=4),
+    base_s=st.floats(0.001, 1.0),
+    share=st.floats(0.0, 2.0),
+)
+def test_no_other_length_emits_more(alphas, base_s, share):
+    def rate(length):
+        return sum(expected_tokens(alpha, length) for alpha in alphas) / (1 + share * length)
+
+    assert rate(best_length(alphas, base_s, share * base_s, MOST)) == pytest.approx(max(map(rate, range(MOST + 1))))
+
+
+@given(alpha=st.floats(0.01, 0.9), base_s=st.floats(0.001, 1.0))
+def test_nothing_is_drafted_where_a_guess_costs_more_than_it_can_bring(alpha, base_s):
+    """Leviathan et al., ICML 2023, corollary 3.9: some length gains exactly where a > c."""
+    assert best_length([alpha] * 3, base_s, alpha * base_s * 1.001, MOST) == 0
+    assert best_length([alpha] * 3, base_s, alpha * base_s * 0.999, MOST) >= 1
+
+
+def served(batch, alpha, gamma, adaptive=False):
+    techniques = [{"name": "continuous_batching"}]
+    if gamma:
+        fields = {"draft": "Qwen2.5-0.5B", "gamma": gamma, "alpha": alpha, "adaptive": adaptive}
+        techniques.append({"name": "draft_model_speculation"} | fields)
+    scenario = {
+        "name": "adaptive",
+        "model": "Qwen2.5-7B",
+        "hardware": "H100-SXM5",
+        "engine": {"max_num_seqs": batch, "max_batched_tokens": 8192},
+        "techniques": techniques,
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": batch},
+            "requests": batch,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 64}},
+            "output_tokens": {"kind": "fixed", "tokens": 250},
+        },
+    }
+    return run(parse_scenario(scenario), get_hardware("H100-SXM5")).summary.output_tokens_per_s
+
+
+@pytest.mark.parametrize(("batch", "alpha"), [(1, 0.8), (1, 0.05), (32, 0.6), (64, 0.2)])
+def test_adaptive_drafts_come_close_to_the_best_length_that_is_fixed(batch, alpha):
+    fixed = [served(batch, alpha, gamma) for gamma in (0, 2, 4)]
+    adaptive = served(batch, alpha, 4, adaptive=True)
+    assert adaptive > 0.95 * max(fixed)
+    if min(fixed) < 0.9 * max(fixed):
+        assert adaptive > min(fixed)
