@@ -17,7 +17,7 @@ from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.operating_point import BATCHES, CONTEXTS
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.roofline.techniques import GainMetric, Speculative
+from membound.roofline.techniques import GainMetric, KvQuantization, Speculative, Technique, WeightQuantization
 from membound.roofline.workload import Workload
 from membound.simulator.advisor import advise, to_json
 from membound.simulator.effects import Bench, Effect, suited
@@ -32,6 +32,10 @@ WORKLOAD: dict[str, Any] = {
     "output_tokens": {"kind": "uniform", "low": 32, "high": 480},
     "seed": 1,
 }
+# Formats of quantized weights and caches: weights alone, or with the activations that are multiplied with them.
+AUTO = "auto"
+WEIGHTS = (AUTO, "int4", "awq", "q4_k_m", "nvfp4", "mxfp4", "fp8", "int8", "int3", "nvfp4/nvfp4", "mxfp4/mxfp4")
+CACHES = (AUTO, "fp8", "int8", "nvfp4", "int4", "kivi4", "kivi2")
 # Guesses are right as often as each technique's default says.
 ANY_TASK = "any"
 # A calibrated machine looks up its tables at each operator: fewer points of a sweep are costed there.
@@ -50,6 +54,8 @@ class EngineChoice:
     context: int
     metric: GainMetric
     task: str = ANY_TASK
+    weights: str = AUTO
+    kv: str = AUTO
     techniques: tuple[str, ...] = ENGINE
 
     @property
@@ -78,6 +84,15 @@ class EngineChoice:
             }
         )
 
+    def technique(self, name: str) -> Technique:
+        """A technique by its defaults, in the format that was chosen, else in the one that suits the device."""
+        if name == "weight_quantization" and self.weights != AUTO:
+            format, _, activations = self.weights.partition("/")
+            return WeightQuantization(name="weight_quantization", format=format, activations=activations or None)
+        if name == "kv_quantization" and self.kv != AUTO:
+            return KvQuantization(format=self.kv)
+        return suited(name, self.device)
+
     @property
     def load(self) -> Load:
         return Load(float(self.batch), lengths_at(self.context))
@@ -87,8 +102,8 @@ class EngineChoice:
         """What tells its answers from those of others; a calibration that is measured again is another device."""
         calibration = self.device.calibration
         created = calibration.created if calibration else ""
-        engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.task, self.techniques)
-        return (*engine, self.batch, self.context, self.metric)
+        engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.techniques)
+        return (*engine, self.task, self.weights, self.kv, self.batch, self.context, self.metric)
 
     def at(self, *, batch: int | None = None, context: int | None = None) -> EngineChoice:
         """The same engine elsewhere."""
@@ -136,10 +151,10 @@ def _within(model: ModelSpec, context: int) -> bool:
 
 def effects_of(choice: EngineChoice, names: Iterable[str], fixed: bool = False) -> dict[str, Effect]:
     """Each technique alone on the engine; with `fixed` drafts are as long as they usually are, else the best."""
-    bench, engine, device = Bench(choice.load), choice.scenario, choice.device
+    bench, engine = Bench(choice.load), choice.scenario
     found = {}
     for name in names:
-        technique = suited(name, device)
+        technique = choice.technique(name)
         if fixed and isinstance(technique, Speculative):
             technique = technique.sized(technique.usual_size)
         found[name] = bench.effect(engine, technique)
@@ -153,8 +168,7 @@ def swept(points: Sequence[EngineChoice], names: Sequence[str], fixed: bool) -> 
 
 def stacked(choice: EngineChoice, names: Sequence[str]) -> dict[str, Any]:
     """The techniques together, by closed forms."""
-    device = choice.device
-    techniques = [suited(name, device) for name in names]
+    techniques = [choice.technique(name) for name in names]
     return stack_document(choice.scenario, techniques, batch=choice.batch, context=choice.context, metric=choice.metric)
 
 

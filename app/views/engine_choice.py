@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import streamlit as st
 
-from membound.app.engine_choice import ANY_TASK, EngineChoice, contexts_of, lengths_at
+from membound.app.engine_choice import ANY_TASK, AUTO, CACHES, WEIGHTS, EngineChoice, contexts_of, lengths_at
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import linked
@@ -47,6 +49,28 @@ def choose_engine(t: Translate) -> EngineChoice:
         metric = one_of("gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
         task = one_of("task", TASKS, TASK, t, lambda name: t(f"engine.{name}_task"))
     return EngineChoice(model.name, hardware.get_hardware(name).name, tp, profile, batch, context, metric, task)
+
+
+def choose_formats(choice: EngineChoice, t: Translate) -> EngineChoice:
+    """The same with the formats that quantization is to have."""
+    with st.popover(t("engine.formats"), icon=":material/tune:"):
+        weights = _format("weights", WEIGHTS, t)
+        cache = _format("kv", CACHES, t)
+    return replace(choice, weights=weights, kv=cache)
+
+
+def _format(key: str, formats: Sequence[str], t: Translate) -> str:
+    linked.seed(key, formats, AUTO)
+    name = st.selectbox(
+        t(f"choice.{key}"),
+        formats,
+        key=key,
+        persist_state="session",
+        format_func=lambda name: t("engine.auto") if name == AUTO else name.replace("/", " + "),
+        help=t(f"help.{key}"),
+    )
+    linked.keep(key, AUTO)
+    return name or AUTO
 
 
 def _profile(t: Translate) -> str:

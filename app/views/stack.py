@@ -18,13 +18,12 @@ from membound.app.views import background, linked, states
 from membound.app.views.asked import answer
 from membound.app.views.charts import chart
 from membound.app.views.choices import one_of
-from membound.app.views.engine_choice import choose_engine, conditions
+from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.session import translate
 from membound.app.views.verdicts import interval, named
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.effects import suited
 
 CHOSEN = ["weight_quantization", "kv_quantization", "eagle"]
 ORDERS = {"greedy": "stack.order_greedy", "given": "stack.order_given"}
@@ -43,7 +42,7 @@ def page() -> None:
     st.caption(t("stack.intro"))
     try:
         with st.container(border=True):
-            choice = choose_engine(t)
+            choice = choose_formats(choose_engine(t), t)
             names = _chosen(t)
             with st.container(horizontal=True):
                 order = one_of("added", list(ORDERS), "greedy", t, lambda name: t(ORDERS[name]))
@@ -84,7 +83,7 @@ def _document(choice: EngineChoice, names: Sequence[str], simulate: bool, t: Tra
         return background.answer(asked, "stack")
     spec = {
         "scenario": choice.scenario.to_yaml(),
-        "techniques": [suited(name, choice.device).model_dump(mode="json") for name in names],
+        "techniques": [choice.technique(name).model_dump(mode="json") for name in names],
         "batch": choice.batch,
         "context": choice.context,
         "metric": choice.metric,

@@ -17,7 +17,7 @@ from membound.app.i18n import Translate
 from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.choices import one_of, short_count
-from membound.app.views.engine_choice import choose_engine, conditions
+from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.session import translate
 from membound.app.views.verdicts import MARKS, about, against, drafting_words, interval, labelled, price, verdict_of
@@ -45,7 +45,7 @@ CARDS_A_ROW = (3, 4)
 # What people ask first, and which techniques answer it.
 QUESTIONS = {
     "speculation": tuple(name for name, technique in TECHNIQUES.items() if technique.layer == "steps"),
-    "int4": ("weight_quantization",),
+    "weights": ("weight_quantization",),
     "w8a8": ("w8a8",),
     "kv": ("kv_quantization",),
 }
@@ -65,7 +65,7 @@ def page() -> None:
     st.caption(t("techniques.intro"))
     try:
         with st.container(border=True):
-            choice = choose_engine(t)
+            choice = choose_formats(choose_engine(t), t)
         known = background.ask(choice.key, effects_of, choice, tuple(TECHNIQUES))
         effects = background.answer(known, "techniques")
     except MemboundError as error:
@@ -127,7 +127,9 @@ def _answer(choice: EngineChoice, effects: dict[str, Effect], t: Translate) -> N
 
 def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t: Translate) -> str:
     """A question and its answer in one line, by the technique that gains most."""
-    asked = t(f"techniques.ask_{question}", batch=choice.batch, context=short_count(choice.context))
+    format = getattr(next(iter(effects.values())).technique, "format", "")
+    words = {"batch": choice.batch, "context": short_count(choice.context), "format": format}
+    asked = t(f"techniques.ask_{question}", **words)
     gains = {name: gain for name, effect in effects.items() if (gain := effect.gain(choice.metric)) is not None}
     if not gains:
         makes_fit = next((name for name, effect in effects.items() if effect.after is not None), None)
@@ -142,8 +144,8 @@ def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t
         return f"{asked} {MARKS['slower']} {t('techniques.reply_off')}"
     verdict = verdict_of(gain, effect.error)
     reply = t(f"techniques.reply_{verdict}", technique=labelled(effect.technique, t), gain=interval(gain, effect.error))
-    words = drafting_words(effect, choice.task, t)
-    return f"{asked} {MARKS[verdict]} {reply}{f' {words}' if words else ''}"
+    drafts = drafting_words(effect, choice.task, t)
+    return f"{asked} {MARKS[verdict]} {reply}{f' {drafts}' if drafts else ''}"
 
 
 def _has(choice: EngineChoice, name: str) -> bool:

@@ -43,7 +43,8 @@ def labelled(technique: Technique, t: Translate) -> str:
 def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
     """The same from the plain data of a technique."""
     title, given = technique_title(name, t), parameters.get("format") or parameters.get("policy")
-    return f"{title}, {given}" if given else title
+    activations = parameters.get("activations")
+    return f"{title}, {given}{f' + {activations}' if activations else ''}" if given else title
 
 
 def about(technique: Technique, t: Translate) -> str:

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs
-from membound.app.engine_choice import WORKLOAD, EngineChoice, contexts_of, effects_of, lengths_at
+from membound.app.engine_choice import CACHES, WEIGHTS, WORKLOAD, EngineChoice, contexts_of, effects_of, lengths_at
 from membound.app.figures import stack as stack_figures
 from membound.app.figures import techniques as figures
 from membound.app.i18n import LANGUAGES, Translate, sentences
@@ -164,6 +165,23 @@ def test_content_that_is_easy_to_guess_makes_speculation_gain_more(store: Store)
     assert gains["retrieval"] > gains["chat"] > 1.0
     assert "acceptance as measured for chat" in _words(_page("techniques"))
     assert "acceptance assumed" in _words(_page("techniques", task="any"))
+
+
+def test_a_chosen_format_is_costed_and_named_and_in_the_url(store: Store) -> None:
+    at = _page("techniques", hw="B200-SXM", batch="256", weights="nvfp4/nvfp4")
+    assert "weight quantization, nvfp4 + nvfp4" in _words(at)
+    at.selectbox(key="weights").set_value("fp8").run()
+    assert "weight quantization, fp8" in _words(at) and at.query_params["weights"] in ("fp8", ["fp8"])
+    assert "weight quantization, kivi2" not in _words(_page("techniques", weights="kivi2"))
+
+
+@pytest.mark.parametrize("device", ["H100-SXM5", "B200-SXM", "MI300X", "A100-SXM4-80GB"])
+def test_every_format_that_a_page_offers_is_costed_or_refused_in_a_sentence(device: str) -> None:
+    base = EngineChoice("Llama-3.1-8B", device, 1, "graphs", 8, 2048, "tpot_s")
+    choices = [replace(base, weights=name) for name in WEIGHTS] + [replace(base, kv=name) for name in CACHES]
+    for choice in choices:
+        for effect in effects_of(choice, ("weight_quantization", "kv_quantization")).values():
+            assert effect.gain("tpot_s") or (effect.reason and "\n" not in effect.reason)
 
 
 def test_the_sweep_says_where_fixed_drafts_stop_to_pay(store: Store) -> None:
