@@ -271,7 +271,15 @@ def comparison(document: dict[str, Any]) -> RenderableType:
             before if before == after else f"{before} -> {after}",
         )
     notes = {row["conditions"] for row in document["comparisons"]}
-    return Group(table, *sorted(notes), *document.get("notes", []))
+    guesses = [_accepted(row) for row in document["comparisons"] if row.get("acceptance_by_position")]
+    return Group(table, *guesses, *sorted(notes), *document.get("notes", []))
+
+
+def _accepted(row: dict[str, Any]) -> str:
+    """The share of guesses that were right at each position, in one line."""
+    point = ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in row["point"].items())
+    shares = ", ".join(f"{share:.0%}" for share in row["acceptance_by_position"])
+    return f"{row['technique']} ({point}): drafts right up to position 1, 2 ..: {shares}"
 
 
 def calibration(document: dict[str, Any]) -> RenderableType:

@@ -67,6 +67,7 @@ class Comparison(BaseModel):
     samples: list[float]
     acceptance_rate_predicted: float | None = None
     acceptance_rate_measured: float | None = None
+    acceptance_by_position: tuple[float, ...] | None = None
     same_outputs: float | None = None
     conditions: str
 
@@ -190,6 +191,7 @@ def variant_row(
         bottleneck_after=bottleneck(after.summary),
         acceptance_rate_predicted=after.summary.acceptance_rate,
         acceptance_rate_measured=float(np.median(acceptance)) if acceptance else None,
+        acceptance_by_position=measured[-1][1].acceptance_by_position or None if measured else None,
         same_outputs=_same_outputs(measured),
         conditions=conditions,
     )

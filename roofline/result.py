@@ -101,6 +101,8 @@ class RunResult:
     held_tokens, their mean over time; the sums of `StepShape` of the mean step; and the share of each bound. `itl_s`:
     gaps between the moments at which a request's tokens came. With a `cluster`, both tables have the number of the
     `replica` (-1 for a request that reached none), and requests how many `retries` they had and whether they `failed`.
+    `acceptance_by_position` is the share of drafts that reach a position of which the guess there was accepted, with
+    all before it.
     """
 
     scenario: Scenario
@@ -111,6 +113,7 @@ class RunResult:
     itl_s: Samples
     outputs: dict[int, list[int]] = field(default_factory=dict)
     cluster: ClusterSummary | None = None
+    acceptance_by_position: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What `membound simulate --json` and `membound measure --json` print."""
@@ -119,4 +122,6 @@ class RunResult:
             "summary": self.summary.model_dump(mode="json"),
             "provenance": self.provenance.model_dump(mode="json"),
         }
+        if self.acceptance_by_position:
+            document["acceptance_by_position"] = list(self.acceptance_by_position)
         return document if self.cluster is None else document | {"cluster": self.cluster.model_dump(mode="json")}

@@ -191,4 +191,5 @@ def run_result(
         block_size=scenario.engine.block_size,
         price_usd_per_h=None if price is None else price * (devices or scenario.setup.parallel.devices),
     )
-    return RunResult(scenario, summary, provenance, requests, steps, recorder.itl_s, recorder.outputs)
+    tables = requests, steps, recorder.itl_s, recorder.outputs
+    return RunResult(scenario, summary, provenance, *tables, None, recorder.acceptance_by_position)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from membound.roofline.speculation import expected_tokens
 from membound.roofline.techniques import Drafts
-from membound.simulator.scheduling.request import Outcome, Sequence, Step
+from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft_depth
 
 PRIOR_TRIALS = 4.0  # guesses that the drafter's stated acceptance counts as, until a sequence has its own
 MEMORY_TRIALS = 40.0  # guesses after which a sequence's older ones no longer count
@@ -110,7 +110,7 @@ class AdaptiveLength:
             return
         lengths = 0
         for work in step.work[: step.decoding]:
-            length = len(work.drafts) if work.parents is None else _depth(work.parents)
+            length = draft_depth(work)
             lengths += length
             if length:
                 accepted = len(outcome.emitted[work.sequence]) - 1
@@ -131,10 +131,3 @@ class AdaptiveLength:
 def _size(batch: int) -> int:
     """Batches that are alike: powers of two."""
     return batch.bit_length()
-
-
-def _depth(parents: tuple[int, ...]) -> int:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from membound.roofline.result import BOUNDS, Column
 from membound.roofline.samples import Samples
 from membound.roofline.shape import StepShape
-from membound.simulator.scheduling.request import Outcome, Sequence, Step
+from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft_depth
 
 SHAPE_COLUMNS = tuple(StepShape.__dataclass_fields__)
 SUMMED = ("time_s", "steps", "drafted", "accepted", "emitted")
@@ -62,6 +62,7 @@ class Recorder:
         self.bounds = bounds
         self._observer = observer
         self._keep_plans = keep_plans
+        self._positions: list[list[int]] = []  # of drafts: how many reach a position, and were right up to it
         self._rows = bytearray()
         self._tables: list[NDArray[np.float64]] = []
         self._requests = bytearray()
@@ -110,10 +111,27 @@ class Recorder:
         drafted = 0
         if outcome.emitted is not None and step.work:
             drafted = step.drafted
+            if drafted:
+                self._count_accepted(step, outcome.emitted)
             emitted = sum(len(outcome.emitted[work.sequence]) for work in step.work if work.emits)
         self._row(step, outcome, usage, start_s, end_s - start_s, drafted, emitted)
         if self._observer:
             self._observer(step, outcome, end_s)
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """Of the drafts that are so long, the share whose guesses up to each position were accepted."""
+        return tuple(accepted / drafted for drafted, accepted in self._positions)
+
+    def _count_accepted(self, step: Step, emitted: dict[int, tuple[int, ...]]) -> None:
+        for work in step.work:
+            depth = draft_depth(work)
+            while len(self._positions) < depth:
+                self._positions.append([0, 0])
+            accepted = len(emitted[work.sequence]) - 1 if depth else 0
+            for position in range(depth):
+                self._positions[position][0] += 1
+                self._positions[position][1] += position < accepted
 
     def completed(self, sequence: Sequence) -> None:
         """`sequence` has emitted its last token."""

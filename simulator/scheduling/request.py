@@ -177,6 +177,16 @@ class Work(NamedTuple):
         return 1 + len(self.drafts) if self.emits else 0
 
 
+def draft_depth(work: Work) -> int:
+    """Guesses of the longest path: what can be accepted at most."""
+    if work.parents is None:
+        return len(work.drafts)
+    depths: list[int] = []
+    for parent in work.parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
+
+
 class Step(NamedTuple):
     """One decision of the scheduler: what the engine computes next, and whom it admitted and preempted for that.
 
