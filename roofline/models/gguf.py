@@ -145,6 +145,8 @@ def _own_words(c: Config, fields: Mapping[str, Any], arch: str) -> dict[str, Any
         if not inner or not rank:
             raise ModelError(f"{arch}.ssm.inner_size or ssm.time_step_rank of {c.name} is missing: both are needed.")
         return {"num_heads": rank, "head_dim": inner // rank}
+    if arch == "starcoder2":
+        return {"hidden_act": "gelu_pytorch_tanh"}  # a GGUF does not say; Hugging Face `Starcoder2Config`
     if arch == "gpt2":
         return {"n_inner": c.get("intermediate_size")}
     return {}

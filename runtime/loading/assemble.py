@@ -102,10 +102,8 @@ def safetensors_changes(spec: ModelSpec, layout: Layout, layer: Layer) -> dict[s
     found: dict[str, Change] = {}
     if isinstance(mixer, GroupedQueryAttention):
         found |= _attention_changes(spec, layout, mixer)
-    if isinstance(mixer, LatentAttention) and layout.pairs == "neighbours":
-        order = head_order(mixer.qk_rope_head_dim, mixer.qk_rope_head_dim, layout.pairs)
-        of_q = heads_order(mixer.heads, mixer.qk_head_dim, mixer.qk_nope_head_dim + order)
-        found |= {"q": _rows(of_q), "q_b": _rows(of_q), "kv_a": _last_rows(order), "q_a_kv_a": _last_rows(order)}
+    if isinstance(mixer, LatentAttention):
+        found |= _latent_changes(layout, mixer)
     if isinstance(mixer, Mamba1 | Mamba2 | GatedDeltaNet):
         found |= {"a": lambda log: -log.exp(), "conv": lambda kernel: kernel.flatten(1)}
     if isinstance(mixer, GatedDeltaNet):
@@ -125,7 +123,20 @@ def safetensors_changes(spec: ModelSpec, layout: Layout, layer: Layer) -> dict[s
 def gguf_changes(spec: ModelSpec, layout: Layout, layer: Layer) -> dict[str, Change]:
     """What is done to parts of a GGUF's layer before they are ours, by the part's name."""
     mixer = layer.attention
-    return _attention_changes(spec, layout, mixer) if isinstance(mixer, GroupedQueryAttention) else {}
+    if isinstance(mixer, GroupedQueryAttention):
+        return {"shared_gate": lambda row: row.reshape(1, -1), **_attention_changes(spec, layout, mixer)}
+    if isinstance(mixer, LatentAttention):
+        return _latent_changes(layout, mixer)
+    return dict.fromkeys(("d", "gated_norm"), torch.flatten) | (
+        {"a": torch.flatten} if isinstance(mixer, Mamba2) else {}
+    )
+
+
+def _latent_changes(layout: Layout, mixer: LatentAttention) -> dict[str, Change]:
+    """Only the last elements of each head of q, and of the latent, turn."""
+    order = head_order(mixer.qk_rope_head_dim, mixer.qk_rope_head_dim, layout.pairs)
+    of_q = heads_order(mixer.heads, mixer.qk_head_dim, mixer.qk_nope_head_dim + order)
+    return {"q": _rows(of_q), "q_b": _rows(of_q), "kv_a": _last_rows(order), "q_a_kv_a": _last_rows(order)}
 
 
 def _attention_changes(spec: ModelSpec, layout: Layout, a: GroupedQueryAttention) -> dict[str, Change]:

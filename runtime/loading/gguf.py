@@ -11,8 +11,8 @@ from torch import Tensor
 
 from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import ModelError, ModelSpec
-from membound.runtime.arithmetic import Arithmetic
 from membound.runtime.loading.assemble import Assembler, gguf_changes
+from membound.runtime.loading.gguf_facts import read_gguf_arithmetic
 from membound.runtime.loading.layouts import GGUF
 from membound.runtime.loading.store import Weights
 from membound.runtime.supported import checked
@@ -32,13 +32,15 @@ def load_gguf(path: Path | str) -> tuple[ModelSpec, Weights]:
             f"general.architecture of {spec.name} is {kind!r}, whose tensors this engine cannot read: "
             f"it must be one of {', '.join(GGUF)}."
         )
+    if "rope_factors_short.weight" in file.tensors:
+        raise ModelError(f"rotations of {spec.name} are scaled by the length of the text, which is not computed.")
 
     def read(name: str) -> Tensor:
         return torch.from_numpy(file.dequantize(name))
 
     factors = read("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
     layout = GGUF[kind]
-    arithmetic = Arithmetic(placement=layout.placement)
+    arithmetic = read_gguf_arithmetic(file.metadata, spec, layout)
     return spec, Assembler(spec, arithmetic, layout, read, _origin(file), gguf_changes).weights(factors)
 
 

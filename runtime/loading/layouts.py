@@ -260,10 +260,35 @@ GGUF_LLAMA = Layout(
         "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm",
         "gate_up": ("ffn_gate", "ffn_up"),
+        "up": "ffn_up",
         "down": "ffn_down",
         "router": "ffn_gate_inp",
         "experts.{e}.gate_up": ("ffn_gate_exps", "ffn_up_exps"),
         "experts.{e}.down": "ffn_down_exps",
+        "shared_gate_up": ("ffn_gate_shexp", "ffn_up_shexp"),
+        "shared_down": "ffn_down_shexp",
+        "shared_gate": "ffn_gate_inp_shexp",
+    },
+    top={"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"},
+    layer="blk.{}.",
+)
+# converters add Gemma's 1 to its norms, so that they have no offset here
+_GGUF_GEMMA = replace(GGUF_LLAMA, scaled_embedding=True)
+_GGUF_GEMMA2 = _GGUF_GEMMA.with_parts(
+    {"mixer_post_norm": "post_attention_norm", "ffn_post_norm": "post_ffw_norm"}, placement="around"
+)
+_GGUF_MAMBA = Layout(
+    parts={
+        "mixer_norm": "attn_norm",
+        "in_proj": "ssm_in",
+        "out_proj": "ssm_out",
+        "x_proj": "ssm_x",
+        "dt_proj": "ssm_dt",
+        "conv": "ssm_conv1d",
+        "a": "=ssm_a",
+        "d": "=ssm_d",
+        "dt_bias": "=ssm_dt.bias",
+        "gated_norm": "ssm_norm",
     },
     top={"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"},
     layer="blk.{}.",
@@ -271,6 +296,26 @@ GGUF_LLAMA = Layout(
 # by `general.architecture`; llama.cpp reorders q and k of llama, so that neighbours turn together
 GGUF: dict[str, Layout] = {
     "llama": replace(GGUF_LLAMA, pairs="neighbours"),
-    "qwen2": GGUF_LLAMA,
-    "qwen3": GGUF_LLAMA,
+    **dict.fromkeys(("qwen2", "qwen2moe", "qwen3", "qwen3moe", "starcoder2"), GGUF_LLAMA),
+    "gemma": _GGUF_GEMMA,
+    **dict.fromkeys(("gemma2", "gemma3"), _GGUF_GEMMA2),
+    "phi3": GGUF_LLAMA.with_parts({"qkv": "attn_qkv", "gate_up": "ffn_up"}),
+    "olmo2": GGUF_LLAMA.with_parts(
+        {"mixer_post_norm": "post_attention_norm", "ffn_post_norm": "post_ffw_norm"}, placement="after"
+    ),
+    "deepseek2": GGUF_LLAMA.with_parts(
+        {
+            "q": "attn_q",
+            "kv_a": "attn_kv_a_mqa",
+            "q_a_kv_a": ("attn_q_a", "attn_kv_a_mqa"),
+            "q_b": "attn_q_b",
+            "kv_b": "attn_kv_b",
+            "q_a_norm": "attn_q_a_norm",
+            "kv_a_norm": "attn_kv_a_norm",
+            "router_bias": "=exp_probs_b.bias",
+        },
+        pairs="neighbours",
+    ),
+    "gpt-oss": GGUF_LLAMA.with_parts({"ffn_norm": "post_attention_norm", "sinks": "attn_sinks"}),
+    **dict.fromkeys(("mamba", "mamba2"), _GGUF_MAMBA),
 }

@@ -6,20 +6,24 @@ is left is the order of summation: 2e-4 on logits that spread over a few units.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.kernels.reference import TorchKernels
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.plain import single_sequence
-from membound.runtime.weights import load_safetensors
+from membound.runtime.weights import Weights, load_gguf, load_safetensors
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -178,10 +182,10 @@ class ExactKernels(TorchKernels):
     kv_dtype = torch.float32
 
 
-def tiny_model(family: str, folder: Path) -> Callable[[list[int]], Tensor]:
+def tiny_model(family: str, folder: Path, **more: Any) -> Callable[[list[int]], Tensor]:
     """Saves a random model of a family, and returns what transformers computes: logits [tokens, vocab] of tokens."""
     name, changes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**_SMALL | changes, attn_implementation="eager")
+    config = getattr(transformers, f"{name}Config")(**_SMALL | changes | more, attn_implementation="eager")
     torch.manual_seed(len(family))
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
     with torch.no_grad():
@@ -251,3 +255,173 @@ def test_a_family_is_what_transformers_computes(family: str, tmp_path: Path) -> 
     for pieces in steps:
         for (sequence, _, start, end), logits in zip(pieces, session.step(*pieces), strict=True):
             torch.testing.assert_close(logits, expected[sequence][start:end], rtol=0, atol=TOLERANCE)
+
+
+_EVEN_YARN = {"rope_parameters": _YARN | {"mscale": 0.9}}
+# family: the architecture of its GGUF, and what of the family a GGUF has no words for
+GGUF: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("llama", {}),
+    "qwen2-moe": ("qwen2moe", {"mlp_only_layers": []}),
+    "qwen3-moe": ("qwen3moe", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 3}),
+    "deepseek-v2": ("deepseek2", {}),
+    "deepseek-v2-groups": ("deepseek2", _EVEN_YARN),
+    "deepseek-v3": ("deepseek2", _EVEN_YARN),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "starcoder2": ("starcoder2", {}),
+    "gpt-oss": ("gpt-oss", {}),
+    "mamba": ("mamba", {}),
+    "mamba2": ("mamba2", {}),
+}
+
+
+@pytest.mark.parametrize("family", GGUF)
+def test_a_gguf_is_the_model_that_it_was_made_from(family: str, tmp_path: Path) -> None:
+    arch, changes = GGUF[family]
+    tiny_model(family, tmp_path, **changes)
+    write_gguf(tmp_path, arch, tmp_path / "model.gguf")
+    spec, weights = load_gguf(tmp_path / "model.gguf")
+    expected_spec, expected = load_safetensors(tmp_path)
+    assert (spec.params, spec.max_context) == (expected_spec.params, expected_spec.max_context)
+    assert_same(weights, expected)
+    ids = torch.arange(5, 30)
+    logits = []
+    for model in ((spec, weights), (expected_spec, expected)):
+        decoder = Decoder(*model, ExactKernels(), "fp32")
+        batch = single_sequence(0, len(ids), 2, decoder.device)
+        logits.append(decoder.forward(ids, batch, decoder.new_cache(2, 16), torch.arange(len(ids))))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+def assert_same(left: Weights, right: Weights) -> None:
+    for ours, theirs in zip(left.layers, right.layers, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-6, atol=0, msg=lambda t, n=name: f"{n}: {t}")
+    torch.testing.assert_close(left.embed, right.embed)
+    torch.testing.assert_close(left.lm_head, right.lm_head)
+
+
+def write_gguf(folder: Path, arch: str, path: Path) -> None:
+    """Converts a folder as llama.cpp's script does; the names of tensors are those of its package."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in metadata_of(config, arch).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32 if isinstance(value, int) else add
+        add(f"{arch}.{key}", value)
+    enum = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    names = gguf.get_tensor_name_map(enum, config["num_hidden_layers"])
+    for name, tensor in converted(load_file(folder / "model.safetensors"), config, arch).items():
+        stem, _, suffix = name.rpartition(".")
+        found = names.get_name(name, try_suffixes=(".weight", ".bias")) or names.get_name(stem)
+        assert found, name
+        if suffix not in ("A_log", "D") and not found.endswith((".weight", ".bias")):
+            found = f"{found}.{suffix if suffix == 'bias' else 'weight'}"
+        writer.add_tensor(found, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def metadata_of(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """What the script writes of a config.json."""
+    heads, rope = config.get("num_attention_heads"), config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    found = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config.get("max_position_embeddings", 1 << 20),
+        "embedding_length": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "feed_forward_length": config.get("intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.get("num_key_value_heads"),
+        "attention.key_length": config.get("head_dim"),
+        "attention.sliding_window": config.get("sliding_window"),
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", config.get("layer_norm_epsilon")),
+        "attention.layer_norm_epsilon": config.get("norm_epsilon"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "rope.freq_base": rope.get("rope_theta"),
+        "expert_count": config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "expert_shared_count": config.get("n_shared_experts"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "leading_dense_block_count": config.get("first_k_dense_replace"),
+    }
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    if arch == "deepseek2":
+        nope, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        found |= {
+            "attention.key_length": nope + turned,
+            "attention.value_length": config["v_head_dim"],
+            "attention.kv_lora_rank": config["kv_lora_rank"],
+            "attention.q_lora_rank": config["q_lora_rank"],
+            "rope.dimension_count": turned,
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope.get("mscale_all_dim", 0.0),
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_weights_norm": bool(config["norm_topk_prob"]),
+            "expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
+        }
+        if config["model_type"] == "deepseek_v3" or config["topk_method"] != "greedy":
+            found |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    if arch in ("mamba", "mamba2"):
+        inner = config["intermediate_size"] if arch == "mamba" else config["expand"] * config["hidden_size"]
+        found |= {
+            "ssm.conv_kernel": config["conv_kernel"],
+            "ssm.inner_size": inner,
+            "ssm.state_size": config["state_size"],
+            "ssm.time_step_rank": config["num_heads"] if arch == "mamba2" else config["time_step_rank"],
+            "ssm.group_count": config.get("n_groups"),
+        }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def converted(tensors: dict[str, Tensor], config: dict[str, Any], arch: str) -> dict[str, Tensor]:
+    """The tensors under the names that the package knows: experts stacked, what is folded folded."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if "A_log" in name:
+            tensor = -tensor.exp().unsqueeze(1) if arch == "mamba2" else -tensor.exp()
+        elif name.endswith(".D") and arch == "mamba2":
+            tensor = tensor.unsqueeze(1)
+        elif name.endswith("mixer.norm.weight"):
+            tensor = tensor.unflatten(0, (config["n_groups"], -1))
+        elif name.endswith("conv1d.weight"):
+            tensor = tensor.squeeze(1)
+        elif name.endswith("dt_bias"):
+            name = name.replace("dt_bias", "dt_proj.bias")
+        elif arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        elif arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        elif name.endswith("e_score_correction_bias"):
+            name = name.replace("_bias", ".bias")
+        elif name.endswith("shared_expert_gate.weight"):
+            tensor = tensor.flatten()
+        if ".experts.gate_up_proj" in name:  # gpt-oss: one tensor of all experts, gate and up alternating
+            suffix = "bias" if name.endswith("bias") else "weight"
+            rows = tensor.unsqueeze(1) if suffix == "bias" else tensor
+            gate, up = (rows[..., i::2].transpose(1, 2) for i in range(2))
+            for part, piece in (("gate", gate), ("up", up)):
+                whole = piece.squeeze(-1) if suffix == "bias" else piece
+                found[name.split("gate_up_proj")[0] + f"{part}_proj.{suffix}"] = whole
+        elif ".experts.down_proj" in name and name.count(".experts.down_proj_bias"):
+            found[name.replace("down_proj_bias", "down_proj.bias")] = tensor
+        elif name.endswith(".experts.down_proj"):
+            found[name + ".weight"] = tensor.transpose(1, 2)
+        elif match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
