@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from membound.app import kernels, planning
 from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
+from membound.app.experiment import experiment
 from membound.app.imports import import_results
 from membound.app.outputs import check_output
 from membound.app.terminal import (
@@ -367,6 +368,7 @@ def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
 planning.add_commands(app)
 app.command("import")(import_results)
 app.command("train-draft")(train_draft)
+app.command()(experiment)
 app.add_typer(kernels.app)
 
 

@@ -1,0 +1,49 @@
+"""How does an experiment look: lines of what was found over what was varied?"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import plotly.graph_objects as go
+
+from membound.app.experiments.finding import Finding, Row
+from membound.app.figures.template import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, figure
+
+_COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "hexagon")
+_DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+def experiment_figure(finding: Finding, height: int = 460) -> go.Figure:
+    """The figure of an experiment: a line for each value of the chart's columns, with its spread as error bars."""
+    chart, fig = finding.chart, figure(height)
+    x, y = chart.x, chart.y
+    drawn = [row for row in finding.rows if _known(row.get(y.column)) and row.get(x.column) is not None]
+    styles = itertools.product(_DASHES, range(len(_COLORS)))
+    for key, (dash, index) in zip(dict.fromkeys(_line(row, chart.lines) for row in drawn), styles, strict=False):
+        own = [row for row in drawn if _line(row, chart.lines) == key]
+        spreads = [row.get(chart.spread) if chart.spread else None for row in own]
+        fig.add_scatter(
+            x=[row[x.column] for row in own],
+            y=[row[y.column] for row in own],
+            error_y={"type": "data", "array": spreads} if any(map(_known, spreads)) else None,
+            name=key,
+            mode="lines+markers",
+            line={"color": _COLORS[index], "dash": dash},
+            marker={"symbol": _SYMBOLS[index], "size": 9},
+        )
+    fig.update_xaxes(title=x.title, type="log" if x.log else None)
+    if x.log:
+        values = sorted({row[x.column] for row in drawn})
+        fig.update_xaxes(tickvals=values, ticktext=[f"{value:g}" for value in values])
+    fig.update_yaxes(title=y.title, type="log" if y.log else None, rangemode="normal" if y.log else "tozero")
+    return fig
+
+
+def _line(row: Row, columns: tuple[str, ...]) -> str:
+    return ", ".join(str(row[column]) for column in columns)
+
+
+def _known(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
