@@ -84,10 +84,11 @@ def _profile(t: Translate) -> str:
 def conditions(choice: EngineChoice, t: Translate) -> str:
     """Where numbers hold, for captions."""
     lengths = lengths_at(choice.context)
+    device = t("device.local") if choice.device_name == "local" else choice.device_name
     return t(
         "engine.conditions",
         model=choice.model_name,
-        devices=f"{choice.tp} × {choice.device_name}" if choice.tp > 1 else choice.device_name,
+        devices=f"{choice.tp} × {device}" if choice.tp > 1 else device,
         batch=choice.batch,
         context=f"{choice.context:,}",
         prompt=f"{lengths.prompt_tokens:,.0f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import get_args
 
@@ -25,7 +26,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative
 from membound.roofline.techniques.base import Layer
-from membound.simulator.effects import Effect, crossings, experts_of, share_of_experts
+from membound.simulator.effects import Crossing, Effect, crossings, experts_of, share_of_experts
 
 # The layers whose cards share a section.
 ENDS: tuple[Layer, ...] = ("weights", "steps")
@@ -52,6 +53,8 @@ QUESTIONS = {
 AXES = ("batch", "ctx")
 DRAFTS = ("fixed", "best")
 SWEPT = ["eagle", "ngram_speculation", "weight_quantization"]
+# What `membound calibrate` measures of weights is 8 bits.
+SWEPT_HERE = ["eagle", "ngram_speculation", "int8_weights"]
 MOST_SWEPT = len(figures.STYLES)
 GUESSES = 4
 # A step that reads this share of the experts reads about as much as a dense model.
@@ -219,7 +222,7 @@ def _sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> 
     with st.container(horizontal=True, vertical_alignment="bottom"):
         axis = one_of("over", AXES, AXES[0], t, lambda name: t(f"techniques.over_{name}"))
         drafts = one_of("drafts", DRAFTS, DRAFTS[0], t, lambda name: t(f"techniques.drafts_{name}"))
-    names = _swept(t)
+    names = _swept(choice, t)
     if not names:
         st.info(t("techniques.none_swept"))
         return
@@ -253,10 +256,11 @@ def _sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> 
     st.markdown("\n".join(f"- {line}" for line in words))
 
 
-def _swept(t: Translate) -> list[str]:
+def _swept(choice: EngineChoice, t: Translate) -> list[str]:
     """Which techniques are drawn over the axis; as many as have a style of their own."""
+    usual = SWEPT if choice.device.calibration is None else SWEPT_HERE
     if "sweep" not in st.session_state and "sweep" not in st.query_params:
-        st.session_state["sweep"] = list(SWEPT)
+        st.session_state["sweep"] = list(usual)
     linked.seed_several("sweep", list(TECHNIQUES))
     chosen: list[str] = st.pills(
         t("techniques.swept"),
@@ -268,7 +272,7 @@ def _swept(t: Translate) -> list[str]:
         format_func=lambda name: technique_title(name, t),
         help=t("techniques.swept_help", most=MOST_SWEPT),
     )
-    linked.keep("sweep", SWEPT)
+    linked.keep("sweep", usual)
     if len(chosen) > MOST_SWEPT:
         st.caption(t("techniques.too_many", most=MOST_SWEPT))
     return chosen[:MOST_SWEPT]
@@ -295,7 +299,7 @@ def _curve(
         tuple(columns[1]),
         tuple(gain / (1 + error) for _, gain, error in found),
         tuple(gain * (1 + error) for _, gain, error in found),
-        tuple(crossing.at for crossing in crossings(*columns)),
+        tuple(crossing.at for crossing in _passes(*columns)),
     )
 
 
@@ -311,16 +315,21 @@ def _with_measured(
     return figures.Curve(curve.title, curve.xs, curve.gains, curve.low, curve.high, curve.crossings, tuple(points))
 
 
+def _passes(xs: Sequence[float], gains: Sequence[float]) -> list[Crossing]:
+    """Where gains pass 1, straight between points as they are drawn, on two logarithmic axes."""
+    return crossings(xs, [math.log(gain) for gain in gains], 0.0)
+
+
 def _crossing_words(curve: figures.Curve, axis: str, t: Translate) -> str:
     """Where the curve passes 1, with the points at which its interval does."""
-    found = crossings(curve.xs, curve.gains)
+    found = _passes(curve.xs, curve.gains)
     words = {"technique": curve.title, "axis": t(f"techniques.axis_{axis}")}
     if not found:
         best = max(curve.gains)
         kind = "always" if curve.gains[0] > 1 else "never"
         return t(f"techniques.pays_{kind}", gain=text.gain(best), last=f"{curve.xs[-1]:,.0f}", **words)
     first = found[0]
-    bounds = [crossings(curve.xs, ys) for ys in (curve.low, curve.high)]
+    bounds = [_passes(curve.xs, ys) for ys in (curve.low, curve.high)]
     inner, outer = (next((c.at for c in each if c.rises == first.rises), None) for each in bounds)
     low, high = (inner, outer) if not first.rises else (outer, inner)
     interval_words = t(
