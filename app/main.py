@@ -13,11 +13,12 @@ from membound.app.views.session import language, translate
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
 SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = data; }"
 
-# Streamlit leaves a third of the first screen empty
+# Streamlit leaves a third of the first screen empty, and writes chosen options in a colour of too little contrast
 DENSER = """<style>
 .stMainBlockContainer {padding-top: 4.6rem}
 h1 {font-size: 2rem !important}
 h2 {font-size: 1.5rem !important}
+.stButtonGroup button[data-selected=true] {color: inherit !important}
 h3 {font-size: 1.2rem !important}
 </style>"""
 
