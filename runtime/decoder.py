@@ -94,7 +94,7 @@ class Decoder:
         yield "lm_head", self.lm_head
 
     def storing(self, new_store: NewStore) -> Decoder:
-        """The same weights over KV stores of another kind, where a layer attends to K and V; the rest stays as it is."""
+        """The same weights over KV stores of another kind where a layer attends to K and V; the rest stays."""
         other = copy(self)
         other.blocks = [
             replace(block, mixer=block.mixer.storing(new_store)) if isinstance(block.mixer, GroupedAttention) else block
@@ -134,6 +134,20 @@ class Decoder:
     def router_statistics(self) -> dict[int, RouterStatistics]:
         """How often each expert was chosen, by the number of the layer; empty without mixtures."""
         return {index: mixture.statistics for index, mixture in self._mixtures().items()}
+
+    @property
+    def routing_notes(self) -> list[str]:
+        """In words, how evenly the experts were used; nothing without mixtures."""
+        found = [statistics for statistics in self.router_statistics.values() if statistics.tokens]
+        if not found:
+            return []
+        slots = sum(int(statistics.load.sum()) for statistics in found)
+        worst = max(found, key=lambda statistics: statistics.busiest)
+        mean = sum(statistics.auxiliary_loss for statistics in found) / len(found)
+        return [
+            f"routers filled {slots} slots of experts; the busiest expert of a layer had {worst.busiest:.2f} times "
+            f"the mean, and the auxiliary loss is {mean:.3f} (1 is even)"
+        ]
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int = 1) -> KvCache:
         """An empty cache for every layer: blocks of tokens, and what is kept for each of `seats` sequences."""

@@ -39,10 +39,9 @@ class Assembler:
     def weights(self, rope_factors: Tensor | None = None) -> Weights:
         """All of them; raises WeightsError for a tensor that is missing or has another shape."""
         spec, arena = self.spec, Arena()
-        numbered = list(enumerate(spec.stack))
         with ThreadPoolExecutor(max_workers=2) as pool:
             embed = self._top("embed", (spec.vocab, spec.hidden), torch.bfloat16, arena)
-            layers = tuple(pool.map(lambda item: self._layer(*item, arena), numbered))
+            layers = tuple(pool.map(lambda index: self._layer(index, arena), range(spec.layers)))
             norm = torch.ones(spec.hidden)
             if spec.norm != "unscaled":
                 norm = self._top("final_norm", (spec.hidden,), torch.float32, arena) + self.layout.norm_offset
@@ -66,7 +65,8 @@ class Assembler:
         whole = _joined([self.read(name) for name in names], dtype)
         return arena.like(_checked(self.origin, names, whole, shape), dtype)
 
-    def _layer(self, index: int, layer: Layer, arena: Arena) -> LayerWeights:
+    def _layer(self, index: int, arena: Arena) -> LayerWeights:
+        layer = self.spec.stack[index]
         prefix = self.layout.layer.format(index)
         changes = self.changes(self.spec, self.layout, layer)
         read = lru_cache(maxsize=4)(self.read)  # one tensor may hold all experts
@@ -127,9 +127,8 @@ def gguf_changes(spec: ModelSpec, layout: Layout, layer: Layer) -> dict[str, Cha
         return {"shared_gate": lambda row: row.reshape(1, -1), **_attention_changes(spec, layout, mixer)}
     if isinstance(mixer, LatentAttention):
         return _latent_changes(layout, mixer)
-    return dict.fromkeys(("d", "gated_norm"), torch.flatten) | (
-        {"a": torch.flatten} if isinstance(mixer, Mamba2) else {}
-    )
+    flat = ("d", "gated_norm", "a") if isinstance(mixer, Mamba2) else ("d",)
+    return dict.fromkeys(flat, _flat)
 
 
 def _latent_changes(layout: Layout, mixer: LatentAttention) -> dict[str, Change]:
@@ -165,17 +164,21 @@ def _rwkv_changes(spec: ModelSpec, mixer: Rwkv6 | Rwkv7) -> dict[str, Change]:
         return shifts | {
             "shift_a": lambda t: t.T,
             "shift_b": lambda t: t.transpose(1, 2).flatten(0, 1),  # from [5, rank, hidden]
-            "decay": torch.flatten,
+            "decay": _flat,
             "decay_a": lambda t: t.T,
             "decay_b": lambda t: t.T,
         }
-    flat: dict[str, Change] = dict.fromkeys(("decay", "rate", "value", "k_k", "k_a", "r_k"), torch.flatten)
+    flat: dict[str, Change] = dict.fromkeys(("decay", "rate", "value", "k_k", "k_a", "r_k"), _flat)
     return shifts | flat | {"low_rank_b": lambda t: t.T}
 
 
 def _gate_before_up(rows: Tensor) -> Tensor:
     """Rows in which gate and up alternate, gate first and then up."""
     return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.flatten()
 
 
 def _rows(order: Tensor) -> Change:

@@ -407,6 +407,11 @@ def converted(tensors: dict[str, Tensor], config: dict[str, Any], arch: str) -> 
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         elif name.endswith("e_score_correction_bias"):
             name = name.replace("_bias", ".bias")
+        elif name.endswith("kv_b_proj.weight") and config["model_type"] == "deepseek_v3":
+            by_head = tensor.unflatten(0, (config["num_attention_heads"], -1))
+            k, tensor = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+            found[name.replace("kv_b_proj", "k_b_proj")] = k.transpose(1, 2)
+            name = name.replace("kv_b_proj", "v_b_proj")
         elif name.endswith("shared_expert_gate.weight"):
             tensor = tensor.flatten()
         if ".experts.gate_up_proj" in name:  # gpt-oss: one tensor of all experts, gate and up alternating
