@@ -85,6 +85,7 @@ class Assembly:
                 "the bounds of steps are attributed by the roofline of their shapes",
                 *emulated,
                 *self.notes,
+                *(self.decoder.routing_notes if isinstance(self.decoder, Decoder) else []),
                 *(notes or []),
                 *self.meter.notes(output_tokens),
             ],
@@ -123,6 +124,9 @@ def assemble(
     assert scheduler.tables is not None, "blocks are numbered"
     for _ in generate_plain(decoder, [1] * 16, WARM_UP_STEPS):
         pass
+    if isinstance(decoder, Decoder):
+        for statistics in decoder.router_statistics.values():
+            statistics.reset()
     graphs, capture_note = decode_graphs(decoder, kv, -(-longest // block_size), scenario.engine.max_num_seqs)
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
     mover = BlockMover(kv, scheduler.tables) if moves else None
