@@ -11,6 +11,8 @@ import pytest
 
 from membound.roofline.models import ModelError, get_model
 from membound.roofline.models.catalog import catalog
+from membound.roofline.scenario import parse_scenario
+from membound.runtime.refusals import unmeasured_scenario
 from membound.runtime.supported import checked, decoder_problem, recurrent
 from membound.runtime.weights import load_safetensors
 
@@ -73,3 +75,30 @@ def test_a_folder_is_refused_before_its_weights_are_read(
 def test_a_model_is_recurrent_if_one_of_its_layers_is() -> None:
     assert recurrent(get_model("Mamba-2-130M")) and recurrent(get_model("Jamba-v0.1"))
     assert not recurrent(get_model("Gemma-2-2B")) and not recurrent(get_model("DeepSeek-V3"))
+
+
+_SCENARIO: dict[str, Any] = {
+    "name": "mine",
+    "model": "Mamba-2-130M[:2]",
+    "workload": {
+        "arrivals": {"kind": "closed_loop", "concurrency": 1},
+        "requests": 1,
+        "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 8}},
+        "output_tokens": {"kind": "fixed", "tokens": 2},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"techniques": ["ngram_speculation"]}, "speculation"),
+        ({"engine": {"prefix_caching": True}}, "engine.prefix_caching"),
+        ({"engine": {"preemption": "swap", "host_kv_gib": 1}}, "engine.preemption"),
+    ],
+)
+def test_what_takes_tokens_back_is_refused_for_recurrent_models_alone(change: dict[str, Any], word: str) -> None:
+    problem = unmeasured_scenario(parse_scenario(_SCENARIO | change))
+    assert problem and word in problem and "Mamba-2-130M[:2]" in problem and "recurrent state" in problem
+    assert unmeasured_scenario(parse_scenario(_SCENARIO)) is None
+    assert unmeasured_scenario(parse_scenario(_SCENARIO | change | {"model": "Mixtral-8x7B[:1]"})) is None
