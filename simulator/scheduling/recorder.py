@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,6 +160,10 @@ class Recorder:
             whole.itl_s.extend(recorder.itl_s)
             whole.outputs |= recorder.outputs
             whole.rejections |= recorder.rejections
+            whole._positions = [
+                [ours[0] + theirs[0], ours[1] + theirs[1]]
+                for ours, theirs in zip_longest(whole._positions, recorder._positions, fillvalue=[0, 0])
+            ]
             whole.idle_s += whole.end_s - sum(float(table[:, 1].sum()) for table in recorder._tables)
         if whole._tables:
             table = np.concatenate(whole._tables)
