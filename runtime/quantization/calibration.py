@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights
 
 CALIBRATION_TOKENS = 8192
+MOMENTS_SHARE = 0.5  # of a machine's memory
 
 Statistics = dict[str, InputStatistics]  # by the matrix's name
 
@@ -74,10 +76,12 @@ def collect_statistics(
     """What each linear's inputs look like while the model in bf16 reads `token_ids`, one window after the other.
 
     Memory is that of the second moments, k x k for each matrix, however much is read. A matrix that saw no token, as an
-    expert that is never chosen, has no entry.
+    expert that is never chosen, has no entry. Raises QuantizationError where the moments do not fit.
     """
     if not token_ids:
         raise QuantizationError("there is no calibration text; give at least one window of tokens")
+    if moments:
+        _check_memory(spec, weights)
     recipe = ObservingRecipe(FormatRecipe(kernels, "bf16"), moments=moments)
     decoder = Decoder(spec, weights, kernels, recipe)
     for window in token_ids:
@@ -85,7 +89,23 @@ def collect_statistics(
         batch = single_sequence(0, len(window), blocks, decoder.device)
         ids = torch.tensor(window, device=decoder.device)
         decoder.hidden(ids, batch, decoder.new_cache(blocks, BLOCK_SIZE))
-    return {name: seen.statistics() for name, seen in recipe.accumulators.items() if seen.tokens}
+    sums = recipe.accumulators
+    return {name: sums.pop(name).statistics() for name in [*sums] if sums[name].tokens}  # one by one: they are large
+
+
+def _check_memory(spec: ModelSpec, weights: Weights) -> None:
+    """Second moments are kept for all matrices at once: 4 bytes for each pair of columns."""
+    shapes = (tensor.shape for layer in weights.layers for tensor in layer.values() if tensor.dim() == 2)
+    needed = 4 * sum(shape[1] ** 2 for shape in shapes)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * MOMENTS_SHARE
+    if weights.embed.device.type == "cuda":
+        memory = torch.cuda.mem_get_info(weights.embed.device)[0]
+    if needed > memory:
+        raise QuantizationError(
+            f"the second moments of {spec.name} take {needed / 2**30:.1f} GiB, more than the {memory / 2**30:.1f} GiB "
+            "that may be taken for them; "
+            "give a method without them: rtn, smoothquant, llm_int8, magnitude or wanda"
+        )
 
 
 class Calibrator:
@@ -96,16 +116,17 @@ class Calibrator:
         self.token_ids = token_ids
         self._of: weakref.ref[Weights] | None = None
         self._statistics: Statistics = {}
+        self._moments = False
 
     @classmethod
     def on_text(cls, kernels: Kernels, tokenizer: Tokenizer, tokens: int = CALIBRATION_TOKENS) -> Calibrator:
         """Calibrates on about `tokens` tokens of English and code that come with Python."""
         return cls(kernels, calibration_windows(tokenizer, tokens))
 
-    def statistics(self, spec: ModelSpec, weights: Weights) -> Statistics:
-        """Those of the model in bf16; collected once for the same weights."""
-        if self._of is None or self._of() is not weights:
+    def statistics(self, spec: ModelSpec, weights: Weights, *, moments: bool = True) -> Statistics:
+        """Those of the model in bf16, with second `moments` or without; collected once for the same weights."""
+        if self._of is None or self._of() is not weights or (moments and not self._moments):
             self._statistics = {}
-            self._statistics = collect_statistics(spec, weights, self.kernels, self.token_ids)
-            self._of = weakref.ref(weights)
+            self._statistics = collect_statistics(spec, weights, self.kernels, self.token_ids, moments=moments)
+            self._of, self._moments = weakref.ref(weights), moments
         return self._statistics

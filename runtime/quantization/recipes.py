@@ -71,6 +71,7 @@ class RoundingRecipe:
 
     method: QuantizationMethod = "rtn"
     calibrated = False
+    moments = False  # whether calibration has to collect the inputs' second moments
     divides = True  # whether `linear` may get a part of the matrix that was prepared
 
     def __init__(self, kernels: Kernels, plan: PrecisionPlan, calibrator: Calibrator | None = None) -> None:
@@ -91,7 +92,7 @@ class RoundingRecipe:
         self.layers = len(weights.layers)
         if self.calibrated:
             assert self.calibrator is not None
-            self.statistics = self.calibrator.statistics(spec, weights)
+            self.statistics = self.calibrator.statistics(spec, weights, moments=self.moments)
         return weights
 
     def linear(self, name: str, weight: Tensor) -> Linear:
@@ -139,6 +140,7 @@ class GptqRecipe(RoundingRecipe):
 
     method = "gptq"
     calibrated = True
+    moments = True
     divides = False
 
     def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
@@ -153,6 +155,7 @@ class AwqRecipe(RoundingRecipe):
 
     method = "awq"
     calibrated = True
+    moments = True
     divides = False
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
@@ -233,15 +236,15 @@ class QuarotRecipe(RoundingRecipe):
     divides = False
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
-        self.moments: dict[str, Tensor] = {}
+        self._moments: dict[str, Tensor] = {}
         turned = rotated(spec, weights)
         if self.calibrator is not None and self.plan.weights.width < 16:
             seen = self.calibrator.statistics(spec, weights)
-            self.moments = rotated_moments(spec, weights, {name: one.moments for name, one in seen.items()})
+            self._moments = rotated_moments(spec, weights, {name: one.moments for name, one in seen.items()})
         return super().prepare(spec, turned)
 
     def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
-        moments = self.moments.get(name)
+        moments = self._moments.get(name)
         return round_to_nearest(weight, grid) if moments is None else gptq(weight, moments, grid)
 
     def linear(self, name: str, weight: Tensor) -> Linear:
@@ -301,7 +304,7 @@ class PruningRecipe:
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
         statistics: Statistics = {}
         if self.method != "magnitude" and self.calibrator is not None:
-            statistics = self.calibrator.statistics(spec, weights)
+            statistics = self.calibrator.statistics(spec, weights, moments=self.method == "sparsegpt")
         layers = []
         for index, tensors in enumerate(weights.layers):
             pruned = dict(tensors)

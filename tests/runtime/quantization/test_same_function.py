@@ -16,6 +16,7 @@ from membound.roofline.precision_plan import PrecisionPlan, plan_of
 from membound.roofline.techniques import W8A8, Sparsity24, WeightQuantization, engine_setup
 from membound.runtime.decoder import Decoder
 from membound.runtime.plain import single_sequence
+from membound.runtime.quantization import calibration
 from membound.runtime.quantization.calibration import Calibrator, ObservingRecipe, collect_statistics
 from membound.runtime.quantization.folding import Folder
 from membound.runtime.quantization.quantized import QuantizationError
@@ -158,6 +159,15 @@ def test_only_the_layers_that_the_plan_names_are_quantized() -> None:
     recipe.prepare(spec, weights)
     widths = [recipe.format_of(f"layers.{i}.down").width for i in range(3)]
     assert widths == [16, 4, 16]
+
+
+def test_moments_that_do_not_fit_are_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = get_model("SmolLM2-135M").model_copy(update={"vocab": 64})
+    weights = random_weights(spec, seed=0, layers=1)
+    monkeypatch.setattr(calibration, "MOMENTS_SHARE", 1e-9)
+    with pytest.raises(QuantizationError, match=r"give a method without them: rtn, smoothquant"):
+        collect_statistics(spec, weights, TorchKernels(), [[1, 2, 3]])
+    assert collect_statistics(spec, weights, TorchKernels(), [[1, 2, 3]], moments=False)["layers.0.o"].tokens == 3
 
 
 def test_without_text_nothing_is_calibrated() -> None:
