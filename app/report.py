@@ -251,7 +251,7 @@ def comparison(document: dict[str, Any]) -> RenderableType:
     """Predicted beside measured, one row a technique and point."""
     table = Table(title="predicted and measured")
     columns = ["point", "technique", "baseline", "predicted", "interval"]
-    columns += ["measured", "spread", "error", "verdict", "bottleneck"]
+    columns += ["measured", "spread", "error", "verdict", "bottleneck", "price"]
     for column in columns:
         table.add_column(column)
     for row in document["comparisons"]:
@@ -269,10 +269,23 @@ def comparison(document: dict[str, Any]) -> RenderableType:
             "" if row["error"] is None else f"{row['error']:+.1%}",
             row["verdict"] if row["technique"] != "baseline" else "",
             before if before == after else f"{before} -> {after}",
+            "" if row["technique"] == "baseline" else _price(row),
         )
     notes = {row["conditions"] for row in document["comparisons"]}
     guesses = [_accepted(row) for row in document["comparisons"] if row.get("acceptance_by_position")]
     return Group(table, *guesses, *sorted(notes), *document.get("notes", []))
+
+
+def _price(row: dict[str, Any]) -> str:
+    """What a technique costs in quality, or that it costs nothing and how many outputs were checked to be equal."""
+    quality, same = row["quality"], row.get("same_outputs")
+    if row["lossless"]:
+        return "lossless" if same is None else f"lossless, {same:.0%} of outputs equal"
+    if quality is None:
+        return "lossy, not measured"
+    before, after = quality.get("perplexity_before"), quality.get("perplexity")
+    read = f", perplexity {before:.3g} -> {after:.3g}" if before and after else ""
+    return f"KL {quality['kl_nats']:.2g} nats, top-1 {quality['top1_agreement']:.1%}{read}"
 
 
 def _accepted(row: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -13,12 +14,27 @@ from membound.app.i18n import Translate
 from membound.roofline.comparison import Comparison
 from membound.roofline.techniques import TECHNIQUES
 
+# More pairs do not fit side by side: they lie below each other then.
+MOST_UPRIGHT = 6
+ROW_PX = 30
+
 
 def technique_title(name: str, t: Translate) -> str:
-    """The technique as people call it; in Chinese with its translation in brackets where there is one."""
-    if name not in TECHNIQUES:
+    """The technique as people call it; in Chinese with its translation in brackets where there is one.
+
+    Of a stack all of them, and what a technique was given behind its title.
+    """
+    if name == "baseline":
         return t("comparison.baseline")
-    return t.name(f"technique.{name}", TECHNIQUES[name].title)
+    return " + ".join(_titled(part, t) for part in name.split(" + "))
+
+
+def _titled(part: str, t: Translate) -> str:
+    name, _, given = part.partition(" ")
+    if name not in TECHNIQUES:
+        return part
+    title = t.name(f"technique.{name}", TECHNIQUES[name].title)
+    return f"{title} {given}" if given else title
 
 
 def point_label(point: Mapping[str, object], t: Translate) -> str:
@@ -42,6 +58,8 @@ def gains_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
     fig = make_subplots(
         rows=1, cols=max(1, len(groups)), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=list(groups)
     )
+    if max(map(len, groups.values()), default=0) > MOST_UPRIGHT:
+        return _lying(fig, groups, rows, t)
     fig.update_layout(template=TEMPLATE, height=400, margin={"t": 84, "b": 72}, legend={"y": 1.12})
     for column, group in enumerate(groups.values(), start=1):
         names = [_in_lines(technique_title(row.technique, t)) for row in group]
@@ -58,6 +76,28 @@ def gains_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
         fig.add_hline(y=1, line={"color": GREY, "dash": "dash"}, row=1, col=column)
     fig.update_yaxes(title=t("comparison.gain_y"), col=1)
     fig.update_yaxes(range=[0, _highest(rows) * 1.15], ticksuffix="×")
+    return fig
+
+
+def _lying(
+    fig: go.Figure, groups: Mapping[str, list[Comparison]], rows: Sequence[Comparison], t: Translate
+) -> go.Figure:
+    """The pairs of many techniques below each other, the first on top; each has its place in every panel."""
+    names = list(dict.fromkeys(row.technique for group in groups.values() for row in group))
+    places = {name: len(names) - 1 - index for index, name in enumerate(names)}
+    height = 150 + ROW_PX * len(names)
+    fig.update_layout(template=TEMPLATE, height=height, margin={"t": 84, "b": 60}, legend={"y": 1 + 50 / height})
+    for column, group in enumerate(groups.values(), start=1):
+        _pair(fig, column, [places[row.technique] for row in group], group, 1.0, t, lying=True)
+        fig.add_vline(x=1, line={"color": GREY, "dash": "dash"}, row=1, col=column)
+        fig.update_xaxes(range=[0, _highest(rows) * 1.05], ticksuffix="×", title=t("comparison.gain_y"), col=column)
+    fig.update_yaxes(
+        tickvals=list(places.values()),
+        ticktext=[technique_title(name, t) for name in names],
+        tickfont={"size": 11},
+        range=[-0.6, len(names) - 0.4],
+        automargin=True,
+    )
     return fig
 
 
@@ -90,45 +130,48 @@ def alt_text(rows: Sequence[Comparison], t: Translate) -> str:
     return t("comparison.alt", gains=len(gains), measured=len(measured), within=within)
 
 
-def _pair(fig: go.Figure, column: int, x: list[int], rows: list[Comparison], scale: float, t: Translate) -> None:
+def _pair(
+    fig: go.Figure, column: int, at: list[int], rows: list[Comparison], scale: float, t: Translate, lying: bool = False
+) -> None:
+    """A pair for each row at its place; `lying` pairs have their values along x."""
+
+    def placed(places: list[float], values: list[float], error: dict[str, Any]) -> dict[str, Any]:
+        if lying:
+            return {"x": values, "y": places, "error_x": error}
+        return {"x": places, "y": values, "error_y": error}
+
+    side = -0.12 if lying else 0.12  # predicted comes first: on the left, or on top
     predicted = [row.predicted * scale for row in rows]
+    interval = {
+        "type": "data",
+        "symmetric": False,
+        "thickness": 6,
+        "width": 0,
+        "color": "rgba(86,180,233,0.35)",
+        "array": [row.high * scale - value for row, value in zip(rows, predicted, strict=True)],
+        "arrayminus": [value - row.low * scale for row, value in zip(rows, predicted, strict=True)],
+    }
     fig.add_scatter(
-        x=[i - 0.12 for i in x],
-        y=predicted,
+        **placed([place - side for place in at], predicted, interval),
         mode="markers",
         name=t("predicted"),
         showlegend=column == 1,
         legendgroup="predicted",
         marker={"symbol": "circle-open", "size": 13, "color": PREDICTED, "line": {"width": 2.5, "color": PREDICTED}},
-        error_y={
-            "type": "data",
-            "symmetric": False,
-            "thickness": 6,
-            "width": 0,
-            "color": "rgba(86,180,233,0.35)",
-            "array": [row.high * scale - value for row, value in zip(rows, predicted, strict=True)],
-            "arrayminus": [value - row.low * scale for row, value in zip(rows, predicted, strict=True)],
-        },
         hovertext=[f"{t('predicted')}: {_value(row, row.predicted)}" for row in rows],
         hoverinfo="text",
         row=1,
         col=column,
     )
-    done = [(i, row, row.measured) for i, row in zip(x, rows, strict=True) if row.measured is not None]
+    done = [(place, row, row.measured) for place, row in zip(at, rows, strict=True) if row.measured is not None]
+    spreads = {"type": "data", "thickness": 2, "width": 7, "array": [(row.spread or 0) * scale for _, row, _ in done]}
     fig.add_scatter(
-        x=[i + 0.12 for i, _, _ in done],
-        y=[value * scale for _, _, value in done],
+        **placed([place + side for place, _, _ in done], [value * scale for _, _, value in done], spreads),
         mode="markers",
         name=t("measured"),
         showlegend=column == 1,
         legendgroup="measured",
         marker={"symbol": "square", "size": 11, "color": MEASURED},
-        error_y={
-            "type": "data",
-            "thickness": 2,
-            "width": 7,
-            "array": [(row.spread or 0) * scale for _, row, _ in done],
-        },
         hovertext=[f"{t('measured')}: {_value(row, value)}" for _, row, value in done],
         hoverinfo="text",
         row=1,

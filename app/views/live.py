@@ -108,7 +108,7 @@ def _checked(yaml_text: str, t: Translate) -> Scenario | None:
 
 
 def _summary(scenario: Scenario, t: Translate) -> str:
-    techniques = ", ".join(technique.title for technique in scenario.techniques) or t("live.no_techniques")
+    techniques = ", ".join(variant.title for variant in scenario.compared()) or t("live.no_techniques")
     arrivals = scenario.workload.arrivals.model_dump()
     kind = arrivals.pop("kind")
     return t(

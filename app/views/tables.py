@@ -100,11 +100,16 @@ def _bound(bound: str, t: Translate) -> str:
 
 def _quality(row: Comparison, t: Translate) -> str:
     if row.lossless:
-        return t("quality.lossless")
+        same = row.same_outputs
+        return t("quality.lossless") if same is None else t("quality.same", share=f"{same:.0%}")
     if row.quality is None:
         return t("quality.unknown")
-    return t(
+    price = t(
         "quality.price",
         kl=text.digits(row.quality.kl_nats, 2),
         agreement=f"{row.quality.top1_agreement:.1%}",
     )
+    before, after = row.quality.perplexity_before, row.quality.perplexity
+    if before is None or after is None:
+        return price
+    return price + t("quality.perplexity", before=text.digits(before, 3), after=text.digits(after, 3))

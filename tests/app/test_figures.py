@@ -171,6 +171,21 @@ def test_each_point_of_the_sweep_has_its_panel_and_axes_are_shared() -> None:
     assert fig.layout.yaxis2.matches == "y"
 
 
+def test_many_techniques_lie_below_each_other_at_the_same_place_in_every_panel() -> None:
+    names = ["int8_weights", "w8a8 int8", "continuous_batching + int8_weights", *(f"setting {i}" for i in range(5))]
+    rows = [
+        row(name, point={"workload.arrivals.concurrency": users}) for users in (1, 4) for name in names[users // 4 :]
+    ]
+    fig = comparison.gains_figure(rows, T)
+    assert fig.layout.yaxis.ticktext[2] == "continuous batching + 8-bit weights"
+    places = dict(zip(fig.layout.yaxis.ticktext, fig.layout.yaxis.tickvals, strict=True))
+    assert len(places) == len(names) and fig.layout.height > 30 * len(names)
+    for trace in fig.data:
+        assert set(trace.x) <= {1.8, row().measured} and trace.error_x.array is not None
+    first, second = fig.data[0], fig.data[2]
+    assert list(first.y[1:]) == list(second.y)
+
+
 def test_a_technique_of_the_registry_has_its_title_with_or_without_a_translation() -> None:
     assert comparison.technique_title("int8_weights", T) == "8-bit weights"
     assert comparison.technique_title("int8_weights", Translate("zh")) == "8-bit weights (8 位权重)"
