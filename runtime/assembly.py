@@ -68,7 +68,13 @@ class Assembly:
     def result(
         self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, devices: int | None = None
     ) -> RunResult:
-        """The result of the run that `recorder` has recorded for the scenario `asked`, on `devices` devices."""
+        """The result of the run that `recorder` has recorded for the scenario `asked`, on `devices` devices.
+
+        Raises MemboundError where no request could be served.
+        """
+        if recorder.rejections and not recorder.outputs:
+            id, reason = next(iter(recorder.rejections.items()))
+            raise MemboundError(f"every request was turned away; request {id}, because {reason}")
         emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in self.kv) else []
         emulated += [EMULATED_WEIGHTS] if self.decoder.emulated else []
         output_tokens = sum(request.output_tokens for request in self.requests)
@@ -151,14 +157,18 @@ def assemble(
 
 
 def _longest(scenario: Scenario, requests: list[Request], max_context: int) -> int:
-    """Tokens of the longest turn; raises MemboundError where a request is longer than the model's context."""
-    for request in requests:
-        if request.tokens > max_context:
-            raise MemboundError(
-                f"request {request.id} has {request.tokens} tokens, more than the {max_context} of "
-                f"'{scenario.model}'; make the prompts or output_tokens shorter"
-            )
-    return max(turn.tokens for request in requests for turn in request.turns())
+    """Tokens of the longest turn that the model's context holds; the scheduler turns those beyond it away.
+
+    Raises MemboundError where all are beyond it.
+    """
+    within = [request for request in requests if request.tokens <= max_context]
+    if not within:
+        shortest = min(requests, key=lambda request: request.tokens)
+        raise MemboundError(
+            f"request {shortest.id}, the shortest, has {shortest.tokens} tokens, more than the {max_context} of "
+            f"'{scenario.model}'; make the prompts or output_tokens shorter"
+        )
+    return max(turn.tokens for request in within for turn in request.turns())
 
 
 def _conditions(kernels: Kernels, stalls: int) -> list[str]:

@@ -108,7 +108,7 @@ class Decoders:
         return self._with_store(part, scenario)
 
     def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, str, int]) -> DividedDecoder:
-        if self._divided is None or self._divided[0] != key or not self._divided[1].followers.alive:
+        if self._divided is None or self._divided[0] != key or not self._divided[1].usable:
             self.close()
             spec = self.model(scenario).spec
             shard_spec(spec, key[-1])

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.roofline.errors import MemboundError
 from membound.runtime.block_moves import BlockMover
 from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch, slots_of
-from membound.runtime.sampling import Guesses, Sampler
+from membound.runtime.sampling import Guesses, LogitsError, Sampler, Verified
 from membound.runtime.speculation.base import Proposer
 from membound.simulator.scheduling.loop import Clock
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, Work
@@ -48,15 +49,17 @@ class TorchExecutor:
         self.proposer = proposer
         self.mover = mover
         self.seats = Seats()
+        self.steps = 0
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         start_s = self.clock.now_s()
+        self.steps += 1
         if self.mover is not None:
             self.mover()
         self.seats.update(step, sequences)
         normed, logits = self._computed(step.work, sequences)
         emitting = [work for work in step.work if work.emits]
-        verified = self.sampler.verify(logits, [self._guesses(work) for work in emitting])
+        verified = self._verified(emitting, logits)
         paths = {work.sequence: found.path for work, found in zip(emitting, verified, strict=True)}
         self._keep_paths(emitting, paths, sequences)
         if self.proposer is not None:
@@ -112,6 +115,17 @@ class TorchExecutor:
             parts.append(Part(work.start, work.tokens, blocks, seat, len(work.drafts), work.parents))
             rows += range(len(tokens) - work.logits_rows, len(tokens))
         return torch.tensor(tokens), ragged_batch(parts, self.block_size), torch.tensor(rows, dtype=torch.int64)
+
+    def _verified(self, emitting: list[Work], logits: Tensor) -> list[Verified]:
+        """What each sequence emits; raises MemboundError that names the step and the request without numbers."""
+        try:
+            return self.sampler.verify(logits, [self._guesses(work) for work in emitting])
+        except LogitsError as error:
+            of_rows = [work.sequence for work in emitting for _ in range(work.logits_rows)]
+            raise MemboundError(
+                f"step {self.steps} gave logits of request {of_rows[error.row]} that are NaN or infinite: the weights "
+                f"of {self.decoder.spec.name} or a format of this scenario overflow; take other weights or formats"
+            ) from None
 
     def _guesses(self, work: Work) -> Guesses:
         drawn_from = self.proposer.drawn_from(work.sequence) if self.proposer and work.drafts else None

@@ -14,6 +14,7 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.roofline.workload import SyntheticPrompts
 from membound.runtime.assets import fetch_smollm2
+from membound.runtime.loading.finite import check_finite
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import Weights, load_gguf, load_safetensors, random_weights
 
@@ -59,9 +60,11 @@ def load_model(scenario: Scenario) -> LoadedModel:
         )
     if Path(source).is_dir():
         spec, weights = load_safetensors(source)
+        check_finite(weights)
         without_text = isinstance(scenario.workload.prompts, SyntheticPrompts)
         if without_text and not (Path(source) / "tokenizer.json").exists():
             return LoadedModel(spec, weights, None)
         return LoadedModel(spec, weights, Tokenizer.from_folder(source))
     spec, weights = load_gguf(source)
+    check_finite(weights)
     return LoadedModel(spec, weights, Tokenizer.from_gguf_metadata(GgufFile(source).metadata), Path(source))

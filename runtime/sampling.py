@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from membound.roofline.errors import MemboundError
+
 TYPICAL_THRESHOLD, TYPICAL_SHARE = 0.09, 0.3
 
 
@@ -42,18 +44,31 @@ class Verified(NamedTuple):
     path: tuple[int, ...]
 
 
+class LogitsError(MemboundError):
+    """Logits that are not numbers, in row `row`: no token follows from them."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} of the logits holds NaN or infinity")
+        self.row = row
+
+
 class Sampler(Protocol):
     """Turns the logits of a sequence's newest token and of its guesses into emitted tokens."""
 
     def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
-        """What each sequence emits, with `guesses[i].rows` rows of `logits` [rows, vocab] for sequence i."""
+        """What each sequence emits, with `guesses[i].rows` rows of `logits` [rows, vocab] for sequence i.
+
+        Raises LogitsError for a row that holds NaN or infinity.
+        """
 
 
 class GreedySampler:
     """The most likely token; a guess is accepted when it is that token, so the output is plain greedy decoding's."""
 
     def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
-        best, first, verified = logits.argmax(dim=-1).tolist(), 0, []
+        chosen = logits.argmax(dim=-1, keepdim=True)
+        _check_numbers(logits.gather(1, chosen).flatten())  # NaN and infinity are what argmax finds where they are
+        best, first, verified = chosen.flatten().tolist(), 0, []
         for guess in guesses:
             verified.append(self._walk(guess, best[first : first + guess.rows]))
             first += guess.rows
@@ -81,6 +96,7 @@ class TemperatureSampler:
 
     def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
         probabilities = torch.softmax(logits / self.temperature, dim=-1)  # [rows, vocab]
+        _check_numbers(probabilities[:, 0])  # softmax makes a whole row NaN where one of its logits is no number
         parts = probabilities.split([guess.rows for guess in guesses])
         return [self._verify(p, guess) for p, guess in zip(parts, guesses, strict=True)]
 
@@ -120,6 +136,12 @@ class TypicalSampler(TemperatureSampler):
         path = max(paths.values(), key=len)
         last = self._sample(probabilities[path[-1] + 1 if path else 0])
         return Verified((*(guess.tokens[child] for child in path), last), path)
+
+
+def _check_numbers(of_rows: Tensor) -> None:
+    wrong = ~of_rows.isfinite()
+    if bool(wrong.any()):
+        raise LogitsError(int(wrong.int().argmax()))
 
 
 def _walk(guess: Guesses, choose: Callable[[int, list[int]], tuple[int, int | None]]) -> Verified:

@@ -17,6 +17,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from membound.roofline.errors import MemboundError
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -57,11 +59,24 @@ def handover_folder() -> tempfile.TemporaryDirectory[str]:
 def put(path: Path, layers: Sequence[Tensor]) -> None:
     """Writes what `KvStore.read_blocks` returned for each layer, [blocks, bytes_per_block] each."""
     total = sum(layer.numel() for layer in layers)
+    _make_room(path, total)
     memory = torch.from_file(str(path), shared=True, size=total, dtype=torch.uint8)
     start = 0
     for layer in layers:
         memory[start : start + layer.numel()].copy_(layer.flatten())
         start += layer.numel()
+
+
+def _make_room(path: Path, total: int) -> None:
+    """A file of that size whose memory is there: writing to a mapping that has none left ends the process."""
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, total)
+    except OSError as error:
+        raise MemboundError(
+            f"K and V of a prompt, {total / 1e6:.1f} MB, cannot be handed over in {path.parent}: {error.strerror}; "
+            "free some space there, or send fewer requests at once"
+        ) from None
 
 
 def take(handover: Handover) -> list[list[Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import threading
 from collections import deque
@@ -141,5 +142,9 @@ def main(scenario: str, folder: str, device: str, threads: str, hardware: str) -
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
+    except BrokenPipeError:
+        # Whoever asked removes what is handed over, unless it was killed.
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        sys.exit("nobody listens any more")
     except MemboundError as error:
         sys.exit(str(error))

@@ -5,6 +5,7 @@ Started by `leader.divided` as `python -m membound.runtime.parallel.follower SCE
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import load_scenario
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.engine import Runtime
-from membound.runtime.parallel.group import Group, ready_file
+from membound.runtime.parallel.group import Group, GroupError, ready_file
 from membound.runtime.parallel.steps import Command, receive
 
 
@@ -53,5 +54,9 @@ def main(scenario: str, meeting: str, rank: str, device: str, threads: str) -> N
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
+    except GroupError as error:
+        # Whoever leads removes the place where they met, unless it was killed.
+        shutil.rmtree(Path(sys.argv[2]).parent, ignore_errors=True)
+        sys.exit(str(error))
     except MemboundError as error:
         sys.exit(str(error))

@@ -38,7 +38,8 @@ class DividedCache(list[LayerCache]):
 class DividedDecoder:
     """The leader's decoder: each call is told to the followers before its own part is computed.
 
-    `spec` is the whole model's, `part` what this process holds of it. Raises GroupError where a follower has ended.
+    `spec` is the whole model's, `part` what this process holds of it; `in_step` stays true where a step broke off, so
+    that the followers wait for sums and not for what is next. Raises GroupError where a follower has ended.
     """
 
     def __init__(self, spec: ModelSpec, part: Decoder, group: Group, followers: Followers) -> None:
@@ -48,8 +49,14 @@ class DividedDecoder:
         self.followers = followers
         self.kernels = part.kernels
         self.device = part.device
+        self.in_step = False
         self._caches = 0
         self._dropped: list[int] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether the next step finds all followers, and finds them waiting for it."""
+        return self.followers.alive and not self.in_step
 
     @property
     def weight_bytes(self) -> int:
@@ -71,11 +78,14 @@ class DividedDecoder:
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, logits_rows: Tensor) -> Tensor:
         assert isinstance(cache, DividedCache), "made by new_cache"
+        self.in_step = True
         self._tell(Message(Command.FORWARD, cache.number, (0, 0, 0), token_ids, batch, logits_rows))
         try:
-            return self.part.forward(token_ids, batch, cache, logits_rows)
+            logits = self.part.forward(token_ids, batch, cache, logits_rows)
         except GroupError as error:
             raise self.followers.reason() or error from None
+        self.in_step = False
+        return logits
 
     def _tell(self, message: Message) -> None:
         if (reason := self.followers.reason()) is not None:
@@ -152,6 +162,7 @@ def divided(
         followers = Followers([_started([*command, str(rank), device, str(share)]) for rank in range(1, tp)])
         torch.set_num_threads(share)
         group: Group | None = None
+        decoder: DividedDecoder | None = None
         try:
             followers.wait_until_ready(meeting)
             group = Group(meeting, 0, tp, device)
@@ -161,7 +172,7 @@ def divided(
             raise followers.reason() or error from None
         finally:
             torch.set_num_threads(threads)
-            if group is not None and followers.alive:
+            if group is not None and followers.alive and (decoder is None or decoder.usable):
                 send(group, Message(Command.STOP))
             else:
                 for process in followers.processes:
