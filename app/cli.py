@@ -87,6 +87,11 @@ def predict(
     chosen = scenario_of(scenario, set_, hardware)
     point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
     document = {"scenario": chosen.model_dump(mode="json"), **point.to_json()}
+    if (drafts := chosen.setup.drafts) is not None and phase != "verify":
+        document["notes"] = [
+            f"a step without drafts: what speculation by {drafts.kind} gains is a matter of many steps, which "
+            "`membound stack` and `membound simulate` look at; --phase verify is the step that checks the drafts"
+        ]
     print_result(document, as_json, report.operating_point)
 
 

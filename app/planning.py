@@ -37,6 +37,7 @@ JobsOption = Annotated[int | None, typer.Option(help="processes; all cores if no
 BackendOption = Annotated[
     str, typer.Option(help="who computes: loky (processes), threading, sequential, ray or dask (if installed)")
 ]
+PRECISIONS, CONFIRMED = "given,8bit,4bit", 3
 AddressOption = Annotated[str | None, typer.Option(help="of a running Ray or Dask cluster; else one is started here")]
 
 
@@ -63,6 +64,7 @@ def stack(
     from membound.simulator.stacking import chosen_techniques, to_json
     from membound.simulator.stacking import stack as run_stack
 
+    _closed_forms_run_here(simulate, "--simulate", jobs, backend, address)
     chosen = scenario_of(scenario, set_, hardware)
     names = None if techniques is None else _names(techniques, "--techniques")
     with progress() as listener:
@@ -103,6 +105,7 @@ def advise(
     from membound.simulator.advisor import advise as run_advise
     from membound.simulator.advisor import to_json
 
+    _closed_forms_run_here(simulate, "--simulate", jobs, backend, address)
     chosen = scenario_of(scenario, set_, hardware)
     with progress() as listener:
         advice = run_advise(
@@ -125,11 +128,11 @@ def plan(
     ] = None,
     precision: Annotated[
         str, typer.Option(metavar="A,B", help="given (as the scenario says), 8bit, 4bit; the first is the answer's")
-    ] = "given,8bit,4bit",
+    ] = PRECISIONS,
     objective: Annotated[str, typer.Option(help="cost, or devices: the fewest")] = "cost",
     confirm: Annotated[
         int, typer.Option(min=0, max=50, help="deployments that the simulator confirms; 0 for closed forms alone")
-    ] = 3,
+    ] = CONFIRMED,
     disaggregate: Annotated[
         bool, typer.Option(help="also with prompts and outputs on engines of their own, where something is confirmed")
     ] = True,
@@ -152,9 +155,14 @@ def plan(
     aim = next((aim for aim in aims if aim == objective), None)
     if aim is None:
         raise MemboundError(f"option --objective is '{objective}'; give {' or '.join(aims)}")
-    if most_rate and devices is not None:
-        raise MemboundError(
-            f"option --devices is '{devices}', but --max-rate is of the scenario's own device; leave one of them out"
+    if most_rate:
+        _only_of_the_scenario(
+            {
+                "--devices": devices,
+                "--precision": None if precision == PRECISIONS else precision,
+                "--objective": None if objective == "cost" else objective,
+                "--confirm": None if confirm == CONFIRMED else confirm,
+            }
         )
     with progress() as listener:
         if most_rate:
@@ -277,6 +285,25 @@ def _workers(backend: str, jobs: int | None, address: str | None) -> Workers:
         if known == backend:
             return Workers(known, jobs, address)
     raise MemboundError(f"option --backend is '{backend}'; give {', '.join(BACKENDS)}")
+
+
+def _closed_forms_run_here(simulate: bool, option: str, jobs: int | None, backend: str, address: str | None) -> None:
+    """Refuses what says how many runs are spread where there is a single closed form."""
+    given = {"--jobs": jobs, "--backend": None if backend == "loky" else backend, "--address": address}
+    for name, value in given.items():
+        if value is not None and not simulate:
+            raise MemboundError(
+                f"option {name} is '{value}', but closed forms run here, in milliseconds; leave it out, or add {option}"
+            )
+
+
+def _only_of_the_scenario(given: dict[str, Any]) -> None:
+    """Refuses what looks for other deployments where the scenario's own is asked about."""
+    for name, value in given.items():
+        if value is not None:
+            raise MemboundError(
+                f"option {name} is '{value}', but --max-rate is of the scenario's own deployment; leave one of them out"
+            )
 
 
 def _write_csv(path: Path, points: Sequence[Swept]) -> None:

@@ -22,6 +22,7 @@ def operating_point(document: dict[str, Any]) -> RenderableType:
         _memory_table(document["memory"], document["formats"]),
         *_memory_words(document["memory"]),
         *_origin(document),
+        *document.get("notes", []),
     )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import expanded
 from membound.roofline.home import home_folder
 
 OVERRIDE_VARIABLE = "MEMBOUND_SMOLLM2_GGUF"
@@ -47,7 +48,7 @@ def find_smollm2() -> Path | None:
     Raises AssetError if `$MEMBOUND_SMOLLM2_GGUF` names a file that does not exist.
     """
     if override := os.environ.get(OVERRIDE_VARIABLE):
-        path = Path(override).expanduser()
+        path = expanded(override, OVERRIDE_VARIABLE)
         if not path.is_file():
             raise AssetError(f"{OVERRIDE_VARIABLE} is {override}, which is not a file: it must be a GGUF of SmolLM2.")
         return path

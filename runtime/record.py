@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.files import reason, write_files
 from membound.roofline.scenario import Scenario, parse_yaml
 from membound.runtime.engine import Runtime
 from membound.runtime.plain import generate_plain
@@ -18,8 +19,7 @@ def read_texts(path: Path) -> list[dict[str, str]]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise MemboundError(f"prompts file '{path}' cannot be read: {reason}") from None
+        raise MemboundError(f"prompts file '{path}' cannot be read: {reason(error)}") from None
     document = parse_yaml(text, f"prompts file '{path}'")
     listed: Any = document.get("prompts") if isinstance(document, dict) else None
     needed = {"id", "task", "text"}
@@ -54,7 +54,8 @@ def record(
         output_ids = list(generate_plain(decoder, prompt_ids, max_tokens))
         item = {"id": prompt["id"], "task": prompt["task"], "text": prompt["text"]}
         lines.append(json.dumps(item | {"prompt_ids": prompt_ids, "output_ids": output_ids}, ensure_ascii=False))
-    partial = output.with_suffix(".partial")
-    partial.write_text("\n".join(lines) + "\n", "utf-8")
-    partial.replace(output)
+    try:
+        write_files({output: ("\n".join(lines) + "\n").encode()})
+    except OSError as error:
+        raise MemboundError(f"'{output}' cannot be written: {reason(error)}") from None
     return len(prompts)

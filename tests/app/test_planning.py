@@ -267,3 +267,17 @@ def test_no_output_replaces_its_input(asked: str, tmp_path: Path) -> None:
     for command in (("sweep", "--over", "parallel.tp=1,2", "--csv"), ("simulate", "--timeline")):
         assert "give another file" in refused(command[0], asked, *command[1:], str(link))
     assert Path(asked).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["stack", "plan-70b", "--backend", "dask"], "--backend is 'dask', but closed forms run here"),
+        (["advise", "plan-70b", "--jobs", "4"], "--jobs is '4', but closed forms run here"),
+        (["plan", "plan-70b", "--max-rate", "--objective", "devices"], "--objective is 'devices', but --max-rate"),
+        (["plan", "plan-70b", "--max-rate", "--precision", "8bit"], "--precision is '8bit', but --max-rate"),
+        (["plan", "plan-70b", "--max-rate", "--confirm", "0"], "--confirm is '0', but --max-rate"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(arguments: list[str], said: str) -> None:
+    assert said in refused(*arguments)
