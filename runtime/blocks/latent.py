@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from membound.runtime.blocks.norms import Norm
 from membound.runtime.latent_kv import LatentKv
 from membound.runtime.linear import Linear
 from membound.runtime.rope import RopeTables
+
+# Up to as many new tokens of a sequence, one and its drafts, unpacking the whole context costs more than it saves.
+FEW_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class LatentLinears:
 
 
 class LatentMixer:
-    """Latent attention: sequences with one new token on the latents (if `absorbed`), others with K and V unpacked.
+    """Latent attention: sequences with few new tokens on the latents (if `absorbed`), others with K and V unpacked.
 
     The absorbed halves are what `kv_b` does, read back from it once, so that they follow its format; they stay in 16
     bits as in other engines.
@@ -110,17 +114,19 @@ class LatentMixer:
 
     def _attend(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
         """[tokens, heads, v_head_dim]."""
-        if batch.tree is not None or (self.absorbed and batch.most_queries == 1):
+        if batch.tree is not None or (self.absorbed and (batch.most_queries or FEW_QUERIES + 1) <= FEW_QUERIES):
             return self._on_latents(q, batch, cache)
         starts = batch.query_start.tolist()
-        single = [i for i in range(batch.num_sequences) if starts[i + 1] - starts[i] == 1] if self.absorbed else []
+        lengths = [end - start for start, end in pairwise(starts)]
+        few = [i for i, length in enumerate(lengths) if self.absorbed and 0 < length <= FEW_QUERIES]
         out = q.new_empty(q.shape[0], self.spec.heads, self.spec.v_head_dim)
-        if single:
-            rows = torch.tensor([starts[i] for i in single], device=q.device)
-            out[rows] = self._on_latents(q[rows], _singles(batch, rows, single), cache)
-        for i in range(batch.num_sequences):
-            if i not in single and starts[i + 1] > starts[i]:
-                out[starts[i] : starts[i + 1]] = self._unpacked(q[starts[i] : starts[i + 1]], batch, i, cache)
+        if few:
+            rows = torch.tensor([t for i in few for t in range(starts[i], starts[i + 1])], device=q.device)
+            out[rows] = self._on_latents(q[rows], _part(batch, few, [lengths[i] for i in few], rows), cache)
+        for i, length in enumerate(lengths):
+            if length and i not in few:
+                rows = slice(starts[i], starts[i + 1])
+                out[rows] = self._unpacked(q[rows], batch, i, cache)
         return out
 
     def _on_latents(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
@@ -148,15 +154,15 @@ class LatentMixer:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)[0].transpose(0, 1)
 
 
-def _singles(batch: RaggedBatch, rows: Tensor, sequences: list[int]) -> RaggedBatch:
-    """The part of a batch that brings one token each."""
+def _part(batch: RaggedBatch, sequences: list[int], lengths: list[int], rows: Tensor) -> RaggedBatch:
+    """Some sequences of a batch, which bring `lengths` tokens each, those in `rows` [tokens]."""
     return replace(
         batch,
         positions=batch.positions[rows],
         slots=batch.slots[rows],
-        query_start=torch.arange(len(sequences) + 1, dtype=torch.int32, device=rows.device),
+        query_start=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=rows.device),
         context_len=batch.context_len[sequences],
         block_table=batch.block_table[sequences],
-        most_queries=1,
+        most_queries=max(lengths),
         seats=None if batch.seats is None else batch.seats[sequences],
     )
