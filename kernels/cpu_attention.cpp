@@ -6,6 +6,7 @@
 // Threads share sequences, kv heads and blocks of queries; where those are few (one long sequence) also spans.
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "cpu_kv.h"
@@ -18,6 +19,7 @@ constexpr int TILE_TOKENS = 64;  // as many as the bits of a mask
 constexpr int SPAN_TOKENS = 128;
 constexpr int BLOCK_ROWS = 64;  // rows (query tokens x heads of the group) that share one conversion of K and V
 constexpr int ROW_TILE = 4;
+constexpr int DIRECT_ROWS = 2;
 constexpr int DIM_VECTORS = REGISTERS == 32 ? 4 : 2;
 constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 
@@ -150,12 +152,11 @@ INLINE void mask_scores(float* row, uint64_t seen, float softcap) {
     for (int t = 0; t < TILE_TOKENS; t++) row[t] = seen >> t & 1 ? row[t] : -INFINITY;
 }
 
-// One tile of `count` tokens for ROWS rows, row r seeing the tokens whose bits are set in seen[r] (possibly none).
+// Scores [ROWS, TILE_TOKENS] of a tile become weights, row r seeing the tokens whose bits are set in seen[r] (possibly
+// none); what the rows have summed so far shrinks to the new maximum.
 template <int ROWS>
-void attend_rows(const float* q, const float* k, const float* v, const uint64_t* seen, int count, int64_t dim,
-                 float softcap, float* maximum, Vec* totals, float* sums) {
-    alignas(64) float scores[ROWS * TILE_TOKENS];
-    for (int t = 0; t < count; t += 4) scores_of<ROWS>(q, k + t * dim, dim, scores + t);
+INLINE void softmax_rows(float* scores, const uint64_t* seen, int64_t dim, float softcap, float* maximum, Vec* totals,
+                         float* sums) {
     for (int r = 0; r < ROWS; r++) {
         float* row = scores + r * TILE_TOKENS;
         if (!seen[r]) {
@@ -181,10 +182,123 @@ void attend_rows(const float* q, const float* k, const float* v, const uint64_t*
             totals[r] += weight;
         }
     }
+}
+
+// One tile of `count` tokens, in fp32, for ROWS rows.
+template <int ROWS>
+void attend_rows(const float* q, const float* k, const float* v, const uint64_t* seen, int count, int64_t dim,
+                 float softcap, float* maximum, Vec* totals, float* sums) {
+    alignas(64) float scores[ROWS * TILE_TOKENS];
+    for (int t = 0; t < count; t += 4) scores_of<ROWS>(q, k + t * dim, dim, scores + t);
+    softmax_rows<ROWS>(scores, seen, dim, softcap, maximum, totals, sums);
     int64_t i = 0;
     for (; i + DIM_VECTORS * LANES <= dim; i += DIM_VECTORS * LANES)
         weigh<ROWS, DIM_VECTORS>(scores, v + i, count, dim, sums + i);
     for (; i < dim; i += LANES) weigh<ROWS, 1>(scores, v + i, count, dim, sums + i);
+}
+
+// The tokens of a tile, read from the cache where they are used: with few rows, fp32 copies cost more than they save.
+// The sums are those of the copies, in the same order.
+template <KvFormat FORMAT> struct Direct {
+    const uint8_t* base;
+    const int64_t *at, *scale_at;
+    const half* scales;
+    Vec head_scale;
+    int64_t half_dim, bytes;
+    int first, last;
+
+    Direct(const KvBlocks& kv, KvPart part, const Places& places)
+        : base(kv.base(part)), at(places.at[part]), scale_at(places.scales), scales(kv.token_scales(part, 0)),
+          head_scale(broadcast(FORMAT == KV_FP8 ? kv.head_scale(part, places.head) : 0)), half_dim(kv.head_dim / 2),
+          bytes(kv.stored() * kv.element_bytes()), first(places.first), last(places.count - 1) {}
+
+    struct Token {
+        const uint8_t* from;
+        Vec scale, minimum;
+    };
+    // What lies before or behind the tile's tokens is not read, and no weight falls on what stands for it.
+    INLINE int clamped(int t) const { return t < first ? first : t > last ? last : t; }
+    INLINE Token token(int t) const {
+        t = clamped(t);
+        Token token{base + at[t], head_scale, Vec{}};
+        if constexpr (FORMAT == KV_INT8 || FORMAT == KV_INT4) {
+            token.scale = broadcast(to_float(scales[scale_at[t]]));
+            if constexpr (FORMAT == KV_INT4) token.minimum = broadcast(to_float(scales[scale_at[t] + 1]));
+        }
+        return token;
+    }
+    INLINE Vec read(const Token& token, int64_t i) const {
+        if constexpr (FORMAT == KV_BF16) return load((const bf16*)token.from + i);
+        if constexpr (FORMAT == KV_FP8) return load((const e4m3*)token.from + i) * token.scale;
+        if constexpr (FORMAT == KV_INT8) return load((const int8_t*)token.from + i) * token.scale;
+        const IntVec codes = i < half_dim ? load_bytes(token.from + i) & 15 : load_bytes(token.from + i - half_dim) >> 4;
+        return fma(__builtin_convertvector(codes, Vec), token.scale, token.minimum);
+    }
+    INLINE void prefetch(int t) const {
+        if (last < 0) return;
+        const uint8_t* from = base + at[clamped(t)];
+        __builtin_prefetch(from, 0, 2);
+        __builtin_prefetch(from + bytes - 1, 0, 2);
+        for (int64_t i = 64; i < bytes - 64; i += 64) __builtin_prefetch(from + i, 0, 2);
+    }
+};
+
+template <KvFormat FORMAT, int ROWS>
+void attend_direct(const KvBlocks& kv, const Places& here, const Places& next, const float* q, const uint64_t* seen,
+                   int count, int64_t dim, float softcap, float* maximum, Vec* totals, float* sums) {
+    constexpr int TOGETHER = 16 / ROWS;  // tokens whose sums fill a tile of 4 x 4
+    alignas(64) float scores[ROWS * TILE_TOKENS];
+    const Direct<FORMAT> keys(kv, KEYS, here), values(kv, VALUES, here), next_keys(kv, KEYS, next);
+    for (int t = 0; t < count; t += TOGETHER) {
+        Vec tile[4][4] = {};
+        typename Direct<FORMAT>::Token tokens[TOGETHER];
+        for (int j = 0; j < TOGETHER; j++) {
+            values.prefetch(t + j);
+            tokens[j] = keys.token(t + j);
+        }
+        for (int64_t i = 0; i < dim; i += LANES) {
+            Vec rows[ROWS];
+            for (int r = 0; r < ROWS; r++) rows[r] = load(q + r * dim + i);
+            for (int j = 0; j < TOGETHER; j++) {
+                const Vec key = keys.read(tokens[j], i);
+                for (int r = 0; r < ROWS; r++) {
+                    Vec& sum = tile[(r * TOGETHER + j) / 4][j % 4];
+                    sum = fma(rows[r], key, sum);
+                }
+            }
+        }
+        float packed[16];
+        sum_tile<4>(tile, packed, 4);
+        for (int r = 0; r < ROWS; r++)
+            memcpy(scores + r * TILE_TOKENS + t, packed + r * TOGETHER, TOGETHER * sizeof(float));
+    }
+    softmax_rows<ROWS>(scores, seen, dim, softcap, maximum, totals, sums);
+    for (int64_t i = 0; i < dim;) {
+        const int vectors = dim - i >= DIM_VECTORS * LANES ? DIM_VECTORS : 1;
+        auto weigh_vectors = [&](auto constant) {
+            constexpr int VECTORS = decltype(constant)::value;
+            Vec acc[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int d = 0; d < VECTORS; d++) acc[r][d] = load(sums + r * dim + i + d * LANES);
+            for (int t = 0; t < count; t++) {
+                if (i == 0) next_keys.prefetch(t);
+                const auto token = values.token(t);
+                Vec value[VECTORS];
+                for (int d = 0; d < VECTORS; d++) value[d] = values.read(token, i + d * LANES);
+                for (int r = 0; r < ROWS; r++) {
+                    const Vec weight = broadcast(scores[r * TILE_TOKENS + t]);
+                    for (int d = 0; d < VECTORS; d++) acc[r][d] = fma(weight, value[d], acc[r][d]);
+                }
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int d = 0; d < VECTORS; d++) store(sums + r * dim + i + d * LANES, acc[r][d]);
+        };
+        if (vectors == DIM_VECTORS)
+            weigh_vectors(std::integral_constant<int, DIM_VECTORS>{});
+        else
+            weigh_vectors(std::integral_constant<int, 1>{});
+        i += vectors * LANES;
+    }
 }
 
 // The first token that a row of the task sees; what lies before may be no memory of this sequence any more.
@@ -215,6 +329,7 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
     state.clear(rows, dim);
     for (int64_t r = 0; r < rows; r++) totals[r] = Vec{};
     float *k = tiles, *v = tiles + TILE_TOKENS * dim;
+    const bool direct = rows <= DIRECT_ROWS && a.kv.head_dim % (2 * LANES) == 0;
     Places next;
     next.find(a.kv, table, task.kv_head, span * SPAN_TOKENS, oldest, end);
     for (int64_t start = span * SPAN_TOKENS; start < end; start += TILE_TOKENS) {
@@ -222,6 +337,27 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
         const int count = here.count;
         next.find(a.kv, table, task.kv_head, start + TILE_TOKENS, oldest, end_of_task);
         if (here.first >= count) continue;
+        if (direct) {
+            uint64_t seen[DIRECT_ROWS], any = 0;
+            for (int64_t r = 0; r < rows; r++) {
+                seen[r] = Sight(a, task.sequence, task.first + r / group).mask(start) & Sight::ones(count);
+                any |= seen[r];
+            }
+            if (!any) continue;
+            const int most = 64 - __builtin_clzll(any);
+            auto attend = [&](auto format) {
+                constexpr KvFormat FORMAT = decltype(format)::value;
+                auto run = rows == 1 ? attend_direct<FORMAT, 1> : attend_direct<FORMAT, 2>;
+                run(a.kv, here, next, q, seen, most, dim, a.softcap, state.maximum, totals, state.sums);
+            };
+            switch (a.kv.format) {
+                case KV_BF16: attend(std::integral_constant<KvFormat, KV_BF16>{}); break;
+                case KV_FP8: attend(std::integral_constant<KvFormat, KV_FP8>{}); break;
+                case KV_INT8: attend(std::integral_constant<KvFormat, KV_INT8>{}); break;
+                case KV_INT4: attend(std::integral_constant<KvFormat, KV_INT4>{}); break;
+            }
+            continue;
+        }
         convert(a.kv, KEYS, here, dim, k, VALUES, here);
         convert(a.kv, VALUES, here, dim, v, KEYS, next);
         for (int64_t r = 0; r < rows; r += ROW_TILE) {

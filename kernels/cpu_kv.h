@@ -20,14 +20,18 @@ struct KvBlocks {
 
     int64_t stored() const { return format == KV_INT4 ? head_dim / 2 : head_dim; }
     int64_t element_bytes() const { return format == KV_BF16 ? 2 : 1; }
-    uint8_t* vector(KvPart part, int64_t block, int64_t offset, int64_t head) const {
-        uint8_t* base = (uint8_t*)(part == KEYS ? keys : values);
+    uint8_t* base(KvPart part) const { return (uint8_t*)(part == KEYS ? keys : values); }
+    // Bytes from the base to a token's vector.
+    int64_t place(KvPart part, int64_t block, int64_t offset, int64_t head) const {
         const int64_t stride = part == KEYS ? key_block_stride : value_block_stride;
-        return base + (block * stride + (offset * kv_heads + head) * stored()) * element_bytes();
+        return (block * stride + (offset * kv_heads + head) * stored()) * element_bytes();
     }
-    half* token_scales(KvPart part, int64_t block, int64_t offset, int64_t head) const {
-        const int64_t each = format == KV_INT4 ? 2 : 1;
-        return (half*)scales + ((block * kv_heads + head) * block_size + offset) * 2 * each + (part == KEYS ? 0 : each);
+    // Scales (for int4 scale and minimum) from the first to a token's of its keys.
+    int64_t scale_place(int64_t block, int64_t offset, int64_t head) const {
+        return ((block * kv_heads + head) * block_size + offset) * (format == KV_INT4 ? 4 : 2);
+    }
+    half* token_scales(KvPart part, int64_t scale_place) const {
+        return (half*)scales + scale_place + (part == KEYS ? 0 : format == KV_INT4 ? 2 : 1);
     }
     float head_scale(KvPart part, int64_t head) const { return ((float*)scales)[(part == KEYS ? 0 : kv_heads) + head]; }
 };
@@ -35,7 +39,8 @@ struct KvBlocks {
 // The tokens of a tile, `first` to `count`, for one kv head; those before `first` are not to be read.
 struct Places {
     static constexpr int TOKENS = 64;
-    int32_t block[TOKENS], offset[TOKENS];
+    int64_t at[2][TOKENS];  // bytes from the bases of keys and values
+    int64_t scales[TOKENS];
     int64_t head;
     int first, count;
 
@@ -43,11 +48,16 @@ struct Places {
         head = kv_head;
         count = end - start < TOKENS ? end - start : TOKENS;
         first = oldest > start ? (oldest - start < TOKENS ? oldest - start : TOKENS) : 0;
-        int64_t at = start / kv.block_size, inside = start % kv.block_size;
-        for (int t = 0; t < count; t++) {
-            block[t] = table[at];
-            offset[t] = inside;
-            if (++inside == kv.block_size) at++, inside = 0;
+        const int64_t token_bytes = kv.kv_heads * kv.stored() * kv.element_bytes();
+        const int64_t token_scales = kv.format == KV_INT4 ? 4 : 2;
+        for (int64_t t = 0, block = start / kv.block_size, offset = start % kv.block_size; t < count;
+             block++, offset = 0) {
+            int64_t key = kv.place(KEYS, table[block], offset, head), value = kv.place(VALUES, table[block], offset, head);
+            int64_t scale = kv.scale_place(table[block], offset, head);
+            for (; t < count && offset < kv.block_size; t++, offset++) {
+                at[KEYS][t] = key, at[VALUES][t] = value, scales[t] = scale;
+                key += token_bytes, value += token_bytes, scale += token_scales;
+            }
         }
     }
 };
@@ -58,9 +68,20 @@ template <class T> INLINE void read_vector(const T* from, int64_t head_dim, int6
     if (whole < dim) store(to + whole, load_partial(from + whole, head_dim - whole) * scale);
 }
 
+INLINE IntVec load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+    return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    return (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    IntVec v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+#endif
+}
+
 // Byte i holds element i (low) and i + head_dim / 2 (high).
 INLINE void read_int4(const uint8_t* from, int64_t head_dim, int64_t dim, Vec scale, Vec minimum, float* to) {
-    typedef uint8_t Bytes __attribute__((vector_size(LANES)));
     const int64_t half_dim = head_dim / 2;
     if (half_dim % LANES) {
         for (int64_t i = 0; i < half_dim; i++) {
@@ -69,9 +90,7 @@ INLINE void read_int4(const uint8_t* from, int64_t head_dim, int64_t dim, Vec sc
         }
     } else {
         for (int64_t i = 0; i < half_dim; i += LANES) {
-            Bytes bytes;
-            memcpy(&bytes, from + i, sizeof bytes);
-            const IntVec codes = __builtin_convertvector(bytes, IntVec);
+            const IntVec codes = load_bytes(from + i);
             store(to + i, fma(__builtin_convertvector(codes & 15, Vec), scale, minimum));
             store(to + i + half_dim, fma(__builtin_convertvector(codes >> 4, Vec), scale, minimum));
         }
@@ -79,37 +98,49 @@ INLINE void read_int4(const uint8_t* from, int64_t head_dim, int64_t dim, Vec sc
     for (int64_t i = head_dim; i < dim; i++) to[i] = 0;
 }
 
-// The tokens of one kv head to fp32 [count, dim], zeros behind head_dim and before `first`. Meanwhile what is read
-// next, scattered over the blocks as it is, is asked for.
-inline void convert(const KvBlocks& kv, KvPart part, const Places& places, int64_t dim, float* tile, KvPart next_part,
-                    const Places& next) {
-    const int64_t bytes = kv.stored() * kv.element_bytes(), head = places.head;
+template <KvFormat FORMAT>
+void convert_from(const KvBlocks& kv, KvPart part, const Places& places, int64_t dim, float* tile, KvPart next_part,
+                  const Places& next) {
+    const int64_t bytes = kv.stored() * kv.element_bytes(), head_dim = kv.head_dim;
+    const uint8_t *base = kv.base(part), *next_base = kv.base(next_part);
+    const Vec head_scale = broadcast(FORMAT == KV_FP8 ? kv.head_scale(part, places.head) : 0);
     for (int t = 0; t < places.count; t++, tile += dim) {
         if (t >= next.first && t < next.count) {
-            const uint8_t* ahead = kv.vector(next_part, next.block[t], next.offset[t], next.head);
+            const uint8_t* ahead = next_base + next.at[next_part][t];
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
         }
         if (t < places.first) {
             for (int64_t i = 0; i < dim; i += LANES) store(tile + i, Vec{});
             continue;
         }
-        const int64_t block = places.block[t], offset = places.offset[t];
-        const uint8_t* from = kv.vector(part, block, offset, head);
-        if (kv.format == KV_BF16) {
+        const uint8_t* from = base + places.at[part][t];
+        if constexpr (FORMAT == KV_BF16) {
             const bf16* numbers = (const bf16*)from;
-            const int64_t whole = kv.head_dim / LANES * LANES;
+            const int64_t whole = head_dim / LANES * LANES;
             for (int64_t i = 0; i < whole; i += LANES) store(tile + i, load(numbers + i));
-            if (whole < dim) store(tile + whole, load_partial(numbers + whole, kv.head_dim - whole));
-        } else if (kv.format == KV_FP8) {
-            read_vector((const e4m3*)from, kv.head_dim, dim, broadcast(kv.head_scale(part, head)), tile);
+            if (whole < dim) store(tile + whole, load_partial(numbers + whole, head_dim - whole));
+        } else if constexpr (FORMAT == KV_FP8) {
+            read_vector((const e4m3*)from, head_dim, dim, head_scale, tile);
         } else {
-            const half* scales = kv.token_scales(part, block, offset, head);
+            const half* scales = kv.token_scales(part, places.scales[t]);
             const Vec scale = broadcast(to_float(scales[0]));
-            if (kv.format == KV_INT8)
-                read_vector((const int8_t*)from, kv.head_dim, dim, scale, tile);
+            if constexpr (FORMAT == KV_INT8)
+                read_vector((const int8_t*)from, head_dim, dim, scale, tile);
             else
-                read_int4(from, kv.head_dim, dim, scale, broadcast(to_float(scales[1])), tile);
+                read_int4(from, head_dim, dim, scale, broadcast(to_float(scales[1])), tile);
         }
+    }
+}
+
+// The tokens of one kv head to fp32 [count, dim], zeros behind head_dim and before `first`. Meanwhile what is read
+// next, scattered over the blocks as it is, is asked for.
+inline void convert(const KvBlocks& kv, KvPart part, const Places& places, int64_t dim, float* tile, KvPart next_part,
+                    const Places& next) {
+    switch (kv.format) {
+        case KV_BF16: return convert_from<KV_BF16>(kv, part, places, dim, tile, next_part, next);
+        case KV_FP8: return convert_from<KV_FP8>(kv, part, places, dim, tile, next_part, next);
+        case KV_INT8: return convert_from<KV_INT8>(kv, part, places, dim, tile, next_part, next);
+        case KV_INT4: return convert_from<KV_INT4>(kv, part, places, dim, tile, next_part, next);
     }
 }
 
@@ -118,7 +149,8 @@ INLINE float clamp(float x, float low, float high) { return x < low ? low : x > 
 // One token's k or v [head_dim] of one kv head into its slot.
 inline void write_vector(const KvBlocks& kv, KvPart part, int64_t slot, int64_t head, const float* x) {
     const int64_t block = slot / kv.block_size, offset = slot % kv.block_size, dim = kv.head_dim;
-    uint8_t* to = kv.vector(part, block, offset, head);
+    uint8_t* to = kv.base(part) + kv.place(part, block, offset, head);
+    half* scales = kv.token_scales(part, kv.scale_place(block, offset, head));
     if (kv.format == KV_BF16) {
         for (int64_t i = 0; i < dim; i++) ((bf16*)to)[i] = to_bf16(x[i]);
     } else if (kv.format == KV_FP8) {
@@ -128,7 +160,7 @@ inline void write_vector(const KvBlocks& kv, KvPart part, int64_t slot, int64_t 
         float largest = 0;
         for (int64_t i = 0; i < dim; i++) largest = __builtin_fabsf(x[i]) > largest ? __builtin_fabsf(x[i]) : largest;
         const half stored = to_half(largest / 127.0f);  // codes are of the scale that attention will read
-        *kv.token_scales(part, block, offset, head) = stored;
+        scales[0] = stored;
         const float scale = to_float(stored) > 0 ? to_float(stored) : 1.0f;
         for (int64_t i = 0; i < dim; i++)
             to[i] = (uint8_t)(int8_t)clamp(__builtin_rintf(x[i] / scale), -127.0f, 127.0f);
@@ -138,7 +170,6 @@ inline void write_vector(const KvBlocks& kv, KvPart part, int64_t slot, int64_t 
             lowest = x[i] < lowest ? x[i] : lowest;
             highest = x[i] > highest ? x[i] : highest;
         }
-        half* scales = kv.token_scales(part, block, offset, head);
         scales[1] = to_half(lowest);
         const float minimum = to_float(scales[1]), range = highest - minimum;
         scales[0] = to_half((range > 0 ? range : 0) / 15.0f);
