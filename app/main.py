@@ -7,7 +7,19 @@ from pathlib import Path
 import streamlit as st
 
 from membound.app.i18n import LANGUAGES, language_of
-from membound.app.views import advisor, explore, linked, live, plan, simulate, stack, start, techniques, validate
+from membound.app.views import (
+    advisor,
+    experiments,
+    explore,
+    linked,
+    live,
+    plan,
+    simulate,
+    stack,
+    start,
+    techniques,
+    validate,
+)
 from membound.app.views.session import language, translate
 
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
@@ -52,6 +64,7 @@ pages = {
     "simulate": st.Page(simulate.page, title=t("nav.simulate"), url_path="simulate"),
     "plan": st.Page(plan.page, title=t("nav.plan"), url_path="plan"),
     "live": st.Page(live.page, title=t("nav.live"), url_path="live"),
+    "experiments": st.Page(experiments.page, title=t("nav.experiments"), url_path="experiments"),
     "validate": st.Page(validate.page, title=t("nav.validate"), url_path="validate"),
 }
 st.session_state["pages"] = pages

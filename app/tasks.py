@@ -71,6 +71,25 @@ def run_policies(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"run_id": _keep_asked(spec, context, scenario.name, document, tables)}
 
 
+def run_max_rate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Finds the most that the scenario's own deployment serves within its objective, and keeps it as a run."""
+    from membound.app import uploads
+    from membound.simulator.planner import max_rate
+
+    scenario = scenario_of(spec)
+
+    def progress(fraction: float, message: str) -> None:
+        context.check_cancelled()
+        context.progress(fraction, message)
+
+    try:
+        rate_rps, summary = max_rate(scenario, progress=progress)
+    except MemboundError as error:
+        raise uploads.renamed(error) from None
+    document = {"max_rate_rps": rate_rps, "summary": summary.model_dump(mode="json")}
+    return {"run_id": _keep_asked(spec, context, scenario.name, document, {})}
+
+
 def run_plan(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Plans the scenario on each device of the spec and keeps the answers as one run."""
     from membound.app.deployments import plan_each
@@ -105,6 +124,22 @@ def run_stack(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
         progress=progress,
     )
     return {"run_id": _keep_asked(spec, context, "stack", document, {})}
+
+
+def run_experiment(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
+    """Runs an experiment and keeps what it found as one run."""
+    from membound.app.experiments import PREDICTED, run
+    from membound.app.experiments.finding import Ask
+    from membound.roofline.hardware import get_hardware
+    from membound.roofline.scenario import load_scenario
+
+    name, runtime = spec["name"], None
+    if name in PREDICTED:
+        hardware = get_hardware("H100-SXM5")
+    else:
+        hardware, runtime = machine_for(load_scenario("live-cpu"))
+    finding = run(name, Ask(context, hardware, runtime, spec["quick"]))
+    return {"run_id": _keep_asked(spec, context, name, finding.to_json(), {})}
 
 
 def run_validate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:

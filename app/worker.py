@@ -24,6 +24,8 @@ Task = Callable[[dict[str, Any], "JobContext"], Mapping[str, Any] | None]
 TASKS = {
     "calibrate": "membound.app.tasks:run_calibrate",
     "compare": "membound.app.tasks:run_compare",
+    "experiment": "membound.app.tasks:run_experiment",
+    "max_rate": "membound.app.tasks:run_max_rate",
     "measure": "membound.app.tasks:run_measure",
     "plan": "membound.app.tasks:run_plan",
     "policies": "membound.app.tasks:run_policies",
@@ -31,7 +33,7 @@ TASKS = {
     "stack": "membound.app.tasks:run_stack",
     "validate": "membound.app.tasks:run_validate",
 }
-MEASUREMENTS = frozenset({"measure", "compare", "calibrate"})
+MEASUREMENTS = frozenset({"measure", "compare", "calibrate", "experiment"})
 FLUSH_INTERVAL_S = 0.25
 _LOGGER = logging.getLogger("membound.worker")
 

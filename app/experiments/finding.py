@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -43,9 +43,15 @@ class Finding:
     conditions: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """What `membound experiment --json` prints."""
-        fields = ("name", "question", "rows", "says", "conditions")
-        return {field: getattr(self, field) for field in fields}
+        """What `membound experiment --json` prints, and `of` reads back."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Finding:
+        """The finding of a document."""
+        drawn = document["chart"]
+        chart = Chart(Axis(*drawn["x"]), Axis(*drawn["y"]), tuple(drawn["lines"]), drawn["spread"])
+        return cls(**document | {"chart": chart})
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
+from membound.app.experiments.finding import Ask, Finding
 
 QUESTION = "Compressed once, asked several questions: which policies of the KV cache still answer the last one?"
 

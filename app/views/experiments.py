@@ -1,0 +1,62 @@
+"""Page Experiments: which open questions can be answered here, and what was found?"""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import streamlit as st
+
+from membound.app.experiments import EXPERIMENTS, PREDICTED
+from membound.app.experiments.finding import Finding
+from membound.app.figures.experiments import experiment_figure
+from membound.app.i18n import Translate
+from membound.app.views import asked, linked, states
+from membound.app.views.charts import chart
+from membound.app.views.session import has_torch, translate
+
+
+def page() -> None:
+    """Draw the experiment that the URL names, and what it found when somebody last ran it."""
+    t = translate()
+    st.title(t("experiments.title"))
+    st.caption(t("experiments.intro"))
+    names = list(EXPERIMENTS)
+    linked.seed("experiment", names, "x5")
+    name = st.segmented_control(
+        t("experiments.which"),
+        names,
+        key="experiment",
+        required=True,
+        format_func=lambda one: t(f"experiments.{one}"),
+    )
+    linked.keep("experiment", "x5")
+    st.write(t(f"experiments.about_{name}"))
+    quick = st.toggle(t("experiments.quick"), value=True, help=t("experiments.quick_help"), key="experiment_quick")
+    if name not in PREDICTED and not has_torch():
+        states.no_torch()
+        return
+    run = asked.answer("experiment", {"name": name, "quick": quick}, t("experiments.run"))
+    if run is None:
+        st.info(t("experiments.empty"), icon=":material/science:")
+        return
+    document = run.comparison()
+    assert document is not None, "an experiment's run has its finding"
+    _finding(Finding.of(document), t)
+
+
+def _finding(finding: Finding, t: Translate) -> None:
+    for line in finding.says:
+        st.markdown(f"- {line}")
+    rows = [
+        {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+        for row in finding.rows
+    ]
+    axes = finding.chart
+    chart(
+        experiment_figure(finding),
+        key=finding.name,
+        alt=t("experiments.alt", rows=len(rows), title=axes.y.title, over=axes.x.title),
+        caption=" ".join(finding.conditions),
+        table=pd.DataFrame(rows),
+    )
