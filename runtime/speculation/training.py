@@ -262,12 +262,13 @@ class _Run:
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=RATES[plan.kind], weight_decay=0.0)
         self._clock = clock
         self._tokens = tokens
-        self._before_s = 0.0
+        self._before_s = self._cpu_before_s = 0.0
         self._losses: list[float] = []
         self._checkpoint = plan.folder / f"{plan.kind}.checkpoint"
         if self._checkpoint.exists():
             self._resume()
         self._start_s = self._saved_s = clock()
+        self._cpu_start_s = time.process_time()
 
     @property
     def elapsed_s(self) -> float:
@@ -296,6 +297,7 @@ class _Run:
             "epoch": self.epoch,
             "steps": self.steps,
             "seconds": round(self.elapsed_s, 1),
+            "cpu_seconds": round(self._cpu_before_s + time.process_time() - self._cpu_start_s, 1),
             "loss": round(sum(losses) / max(len(losses), 1), 4),
             "agreement_by_position": [round(share, 4) for share in agreement],
         }
@@ -313,6 +315,7 @@ class _Run:
             "epoch": self.epoch,
             "steps": self.steps,
             "elapsed_s": self.elapsed_s,
+            "cpu_s": self._cpu_before_s + time.process_time() - self._cpu_start_s,
         }
         torch.save(state, partial)
         partial.replace(self._checkpoint)
@@ -327,4 +330,5 @@ class _Run:
         self.module.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
-        self.epoch, self.steps, self._before_s = state["epoch"], state["steps"], state["elapsed_s"]
+        self.epoch, self.steps = state["epoch"], state["steps"]
+        self._before_s, self._cpu_before_s = state["elapsed_s"], state.get("cpu_s", 0.0)
