@@ -16,12 +16,13 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.kernels.reference import TorchKernels
 from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.loading.packed import from_fp8, from_mxfp4
 from membound.runtime.plain import single_sequence
 from membound.runtime.weights import Weights, load_gguf, load_safetensors
 
@@ -430,3 +431,44 @@ def converted(tensors: dict[str, Tensor], config: dict[str, Any], arch: str) -> 
         else:
             found[name] = tensor
     return found | {name: torch.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
+
+
+def test_fp8_in_blocks_is_unpacked(tmp_path: Path) -> None:
+    """DeepSeek-V3 is published so: a scale for each 128 x 128 elements, here for smaller blocks too."""
+    generator = torch.Generator().manual_seed(0)
+    for shape, grid in (((300, 200), (3, 2)), ((64, 48), (1, 1)), ((40, 16), (40, 1)), ((128, 256), (1, 2))):
+        values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        scale = torch.rand(grid, generator=generator) + 0.5
+        row, column = (
+            torch.arange(size) // (128 if parts < size else 1) for size, parts in zip(shape, grid, strict=True)
+        )
+        expected = values.float() * scale[row[:, None].clamp(max=grid[0] - 1), column.clamp(max=grid[1] - 1)]
+        torch.testing.assert_close(from_fp8(values, scale), expected)
+
+
+def test_mxfp4_is_unpacked_as_transformers_does() -> None:
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 130, (3, 8, 2), dtype=torch.uint8, generator=generator)
+    torch.testing.assert_close(from_mxfp4(blocks, scales), convert(blocks, scales, dtype=torch.float32))
+
+
+def test_a_folder_in_fp8_and_one_level_further_in_is_read(tmp_path: Path) -> None:
+    """A Gemma 3 as its multimodal releases store it, one matrix of it in fp8."""
+    tiny_model("gemma3", tmp_path)
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    spec, plain = load_safetensors(tmp_path)
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "tie_word_embeddings": True}
+    name, scale = "model.layers.1.self_attn.o_proj.weight", torch.tensor([[0.25]])
+    tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+    moved = {f"language_model.{key}": value for key, value in tensors.items()} | {
+        f"language_model.{name}_scale_inv": scale
+    }
+    save_file(moved, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    inner_spec, inner = load_safetensors(tmp_path)
+    assert inner_spec.stack == spec.stack and inner.arithmetic == plain.arithmetic
+    exact = (tensors[name].float() * scale).bfloat16()
+    torch.testing.assert_close(inner.layers[1]["o"], exact)
+    torch.testing.assert_close(inner.layers[2]["o"], plain.layers[2]["o"])
