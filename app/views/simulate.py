@@ -56,6 +56,7 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
     given = cases[0]
     slo = given["scenario"]["slo"]
     _answer(given, slo, t)
+    _most(given, t)
     left, right = st.columns([3, 2], gap="large")
     with left:
         st.header(t("simulate.latencies"))
@@ -116,6 +117,29 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
     cells[2].metric(t("simulate.kv_used"), text.percent(summary["kv_utilization"]), help=t("simulate.kv_used_help"))
     cells[3].metric(t("simulate.preempted"), f"{summary['preemptions']:,}", help=t("simulate.preempted_help"))
     cells[4].metric(t("simulate.cost"), _money(summary["cost_usd_per_million_tokens"]), help=t("simulate.cost_help"))
+
+
+def _most(case: Mapping[str, Any], t: Translate) -> None:
+    """The largest rate within the objective, for whoever asks; a closed loop has no rate to raise."""
+    if case["scenario"]["workload"]["arrivals"]["kind"] == "closed_loop":
+        return
+    with st.expander(t("simulate.most_title")):
+        st.caption(t("simulate.most_intro"))
+        spec = {"scenario": parse_scenario(case["scenario"]).to_yaml()}
+        run = asked.answer("max_rate", spec, t("simulate.most_run"))
+        found = None if run is None else run.comparison()
+        if found is not None:
+            summary = found["summary"]
+            st.markdown(
+                t(
+                    "simulate.most_found",
+                    rate=text.digits(found["max_rate_rps"]),
+                    ttft=_seconds(summary["ttft_s"]["p99"]),
+                    tpot=_seconds(summary["tpot_s"]["p99"]),
+                    output=text.rate(summary["output_tokens_per_s"]),
+                    usd=_money(summary["cost_usd_per_million_tokens"]),
+                )
+            )
 
 
 def _lost(case: Mapping[str, Any], t: Translate) -> None:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
-from membound.app import jobs, uploads
+from membound.app import jobs, text, uploads
 from membound.app.i18n import Translate
 from membound.app.store import Job, Store
-from membound.app.tasks import run_plan, run_policies, run_validate
+from membound.app.tasks import run_max_rate, run_plan, run_policies, run_validate
 from membound.app.views import asked, scenario_choice, traffic
 from membound.app.worker import JobContext
 from membound.roofline.errors import MemboundError
@@ -23,7 +23,7 @@ from membound.roofline.validation.tables import OPERATOR_COLUMNS
 
 T = Translate("en")
 KINDS = {"simulate": "policies", "plan": "plan"}
-TASKS = {"policies": run_policies, "plan": run_plan, "validate": run_validate}
+TASKS = {"policies": run_policies, "plan": run_plan, "validate": run_validate, "max_rate": run_max_rate}
 SMALL_RUN = {"requests": "50", "rate": "4.5", "output": "32", "versus": "static"}
 SMALL_PLAN = {
     "plan_model": "Llama-3.1-8B", "plan_devices": "H100-SXM5", "plan_precisions": "given", "plan_together": "True",
@@ -177,6 +177,22 @@ def test_validate_shows_the_shipped_record_until_this_machine_has_runs(store: St
     at = _page("validate", against="machine")
     assert not at.exception and T("validate.no_runs") in _words(at)
     assert "11 rows" in at.header[0].value
+
+
+def test_the_largest_rate_is_found_for_whoever_asks_but_not_of_a_closed_loop(store: Store) -> None:
+    _page("simulate", **SMALL_RUN).button(key="ask_policies").click().run()
+    _work(store, store.jobs("policies")[0])
+    _page("simulate", **SMALL_RUN).button(key="ask_max_rate").click().run()
+    _work(store, store.jobs("max_rate")[0])
+    at = _page("simulate", **SMALL_RUN)
+    found = store.runs("max_rate")[0].comparison() or {}
+    assert found["summary"]["ttft_s"]["p99"] <= 1.0 and found["max_rate_rps"] > 4.5
+    assert f"{text.digits(found['max_rate_rps'])} requests/s" in _words(at)
+
+    closed = SMALL_RUN | {"traffic": "closed_loop", "users": "4"}
+    _page("simulate", **closed).button(key="ask_policies").click().run()
+    _work(store, store.jobs("policies")[0])
+    assert "ask_max_rate" not in {button.key for button in _page("simulate", **closed).button}
 
 
 # --- whole scenarios instead of the form ---
