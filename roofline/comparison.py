@@ -24,7 +24,9 @@ UNITS: dict[GainMetric, str] = {"tpot_s": "s", "output_tokens_per_s": "tokens/s"
 class Quality(BaseModel):
     """The price of a lossy technique, against the unmodified model on the same texts.
 
-    `text` says on which text the perplexities with and without the technique were measured.
+    `text` says on which text the perplexities with and without the technique were measured. Of a technique of the KV
+    cache `recall` says which share of questions about a text was answered without and with it: the question was in
+    sight when the text was read (`visible`), came after it (`hidden`), or after another one (`reused`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +38,7 @@ class Quality(BaseModel):
     perplexity: float | None = None
     perplexity_before: float | None = None
     text: str | None = None
+    recall: dict[str, tuple[float, float]] | None = None
 
 
 class Comparison(BaseModel):

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from membound.roofline.comparison import Quality
+from membound.roofline.precision import Precision
 from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import KvBudget
+from membound.runtime.decoder import Decoder
+from membound.runtime.quality.decoding import read_decoding
 from membound.runtime.quality.reading import read
+from membound.runtime.quality.retrieval import recall
 from membound.runtime.quality.texts import windows
+from membound.runtime.tokenizer import Tokenizer
 from membound.simulator.scheduling.workload import requests_for
 
 if TYPE_CHECKING:
@@ -22,24 +28,42 @@ def divergence(reference: Scenario, technique: Scenario, runtime: Runtime) -> Qu
 
     Both models read token by token, teacher-forced. Perplexity is that of English. KL divergence in nats and top-1
     agreement are those of the workload's texts (prompt and continuation) where it has recorded ones, else of English
-    too. None for a model without a tokenizer, whose weights mean nothing.
+    too. What a technique does to the KV cache shows in decode only: it is judged on the second half of English texts,
+    and by what it finds in a text that it has read. None for a model without a tokenizer, whose weights mean nothing.
     """
     tokenizer = runtime.model(reference).tokenizer
     if tokenizer is None:
         return None
     before, after = runtime.decoder(reference), runtime.decoder(technique)
     english = windows(tokenizer, "english", "evaluation", ENGLISH_TOKENS)
-    judged = on_english = read(before, after, english.token_ids)
+    if changes_cache := _cache(reference) != _cache(technique):
+        judged = on_english = read_decoding(before, after, english.token_ids)
+    else:
+        judged = on_english = read(before, after, english.token_ids)
     requests = requests_for(reference)
-    if requests[0].output_ids is not None:
+    if requests[0].output_ids is not None and not changes_cache:
         texts = {(request.prompt_ids or ()) + (request.output_ids or ()) for request in requests}
         judged = read(before, after, sorted(texts)[:TEXTS])
     return Quality(
         kl_nats=judged.kl_nats,
         top1_agreement=judged.top1_agreement,
         tokens=judged.tokens,
-        against=f"{reference.setup.weights.name} weights",
+        against=f"{reference.setup.kv.name} cache" if changes_cache else f"{reference.setup.weights.name} weights",
         perplexity=on_english.perplexity,
         perplexity_before=on_english.perplexity_before,
         text=english.words,
+        recall=_recall(before, after, tokenizer) if changes_cache else None,
     )
+
+
+def _cache(scenario: Scenario) -> tuple[Precision, KvBudget | None]:
+    return scenario.setup.kv, scenario.setup.kv_budget
+
+
+def _recall(before: Decoder, after: Decoder, tokenizer: Tokenizer) -> dict[str, tuple[float, float]]:
+    whole, compressed = recall(before, tokenizer), recall(after, tokenizer)
+    return {
+        "visible": (whole.visible, compressed.visible),
+        "hidden": (whole.hidden, compressed.hidden),
+        "reused": (whole.reused, compressed.reused),
+    }
