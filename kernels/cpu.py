@@ -7,7 +7,8 @@ The C++ beside this file, called through ctypes. A row's result has the same bit
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, addressof, byref, c_float, c_int, c_int64, c_void_p
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -23,7 +24,8 @@ from membound.kernels.quantize import TILE_ROWS, Packer
 
 # From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds.
 MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
-INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "q4_k", "q6_k")  # in the order of cpu_integer.cpp
+INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "q4_k", "q6_k")
+FORMATS = ("fp32", "bf16", "fp8", "sparse24", *INTEGER_FORMATS)  # in the order of cpu_weight.h
 MOST_LAYOUTS = 1024
 LARGEST_TREE = 64
 NO_WINDOW = 2**62
@@ -45,12 +47,7 @@ class CpuKernels:
         Raises KernelBuildError where the kernels cannot be built.
         """
         library = cpu_build.load_library()
-        self._linear = {
-            format: _declare(library, f"membound_linear_{format}", "pppp" + "lll" + "i")
-            for format in ("fp32", "bf16", "fp8", "sparse24")
-        }
-        self._linear_integer = library.membound_linear_integer
-        self._linear_integer.argtypes, self._linear_integer.restype = [POINTER(_IntegerArguments), c_int], None
+        self._linear = _declare(library, "membound_linear", "ppp" + "l" + "i")
         self._rms_norm = _declare(library, "membound_rms_norm", "ppp" + "ll" + "fi")
         self._add_rms_norm = _declare(library, "membound_add_rms_norm", "pppp" + "ll" + "fi")
         self._silu_mul = _declare(library, "membound_silu_mul", "pp" + "ll" + "i")
@@ -60,6 +57,7 @@ class CpuKernels:
         self._attention.argtypes, self._attention.restype = [POINTER(_AttentionArguments), c_int], None
         self._attention_scores = library.membound_attention_scores
         self._attention_scores.argtypes, self._attention_scores.restype = self._attention.argtypes, None
+        self._weights: dict[int, _KnownWeight] = {}
         self._layouts: dict[int, _KvLayout] = {}
         self._last_fields: _BatchFields | None = None
         self._lanes = library.membound_lanes()
@@ -99,45 +97,17 @@ class CpuKernels:
         return False
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        known = self._weights.get(id(weight))
+        if known is None or known.weight() is not weight:
+            known = self._remember(weight)
         m, k = x.shape
-        n, weight_k = weight.shape
-        if k != weight_k or not weight.data.is_contiguous():
-            raise ValueError(
-                f"x has {k} columns, and the weight is {n} x {weight_k} with strides {weight.data.stride()}"
-            )
-        tokens = self._matrix_unit_tokens.get(weight.format)
-        if tokens is not None and m >= tokens:
+        if k != known.fields.k:
+            raise ValueError(f"x has {k} columns, and the weight is {known.fields.n} x {known.fields.k}")
+        if known.matrix_unit_tokens is not None and m >= known.matrix_unit_tokens:
             return functional.linear(x.to(torch.bfloat16), weight.data).float()
         x = _contiguous(x)
-        out = torch.empty(m, n)
-        if weight.format in INTEGER_FORMATS:
-            if not weight.interleaved:
-                raise ValueError(f"the {weight.format} weight was packed by other kernels; pack it with these")
-            arguments = _IntegerArguments(
-                x.data_ptr(),
-                weight.data.data_ptr(),
-                _address(weight.scale),
-                _address(weight.offset),
-                out.data_ptr(),
-                m,
-                n,
-                k,
-                weight.group_size or 0,
-                weight.data.nbytes // (-(-n // TILE_ROWS) * TILE_ROWS * 4),
-                INTEGER_FORMATS.index(weight.format),
-            )
-            self._linear_integer(byref(arguments), torch.get_num_threads())
-            return out
-        self._linear[weight.format](
-            x.data_ptr(),
-            weight.data.data_ptr(),
-            _address(weight.scale if weight.kept is None else weight.kept),
-            out.data_ptr(),
-            m,
-            n,
-            k,
-            torch.get_num_threads(),
-        )
+        out = torch.empty(m, known.fields.n)
+        self._linear(known.address, x.data_ptr(), out.data_ptr(), m, torch.get_num_threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -304,6 +274,28 @@ class CpuKernels:
             softcap or 0.0,
         )
 
+    def _remember(self, weight: PackedWeight) -> _KnownWeight:
+        coded = weight.format in INTEGER_FORMATS
+        if coded and not weight.interleaved:
+            raise ValueError(f"the {weight.format} weight was packed by other kernels; pack it with these")
+        parts = (weight.data, weight.scale, weight.offset, weight.kept)
+        for part in parts:
+            if part is not None and not part.is_contiguous():
+                raise ValueError(f"a part of the {weight.format} weight has strides {part.stride()}, should be dense")
+        n, k = weight.shape
+        fields = _WeightFields(
+            *(None if part is None else part.data_ptr() for part in parts),
+            n,
+            k,
+            weight.group_size or 0,
+            weight.data.nbytes // (-(-n // TILE_ROWS) * TILE_ROWS * 4) if coded else 0,
+            FORMATS.index(weight.format),
+        )
+        units = self._matrix_unit_tokens.get(weight.format)
+        forget = partial(self._weights.pop, id(weight))
+        known = self._weights[id(weight)] = _KnownWeight(ref(weight, forget), fields, addressof(fields), units)
+        return known
+
     def _layout(self, k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None = None) -> _KvLayout:
         known = self._layouts.get(id(k_blocks))
         if (
@@ -360,9 +352,20 @@ class _RopeArguments(Structure):
     _fields_ += [("kv", _KvBlocks), ("tokens", c_int64), ("heads", c_int64)]
 
 
-class _IntegerArguments(Structure):
-    _fields_ = [(name, c_void_p) for name in ("x", "codes", "scale", "offset", "out")]
-    _fields_ += [(name, c_int64) for name in ("m", "n", "k", "group", "words", "format")]
+class _WeightFields(Structure):
+    """A packed weight as the C++ sees it (cpu_weight.h)."""
+
+    _fields_ = [(name, c_void_p) for name in ("data", "scale", "offset", "kept")]
+    _fields_ += [(name, c_int64) for name in ("n", "k", "group", "words", "format")]
+
+
+class _KnownWeight(NamedTuple):
+    """A packed weight whose fields were read once: reading them takes as long as a small kernel."""
+
+    weight: ref[PackedWeight]
+    fields: _WeightFields
+    address: int
+    matrix_unit_tokens: int | None
 
 
 class _AttentionArguments(Structure):
@@ -376,10 +379,6 @@ def has_bf16_units() -> bool:
     """Whether torch multiplies bf16 matrices in hardware; elsewhere it emulates them, slower than fp32."""
     names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _declare(library: ctypes.CDLL, name: str, signature: str) -> Any:

@@ -11,6 +11,7 @@
 
 #include "cpu_threads.h"
 #include "cpu_vector.h"
+#include "cpu_weight.h"
 
 namespace {
 
@@ -21,17 +22,12 @@ constexpr int64_t GROUPS_AHEAD = 16;
 constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 constexpr int64_t PIECES_PER_THREAD = 4;
 
-enum Format : int64_t { INT8, INT4, INT3, INT2, W8A8, Q4_K, Q6_K };  // in the order of cpu.py
+struct Arguments : PackedWeight {
+    const float* x;  // [m, k]
+    float* out;      // [m, n]
+    int64_t m;
 
-struct Arguments {
-    const float* x;          // [m, k]
-    const uint32_t* codes;   // [ceil(n / 16), words, 16]
-    const void* scale;       // fp32 [n, padded to 16] a row; fp16 [ceil(n / 16), k / group, 16]; null for k-quants
-    const half* offset;      // like the fp16 scale, or null: codes are about their centre
-    float* out;              // [m, n]
-    int64_t m, n, k, group;  // group 0: a scale a row
-    int64_t words;           // of a row
-    int64_t format;
+    const uint32_t* codes() const { return (const uint32_t*)data; }
 };
 
 template <int... I, class Body> INLINE void unroll(std::integer_sequence<int, I...>, Body body) {
@@ -354,7 +350,7 @@ void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t 
     const int64_t step_length = F::step_of(a), elements = round_up(a.k, 4);
     const bool a_scale_a_row = !a.group && a.scale, has_offset = F::has_offset(a);
     const uint32_t* rows[TILES];
-    for (int r = 0; r < TILES; r++) rows[r] = a.codes + (tile + r) * a.words * TILE_ROWS + lane;
+    for (int r = 0; r < TILES; r++) rows[r] = a.codes() + (tile + r) * a.words * TILE_ROWS + lane;
     Vec sums[TILES][TOKENS] = {};
     for (int64_t step = 0, element = 0; element < elements; step++, element += step_length) {
         // Behind the end of these tiles come the next ones.
@@ -465,9 +461,9 @@ template <class F> void linear(const Arguments& a, int threads) {
 
 }  // namespace
 
-EXPORT void membound_linear_integer(const Arguments* arguments, int threads) {
-    const Arguments& a = *arguments;
-    switch (a.format) {
+void linear_integer(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads) {
+    const Arguments a{weight, x, out, m};
+    switch (weight.format) {
         case INT8: return linear<Int8>(a, threads);
         case INT4: return linear<Int4>(a, threads);
         case INT3: return linear<Int3>(a, threads);

@@ -10,6 +10,7 @@
 
 #include "cpu_threads.h"
 #include "cpu_vector.h"
+#include "cpu_weight.h"
 
 namespace {
 
@@ -293,22 +294,15 @@ template <class W> void linear(const Product& p, W w, int threads) {
 
 }  // namespace
 
-EXPORT void membound_linear_fp32(const float* x, const float* w, const float* scale, float* out, int64_t m, int64_t n,
-                                 int64_t k, int threads) {
-    linear({x, scale, out, m, n, k}, w, threads);
-}
-
-EXPORT void membound_linear_bf16(const float* x, const bf16* w, const float* scale, float* out, int64_t m, int64_t n,
-                                 int64_t k, int threads) {
-    linear({x, scale, out, m, n, k}, w, threads);
-}
-
-EXPORT void membound_linear_fp8(const float* x, const e4m3* w, const float* scale, float* out, int64_t m, int64_t n,
-                                int64_t k, int threads) {
-    linear({x, scale, out, m, n, k}, w, threads);
-}
-
-EXPORT void membound_linear_sparse24(const float* x, const bf16* values, const uint8_t* kept, float* out, int64_t m,
-                                     int64_t n, int64_t k, int threads) {
-    linear({x, nullptr, out, m, n, k}, Sparse24{values, kept}, threads);
+// x [m, k] times a packed weight, transposed, to out [m, n].
+EXPORT void membound_linear(const PackedWeight* weight, const float* x, float* out, int64_t m, int threads) {
+    const PackedWeight& w = *weight;
+    const Product p{x, (const float*)w.scale, out, m, w.n, w.k};
+    switch (w.format) {
+        case FP32: return linear(p, (const float*)w.data, threads);
+        case BF16: return linear(p, (const bf16*)w.data, threads);
+        case FP8: return linear(p, (const e4m3*)w.data, threads);
+        case SPARSE24: return linear(p, Sparse24{(const bf16*)w.data, w.kept}, threads);
+        default: return linear_integer(w, x, out, m, threads);
+    }
 }

@@ -191,6 +191,17 @@ def test_sparse24_keeps_the_two_largest_of_each_four_in_nine_sixteenths_of_the_b
     assert torch.equal(dequantize(again), dequantize(weight))
 
 
+def test_weights_that_are_gone_are_forgotten(cpp):
+    x, w = problem(1, 16, 32, seed=8)
+    before = len(cpp._weights)
+    for scale in range(1, 4):
+        weight = cpp.pack(w * scale, "int8")
+        assert torch.allclose(cpp.linear(x, weight), x @ dequantize(weight).T, atol=1e-3 * scale)
+        assert len(cpp._weights) == before + 1
+        del weight
+    assert len(cpp._weights) == before
+
+
 def test_nan_and_infinite_activations_are_not_hidden_by_rounding(cpp):
     _, w = problem(1, 20, 64, seed=7)
     for format in ("int8", "int4", "w8a8", "bf16"):
