@@ -153,8 +153,9 @@ def measure(
 
         with measuring("membound measure") as listener:
             result = measure_at(chosen, server, listener.progress)
-        keep_run(Store(membound_home()), "measure", chosen, result)
+        # Printed first: a full disk must not cost the measurement.
         print_result(result.to_json(), as_json, report.run)
+        keep_run(Store(membound_home()), "measure", chosen, result)
         return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
     _ensure_calibrated()
@@ -168,9 +169,9 @@ def measure(
                 log(step, outcome, end_s)
 
         result = runtime.run(chosen, hardware, observer=observer)
+    print_result(result.to_json(), as_json, report.run)
     keep_run(Store(membound_home()), "measure", chosen, result)
     _write_timeline(result, log, timeline, from_, to)
-    print_result(result.to_json(), as_json, report.run)
 
 
 @app.command()
@@ -198,15 +199,15 @@ def compare(
 
         with measuring("membound compare") as listener:
             at_server = endpoint_comparison.compare(chosen, server, listener)
-        keep_comparison(Store(membound_home()), chosen, at_server)
         print_result(at_server.to_json(), as_json, endpoint_comparison.comparison)
+        keep_comparison(Store(membound_home()), chosen, at_server)
         return
     _ensure_calibrated()
     with measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)
         result = run_compare(chosen, hardware, runtime, listener)
-    keep_comparison(Store(membound_home()), chosen, result)
     print_result(result.to_json(), as_json, report.comparison)
+    keep_comparison(Store(membound_home()), chosen, result)
 
 
 @app.command()
