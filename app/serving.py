@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from membound.app.keeping import result_tables, table_of
 from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
 from membound.roofline.result import BOUNDS, Column, Provenance, RunResult, Summary
 from membound.roofline.samples import Samples
 from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.times import times_for
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.request import Outcome, Step
@@ -116,9 +118,14 @@ def _watched(
 
 
 def case_of(result: RunResult) -> dict[str, Any]:
-    """Summary, distributions and what happened over time, small enough to be drawn."""
+    """Summary, distributions and what happened over time, small enough to be drawn.
+
+    `relative_error` is within what a step's time is meant to be.
+    """
+    scenario = result.scenario
     document = result.to_json()
     return document | {
+        "relative_error": times_for(get_hardware(scenario.hardware), scenario.setup.profile).relative_error,
         "quantiles": {name: quantiles for name in LATENCIES if (quantiles := _quantiles(result, name))},
         "over_time": over_time(result),
     }

@@ -35,6 +35,8 @@ COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot", "6px,2px,2px,2px,2px,2px")
 BOUND_PATTERNS = {"memory_weights": "", "memory_kv": "x", "compute": "/", "link": "-", "overhead": ".", "idle": ""}
 MOST_STEPS = 300
+# Latencies that are times of steps; in the others there is a queue, which grows faster than a step's time.
+OF_STEPS = ("tpot_s", "itl_s")
 
 
 def latency_figure(
@@ -47,6 +49,8 @@ def latency_figure(
         values = case["quantiles"].get(metric)
         if values is None:
             continue
+        if metric in OF_STEPS:
+            _interval(fig, [value * scale for value in values], case["relative_error"], COLORS[at % len(COLORS)])
         fig.add_scatter(
             x=[value * scale for value in values],
             y=[share * 100 for share in SHARES],
@@ -71,6 +75,22 @@ def latency_figure(
     fig.update_xaxes(title=f"{t(f'simulate.metric_{metric}')}, {unit}", type="log", **axis)
     fig.update_yaxes(title=t("simulate.share_y"), range=[0, 101])
     return fig
+
+
+def _interval(fig: go.Figure, values: list[float], relative_error: float, color: str) -> None:
+    """As wide as the interval of a step's time, which these latencies are made of."""
+    low, high = ([value * by for value in values] for by in (1 / (1 + relative_error), 1 + relative_error))
+    shares = [share * 100 for share in SHARES]
+    fig.add_scatter(
+        x=low + high[::-1],
+        y=shares + shares[::-1],
+        fill="toself",
+        fillcolor=translucent(color, 0.12),
+        mode="lines",
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+    )
 
 
 def _unit(cases: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, str, list[float], list[float]]:

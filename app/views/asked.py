@@ -21,6 +21,8 @@ from membound.app.views import states
 from membound.app.views.console import console
 from membound.app.views.session import store, this_machine, translate
 
+# Of the documents that answers are kept as; another one makes all questions new.
+LAYOUT = 1
 # Jobs of a kind that are looked through for the one that works on a question.
 LOOKED_AT = 30
 
@@ -61,7 +63,7 @@ def digest_of(kind: str, spec: Mapping[str, Any]) -> str:
     """A short hash of the question and of who answers: another version or calibration may answer differently."""
     machine = this_machine()
     calibrated = machine.calibration.created if machine and machine.calibration else ""
-    who = [version("membound"), calibrated]
+    who = [LAYOUT, version("membound"), calibrated]
     return hashlib.sha256(json.dumps([kind, dict(spec), who], sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -65,7 +65,11 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
             figures.latency_figure(cases, metric, slo.get(metric), t),
             key="latency",
             alt=figures.latency_alt(cases, metric, t),
-            caption=t("simulate.latency_caption", conditions=_conditions(given, t)),
+            caption=t(
+                "simulate.latency_caption",
+                error=text.percent(given["relative_error"]),
+                conditions=_conditions(given, t),
+            ),
             table=_quantile_table(cases, metric, t),
         )
     with right:
@@ -109,14 +113,16 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
     ]
     st.write(" ".join(said))
     _lost(case, t)
-    cells = st.columns(5)
-    cells[0].metric(t("simulate.goodput"), f"{text.digits(summary['goodput_rps'])} /s", help=t("simulate.goodput_help"))
-    cells[1].metric(
-        t("simulate.throughput"), text.rate(summary["output_tokens_per_s"]), help=t("simulate.throughput_help")
+    shown = (
+        ("goodput", f"{text.digits(summary['goodput_rps'])} /s"),
+        ("throughput", text.rate(summary["output_tokens_per_s"])),
+        ("kv_used", text.percent(summary["kv_utilization"])),
+        ("preempted", f"{summary['preemptions']:,}"),
+        ("cost", _money(summary["cost_usd_per_million_tokens"])),
     )
-    cells[2].metric(t("simulate.kv_used"), text.percent(summary["kv_utilization"]), help=t("simulate.kv_used_help"))
-    cells[3].metric(t("simulate.preempted"), f"{summary['preemptions']:,}", help=t("simulate.preempted_help"))
-    cells[4].metric(t("simulate.cost"), _money(summary["cost_usd_per_million_tokens"]), help=t("simulate.cost_help"))
+    with st.container(horizontal=True, gap="large"):
+        for name, value in shown:
+            st.metric(t(f"simulate.{name}"), value, help=t(f"simulate.{name}_help"), width="content")
 
 
 def _most(case: Mapping[str, Any], t: Translate) -> None:

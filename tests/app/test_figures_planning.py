@@ -1,0 +1,146 @@
+"""Do the figures of Simulate, Plan and Validate draw what the engines say, each thing so that it can be told apart?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from membound.app import deployments, judged, serving
+from membound.app.figures import plan, simulate, validation
+from membound.app.i18n import LANGUAGES, Translate
+from membound.app.views import traffic
+from membound.roofline.result import BOUNDS
+from membound.roofline.scenario import parse_scenario
+from membound.simulator.run import run
+
+T = Translate("en")
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[dict[str, Any]]:
+    scenario = traffic.scenario_of(traffic.DEFAULTS | {"requests": 60, "output": 40})
+    asked = serving.variants(scenario, ["static", "prefill_first"])
+    return [{"name": name, **serving.case_of(run(one))} for name, one in asked.items()]
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[dict[str, Any]]:
+    form = traffic.DEFAULTS | {"spread": "fixed", "output": 32, "requests": 300, "rate": 10.0, "prompt": 256}
+    scenario = parse_scenario(traffic.scenario_of(form).model_dump(mode="json"))
+    devices = ["H100-SXM5", "A100-SXM4-80GB"]
+    found = deployments.plan_each(scenario, devices, ["given"], "cost", False, lambda done, message: None)
+    return list(found["devices"])
+
+
+def _lines(figure: Any) -> list[Any]:
+    return [trace for trace in figure.data if trace.mode == "lines" and trace.showlegend is not False]
+
+
+@pytest.mark.parametrize("metric", serving.LATENCIES)
+def test_each_policy_has_a_line_of_its_own_that_rises_to_all(cases: list[dict[str, Any]], metric: str) -> None:
+    figure = simulate.latency_figure(cases, metric, 0.5, T)
+    lines = _lines(figure)
+    assert [line.name for line in lines] == ["as chosen", "static", "prompts first"]
+    assert len({line.line.color for line in lines}) == len({line.line.dash for line in lines}) == 3
+    for line in lines:
+        assert list(line.x) == sorted(line.x) and line.y[-1] == 100
+    has_bands = any(trace.fill == "toself" for trace in figure.data)
+    assert has_bands == (metric in simulate.OF_STEPS)
+
+
+def test_the_objective_stands_at_its_value_in_the_axis_unit(cases: list[dict[str, Any]]) -> None:
+    figure = simulate.latency_figure(cases, "tpot_s", 0.05, T)
+    (line,) = [shape for shape in figure.layout.shapes if shape.x0 == shape.x1]
+    assert line.x0 == pytest.approx(50.0) and "ms" in figure.layout.xaxis.title.text
+    low, high = figure.layout.xaxis.range
+    assert low < math.log10(50.0) < high
+
+
+def test_time_is_drawn_by_bound_in_patterns_that_differ(cases: list[dict[str, Any]]) -> None:
+    figure = simulate.time_figure(cases[0]["over_time"], T)
+    stacked = [trace for trace in figure.data if trace.stackgroup]
+    assert len({(trace.fillpattern.shape, trace.line.color) for trace in stacked}) == len(stacked) > 1
+    assert all(sum(column) <= 1 + 1e-9 for column in zip(*(trace.y for trace in stacked), strict=True))
+
+
+def test_steps_are_as_wide_as_their_time() -> None:
+    result = run(traffic.scenario_of(traffic.DEFAULTS | {"requests": 30}))
+    steps = {name: result.steps[name] for name in ("start_s", "time_s", "steps", "tokens", "sequences", *BOUNDS)}
+    figure = simulate.steps_figure(steps, T)
+    assert sum(float(np.sum(bar.width)) for bar in figure.data) == pytest.approx(float(steps["time_s"].sum()))
+    assert sum(len(bar.x) for bar in figure.data) == len(steps["start_s"])
+
+
+def test_a_click_on_the_front_is_the_point_that_is_drawn(plans: list[dict[str, Any]]) -> None:
+    figure = plan.front_figure(plans, {"tpot_s": 0.05, "ttft_s": 1.0}, T)
+    points = plan.front_points(plans)
+    drawn = 0
+    for trace in figure.data:
+        for x, y, opacity, number in zip(
+            *(trace.x, trace.y, trace.marker.opacity or [], trace.customdata if trace.customdata is not None else []),
+            strict=False,
+        ):
+            point = points[number]
+            assert (x, y) == (point["tokens_per_s_per_user"], point["tokens_per_s_per_gpu"])
+            assert (opacity == 1.0) == point["meets_slo"]
+            drawn += 1
+    assert drawn == len(points) > 0
+    stars = [trace for trace in figure.data if "star" in str(trace.marker.symbol)]
+    assert len(stars) == sum(one["best"] is not None for one in plans)
+
+
+def test_devices_differ_in_colour_and_symbol(plans: list[dict[str, Any]]) -> None:
+    figure = plan.front_figure(plans, {"tpot_s": None, "ttft_s": 1.0}, T)
+    fronts = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    assert len({trace.line.color for trace in fronts}) == len({trace.marker.symbol for trace in fronts}) == 2
+
+
+def test_a_cross_is_a_measurement_outside_of_its_interval() -> None:
+    rows = judged.shipped()
+    rows = rows[rows["metric"] == "gain"].copy()
+    rows.iloc[0, rows.columns.get_loc("measured")] = 3.0  # type: ignore[index]
+    figure = validation.scatter_figure(rows, "gain", "phase", T)
+    crosses = [trace for trace in figure.data if trace.mode == "markers" and trace.marker.symbol == "x-open"]
+    assert [x for trace in crosses for x in trace.x] == [3.0]
+    hollow = [trace for trace in figure.data if trace.mode == "markers" and trace.marker.symbol != "x-open"]
+    assert sum(len(trace.x) for trace in hollow) == len(rows) - 1
+    assert len({trace.marker.symbol for trace in hollow}) == len(hollow)
+
+
+def test_values_are_drawn_in_the_unit_that_the_axis_names() -> None:
+    rows = judged.shipped()
+    rows = rows[rows["metric"] == "tpot_s"]
+    figure = validation.scatter_figure(rows, "tpot_s", "phase", T)
+    assert figure.layout.xaxis.title.text == "measured, ms"
+    drawn = sorted(x for trace in figure.data if trace.mode == "markers" for x in trace.x)
+    assert drawn == pytest.approx(sorted(rows["measured"] * 1e3))
+    assert [validation.unit_of(name)[1] for name in ("tpot_ms", "decode_tok_s_per_user", "latency_us", "req_s")] == [
+        "ms",
+        "tok/s",
+        "µs",
+        "/s",
+    ]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_figure_has_words_for_who_cannot_see_it(
+    cases: list[dict[str, Any]], plans: list[dict[str, Any]], language: str
+) -> None:
+    t = Translate(language)
+    said = [
+        *(simulate.latency_alt(cases, metric, t) for metric in serving.LATENCIES),
+        simulate.time_alt(cases[0]["over_time"], t),
+        plan.front_alt(plans, t),
+        validation.scatter_alt(judged.shipped(), t),
+    ]
+    assert all(any(character.isdigit() for character in sentence) for sentence in said)
+    best = next(one for one in plans if one["sensitivity"])
+    for figure in (
+        plan.sensitivity_figure(best["sensitivity"]["elasticity"], t),
+        validation.groups_figure(judged.errors_by(judged.shipped(), "phase"), t),
+        validation.promises_figure(judged.promises(judged.published()[0]), t),
+    ):
+        assert figure.layout.xaxis.title.text
