@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import ModelSpec, MoeFfn, get_model
 from membound.roofline.models.catalog import catalog
@@ -144,6 +145,21 @@ def test_absorbed_latent_attention_is_the_same_as_unpacked(rank: int | None) -> 
             )
         )
     torch.testing.assert_close(*states, rtol=0, atol=1e-4)
+
+
+def test_this_machines_kernels_attend_to_latents_as_wide_as_deepseeks() -> None:
+    """512 elements of latent and 64 that turn; K and V are rounded to bf16."""
+    wide = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    spec = tiny(attention=_MLA | wide)
+    weights = random_weights(spec, 3)
+    ours, theirs = (Decoder(spec, weights, kernels, "bf16") for kernels in (kernels_for("cpu"), ExactKernels()))
+    got, expected = [], []
+    for decoder, found in ((ours, got), (theirs, expected)):
+        cache = decoder.new_cache(2, 16)
+        for start, end in ((0, 20), (20, 21), (21, 25)):
+            batch = single_sequence(start, end, 2, decoder.device)
+            found.append(decoder.forward(torch.tensor(IDS[start:end]), batch, cache, torch.arange(end - start)))
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected), rtol=0, atol=0.1)
 
 
 def test_a_latent_cache_keeps_one_vector_a_token() -> None:

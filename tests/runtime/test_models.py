@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.loading.packed import from_fp8, from_mxfp4
@@ -256,6 +257,29 @@ def test_a_family_is_what_transformers_computes(family: str, tmp_path: Path) -> 
     for pieces in steps:
         for (sequence, _, start, end), logits in zip(pieces, session.step(*pieces), strict=True):
             torch.testing.assert_close(logits, expected[sequence][start:end], rtol=0, atol=TOLERANCE)
+
+
+class HalfKernels(TorchKernels):
+    """The plain kernels with activations in bf16, as a GPU has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation_dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize("family", ["gemma2", "deepseek-v3", "gpt-oss", "qwen3-next", "glm4-moe", "mamba2"])
+def test_rounding_activations_or_k_and_v_costs_little(family: str, tmp_path: Path) -> None:
+    """On average a twentieth of the logits' spread: more where a rounded score sends a token to another expert."""
+    reference = tiny_model(family, tmp_path)
+    model, ids = load_safetensors(tmp_path), list(range(5, 35))
+    expected = reference(ids)
+    for kernels in (HalfKernels(), kernels_for("cpu")):
+        decoder = Decoder(*model, kernels, "bf16")
+        cache, got = decoder.new_cache(2, 16), []
+        for start, end in ((0, 29), (29, 30)):
+            batch = single_sequence(start, end, 2, decoder.device)
+            got.append(decoder.forward(torch.tensor(ids[start:end]), batch, cache, torch.arange(end - start)))
+        assert (torch.cat(got) - expected).abs().mean() < expected.std() / 20
 
 
 _EVEN_YARN = {"rope_parameters": _YARN | {"mscale": 0.9}}
