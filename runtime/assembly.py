@@ -116,7 +116,7 @@ def assemble(
     memory = kv_memory(scenario, decoder.spec, hardware.memory_bytes / sharing, longest)
     as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
     times = times_for(hardware)
-    kv = decoder.new_cache(memory.num_blocks, block_size, scenario.engine.max_num_seqs)
+    kv = decoder.new_cache(memory.num_blocks, block_size, memory.seats)
     proposer = None
     if problem := undividable_drafts(scenario):
         raise MemboundError(problem)
