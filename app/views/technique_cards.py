@@ -55,33 +55,44 @@ def _cards_a_row(cards: int) -> int:
 
 
 def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None, t: Translate) -> None:
+    """Two elements, as a page of many is slow to draw: what it is and gains, then what that rests on."""
     technique = effect.technique
-    st.markdown(f"**{labelled(technique, t)}**")
-    with st.container(horizontal=True, gap="small"):
-        st.badge(t(f"techniques.layer_{technique.layer}"), color="gray")
-        st.badge(t(f"techniques.family_{FAMILIES[technique.family]}"), color="blue")
-        kind = "lossless" if technique.lossless else "lossy"
-        st.badge(t(f"techniques.{kind}"), color="green" if technique.lossless else "orange")
-    st.caption(about(technique, t))
-    gain = effect.gain(choice.metric)
-    if gain is None:
-        possible = effect.after is not None
-        st.markdown(t("techniques.makes_fit") if possible else t("techniques.refused"))
-        st.caption(t("techniques.without", reason=effect.reason) if possible else effect.reason or "")
-    else:
-        verdict = verdict_of(gain, effect.error)
-        words = t(f"techniques.verdict_{verdict}")
-        st.markdown(f"{MARKS[verdict]} **{interval(gain, effect.error)}** {t(f'short.{choice.metric}')} · {words}")
-        work = effect.work
-        if work is not None:
-            head = " | ".join(t(f"techniques.{part}") for part in ("bytes", "flops", "steps"))
-            shares = " | ".join(text.gain(share) for share in work)
-            st.markdown(f"| {head} |\n|---|---|---|\n| {shares} |")
+    kind, color = ("lossless", "green") if technique.lossless else ("lossy", "orange")
+    badges = [
+        f":gray-badge[{t(f'techniques.layer_{technique.layer}')}]",
+        f":blue-badge[{t(f'techniques.family_{FAMILIES[technique.family]}')}]",
+        f":{color}-badge[{t(f'techniques.{kind}')}]",
+    ]
+    parts = [f"**{labelled(technique, t)}**", " ".join(badges), *_gained(choice, effect, t)]
+    st.markdown("\n\n".join(parts))
     lines = [
+        about(technique, t),
+        _reason(effect, t),
+        "" if near is None else t("techniques.measured", gain=near.shown(t)),
         against(name, effect.baseline, t),
-        price(effect.technique, t),
+        price(technique, t),
         drafting_words(effect, choice.task, t),
     ]
-    if near is not None:
-        lines.insert(0, t("techniques.measured", gain=near.shown(t)))
     st.caption("  \n".join(line for line in lines if line))
+
+
+def _gained(choice: EngineChoice, effect: Effect, t: Translate) -> list[str]:
+    """The gain with its verdict, and what a token takes as multiples of what it took before."""
+    gain, work = effect.gain(choice.metric), effect.work
+    if gain is None or work is None:
+        return [t("techniques.makes_fit" if effect.after is not None else "techniques.refused")]
+    verdict = verdict_of(gain, effect.error)
+    words = t(f"techniques.verdict_{verdict}")
+    head = " | ".join(t(f"techniques.{part}") for part in ("bytes", "flops", "steps"))
+    shares = " | ".join(text.gain(share) for share in work)
+    return [
+        f"{MARKS[verdict]} **{interval(gain, effect.error)}** {t(f'short.{choice.metric}')} · {words}",
+        f"| {head} |\n|---|---|---|\n| {shares} |",
+    ]
+
+
+def _reason(effect: Effect, t: Translate) -> str:
+    """Why a technique has no gain here."""
+    if effect.reason is None:
+        return ""
+    return t("techniques.without", reason=effect.reason) if effect.after is not None else effect.reason
