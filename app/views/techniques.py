@@ -163,6 +163,11 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
         caption=t("techniques.gains_caption", conditions=conditions(choice, t)),
         table=_gains_table(choice, effects, measured, t),
     )
+    if choice.device_name == "local" and not measured:
+        st.caption(t("techniques.not_measured", model=choice.model_name))
+        if "pages" in st.session_state:
+            live = st.session_state["pages"]["live"]
+            st.page_link(live, label=t("techniques.to_live"), icon=":material/play_arrow:")
 
 
 def _gains_table(

@@ -146,6 +146,28 @@ def test_contexts_leave_room_for_the_longest_prompt_and_output() -> None:
         assert longest.prompt_tokens + longest.output_tokens <= model.max_context
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_that_it_computes_and_then_shows_what_came(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    coming: dict[object, Future[Any]] = {}
+    asked: dict[object, Callable[[], Any]] = {}
+
+    def ask(key: object, function: Callable[..., Any], *arguments: object) -> Future[Any]:
+        asked.setdefault((function, key), lambda: function(*arguments))
+        return coming.setdefault((function, key), Future())
+
+    monkeypatch.setattr(background, "ask", ask)
+    monkeypatch.setattr(background, "WAIT_S", 0.0)
+    at = _page(name)
+    assert T("state.computing") in _words(at) and not at.header
+    while pending := [key for key, future in coming.items() if not future.done()]:
+        for key in pending:
+            coming[key].set_result(asked[key]())
+        at.run()
+    assert not at.exception and T("state.computing") not in _words(at) and "×" in at.header[0].value
+
+
 # --- Techniques ---
 
 
@@ -213,6 +235,12 @@ def test_a_measured_gain_stands_beside_the_prediction(store: Store) -> None:
     _measured(store, int8_weights=(4, 1.53), ngram_speculation=(4, 1.04))
     words = _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", sweep="int8_weights"))
     assert "Measured here: 1.53× ± 0.02 tokens/s at users: 4." in words and "1.04× ± 0.02" in words
+
+
+def test_this_machine_without_measurements_says_where_to_make_them(store: Store) -> None:
+    words = _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="1", sweep="int8_weights"))
+    assert T("techniques.not_measured", model="SmolLM2-135M") in words
+    assert T("techniques.not_measured", model="Llama-3.1-8B") not in _words(_page("techniques"))
 
 
 def test_a_measurement_is_of_its_model_on_this_machine_only(store: Store) -> None:
