@@ -11,7 +11,15 @@ from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.roofline.speculation import draft_model, first_layers
-from membound.roofline.techniques import DrafterKind, EagleDrafts, HeadDrafts, MedusaDrafts, ModelDrafts, SelfDrafts
+from membound.roofline.techniques import (
+    DrafterKind,
+    EagleDrafts,
+    HeadDrafts,
+    MedusaDrafts,
+    ModelDrafts,
+    MtpDrafts,
+    SelfDrafts,
+)
 from membound.roofline.techniques.weights import weights_in
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import MOST_IN_TREE
@@ -23,7 +31,7 @@ from membound.runtime.speculation.medusa import MedusaHeads, MedusaProposer
 from membound.runtime.speculation.model import ModelProposer
 from membound.runtime.weights import Weights
 
-RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle")
+RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle", "mtp")
 
 
 @dataclass(frozen=True)
@@ -55,17 +63,19 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     Raises MemboundError for a drafter that this model cannot have.
     """
     drafts = scenario.setup.drafts
-    if drafts is None or drafts.kind == "ngram":
+    if drafts is None:
+        return None
+    if not all(hasattr(layer, "move_tokens") for layer in host.cache):
+        raise MemboundError(
+            f"speculation takes back K and V of rejected tokens, but layers of '{scenario.model}' keep one state for "
+            f"all tokens of a sequence; leave {drafts.kind} drafts out"
+        )
+    if drafts.kind == "ngram":
         return None
     if drafts.nodes is not None and drafts.nodes >= MOST_IN_TREE:
         raise MemboundError(
             f"field 'tree_size' of {drafts.kind} is {drafts.nodes}, but the runtime verifies trees of at most "
             f"{MOST_IN_TREE - 1} guesses; give fewer"
-        )
-    if not all(hasattr(layer, "move_tokens") for layer in host.cache):
-        raise MemboundError(
-            f"speculation by {drafts.kind} takes back K and V of single tokens, which the cache of '{scenario.model}' "
-            "as set up here cannot; take another kv_quantization, or ngram_speculation"
         )
     choose = Chooser(scenario.temperature, scenario.workload.seed, host.decoder.device)
     spec = host.decoder.spec
@@ -84,9 +94,10 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     if isinstance(drafts, EagleDrafts):
         layer = FeatureHead(_head(scenario, drafts, spec), spec, host.weights, host.decoder.kernels)
         return EagleProposer(layer, host.num_blocks, host.block_size, drafts.gamma, drafts.tokens)
-    raise MemboundError(
-        f"speculation by {drafts.kind} is predicted, not measured yet; the runtime has {', '.join(RUNNING)}"
-    )
+    if isinstance(drafts, MtpDrafts):
+        module = FeatureHead(_mtp_module(scenario, spec), spec, host.weights, host.decoder.kernels, dense=False)
+        return EagleProposer(module, host.num_blocks, host.block_size, drafts.gamma, drafts.gamma)
+    raise AssertionError(f"nothing drafts as {drafts.kind}")
 
 
 def sampler_of(scenario: Scenario, device: str) -> Sampler:
@@ -107,6 +118,18 @@ def _head(scenario: Scenario, drafts: HeadDrafts, spec: ModelSpec) -> Head:
             "tokens; give that number"
         )
     return head
+
+
+def _mtp_module(scenario: Scenario, spec: ModelSpec) -> Head:
+    """The model's own module for the token after the next, in its shape: files' modules are not loaded."""
+    if not spec.mtp_layers:
+        raise MemboundError(f"'{spec.name}' has no module for multi-token prediction; take eagle or medusa")
+    if scenario.weights != "random":
+        raise MemboundError(
+            f"field 'weights' is '{scenario.weights}', but the runtime loads no modules for multi-token prediction; "
+            "set it to 'random', which is right for timing, or take eagle or medusa"
+        )
+    return random_head("mtp", spec, 1, spec.vocab, scenario.workload.seed)
 
 
 def _check_depth(field: str, drafts: HeadDrafts, most: int) -> None:

@@ -31,9 +31,13 @@ _OWN = ("tokens", "join", "embed_norm", "hidden_norm", "final_norm")
 
 
 class FeatureHead:
-    """The layer, with the model's embedding, and the rows of its lm_head that can be guessed."""
+    """The layer, with the model's embedding, and the rows of its lm_head that can be guessed.
 
-    def __init__(self, head: Head, spec: ModelSpec, weights: Weights, kernels: Kernels) -> None:
+    A module for multi-token prediction is the same, with a layer as the model's own, experts included, rather than a
+    `dense` one (DeepSeek-V3, 2024, section 2.2).
+    """
+
+    def __init__(self, head: Head, spec: ModelSpec, weights: Weights, kernels: Kernels, *, dense: bool = True) -> None:
         device = weights.embed.device
         own = {name: head.tensors[name].to(device) for name in _OWN}
         layer = {name: tensor.to(device) for name, tensor in head.tensors.items() if name not in _OWN}
@@ -51,8 +55,9 @@ class FeatureHead:
             lm_head=guessable,
             origin="draft head",
             rope_factors=weights.rope_factors,
+            arithmetic=weights.arithmetic,
         )
-        self.layer = Decoder(one_layer(spec, dense=True), drafting, kernels)
+        self.layer = Decoder(one_layer(spec, dense=dense), drafting, kernels)
 
     def new_cache(self, num_blocks: int, block_size: int) -> KvCache:
         return self.layer.new_cache(num_blocks, block_size)
@@ -158,7 +163,8 @@ class EagleProposer:
 
     def _continue(self, growing: list[_Growing]) -> None:
         """Continues the most likely of each sequence's newest guesses."""
-        parts, states, token_ids, chosen, rows = [], [], [], [], []
+        parts, states, token_ids, chosen = [], [], [], []
+        rows: list[int] = []
         first = 0
         for one in growing:
             best = sorted(one.newest, key=lambda index: (-one.guesses[index].chance, index))[: self.branches]

@@ -102,6 +102,6 @@ def random_head(kind: str, spec: ModelSpec, heads: int, guessable: int, seed: in
     if kind == "medusa":
         listed = {f"heads.{index}": matrix(spec.hidden, spec.hidden) for index in range(heads)}
         return Head(kind, {"tokens": tokens} | listed, {})
-    (layer,) = random_weights(one_layer(spec, dense=True), seed, layers=1).layers
+    (layer,) = random_weights(one_layer(spec, dense=kind != "mtp"), seed, layers=1).layers
     norms = {name: torch.ones(spec.hidden) for name in ("embed_norm", "hidden_norm", "final_norm")}
     return Head(kind, {"tokens": tokens, "join": matrix(spec.hidden, 2 * spec.hidden)} | norms | layer, {})

@@ -280,7 +280,7 @@ class _Run:
             group["lr"] = rate
         self._optimizer.zero_grad()
         loss = self.module.loss(batch, self.generator)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self._optimizer.step()
         self.steps += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from membound.roofline.errors import MemboundError
@@ -63,6 +65,49 @@ def test_deeper_first_layers_are_right_more_often(runtime, scenario_of):
         return steps["accepted"].sum() / steps["drafted"].sum()
 
     assert share(3) > share(1)
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 61,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_module_for_multi_token_prediction_leaves_the_greedy_tokens(runtime, scenario_of, tmp_path):
+    """The module has the structure of the model's own last layer: latent attention and experts."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    model = str(tmp_path / "config.json")
+    plain = runtime.run(scenario_of(model=model), get_hardware("H100-SXM5"))
+    drafted = runtime.run(scenario_of({"name": "mtp", "gamma": 2}, model=model), get_hardware("H100-SXM5"))
+    assert drafted.outputs == plain.outputs
+    assert drafted.steps["drafted"].sum() > 0
+
+
+def test_adaptive_drafts_leave_the_greedy_tokens_and_stop_where_they_are_never_right(runtime, scenario_of, plain):
+    fields = {"name": "medusa", "heads": 3, "tree_size": 12, "adaptive": True}
+    result = runtime.run(scenario_of(fields), get_hardware("H100-SXM5"))
+    assert result.outputs == plain
+    assert (result.steps["drafted"] == 0).sum() > (result.steps["drafted"] > 0).sum()
 
 
 @pytest.mark.parametrize(
