@@ -105,7 +105,8 @@ class TorchExecutor:
     def _inputs(self, listed: tuple[Work, ...], sequences: dict[int, Sequence]) -> tuple[Tensor, RaggedBatch, Tensor]:
         """Token ids [tokens], the ragged batch, and the rows [rows] whose logits are needed, on the host."""
         tokens: list[int] = []
-        parts, rows = [], []
+        parts: list[Part] = []
+        rows: list[int] = []
         for work in listed:
             ids = sequences[work.sequence].token_ids
             assert ids is not None, "the runtime needs the tokens"
