@@ -18,7 +18,7 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision
 from membound.roofline.precision_plan import PrecisionPlan
 from membound.roofline.techniques import W8A8, Sparsity24, Technique, WeightQuantization
-from membound.roofline.techniques.weights import PruningMethod, QuantizationMethod
+from membound.roofline.techniques.weights import QuantizationMethod
 from membound.runtime.linear import KernelLinear, Linear
 from membound.runtime.quantization.awq import round_clipped, search_scales
 from membound.runtime.quantization.calibration import Calibrator, Statistics
@@ -36,23 +36,18 @@ from membound.runtime.quantization.linears import (
     integer_linear,
     rounding,
 )
-from membound.runtime.quantization.magnitude import prune_by_magnitude
 from membound.runtime.quantization.outliers import split_outliers
+from membound.runtime.quantization.pruning import PruningRecipe
 from membound.runtime.quantization.quantized import Grid, QuantizationError, Quantized
 from membound.runtime.quantization.quarot import online_rotation, rotated, rotated_moments
 from membound.runtime.quantization.rtn import round_to_nearest
 from membound.runtime.quantization.smoothquant import smoothing_scales
-from membound.runtime.quantization.sparsegpt import sparsegpt
-from membound.runtime.quantization.sparsity import Pattern, Pruned
-from membound.runtime.quantization.statistics import InputStatistics
-from membound.runtime.quantization.wanda import wanda
 from membound.runtime.recipe import Recipe
 from membound.runtime.weights import Weights
 
 CLIP_BELOW_BITS, CLIP = 8, 0.9  # activations of fewer bits are clipped (QuaRot, section 4)
 _FP8: dict[str, Granularity] = {"fp8": "tensor", "fp8_row": "row", "fp8_block": "block"}
 _SCALED_PARTS = ("qkv", "o", "gate_up", "down")
-_PRUNED_PARTS = ("qkv", "o", "gate_up", "down", "q_a", "q_b", "kv_a", "kv_b")
 
 
 def grid_of(format: Precision) -> Grid | None:
@@ -278,52 +273,6 @@ class FoundRecipe(RoundingRecipe):
         assert self.blocks is not None, "prepare comes first"
         found = self.blocks.linear(name, weight)
         return found or KernelLinear(self.kernels, self.kernels.pack(weight, "bf16"))
-
-
-class PruningRecipe:
-    """Prunes every matrix of the layers before another recipe takes them; routers stay whole."""
-
-    def __init__(
-        self,
-        inner: Recipe,
-        method: PruningMethod,
-        calibrator: Calibrator | None,
-        pattern: Pattern = "2:4",
-        sparsity: float = 0.5,
-    ) -> None:
-        if method != "magnitude" and calibrator is None:
-            raise QuantizationError(
-                f"method '{method}' needs calibration text, and this model has no tokenizer; give method 'magnitude'"
-            )
-        self.inner = inner
-        self.method = method
-        self.calibrator = calibrator
-        self.pattern = pattern
-        self.sparsity = sparsity
-
-    def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
-        statistics: Statistics = {}
-        if self.method != "magnitude" and self.calibrator is not None:
-            statistics = self.calibrator.statistics(spec, weights, moments=self.method == "sparsegpt")
-        layers = []
-        for index, tensors in enumerate(weights.layers):
-            pruned = dict(tensors)
-            for part, tensor in tensors.items():
-                if tensor.dim() == 2 and part.rsplit(".", 1)[-1] in _PRUNED_PARTS:
-                    kept = self._pruned(tensor, statistics.get(f"layers.{index}.{part}"))
-                    pruned[part] = kept.weight.to(tensor.dtype)
-            layers.append(pruned)
-        return self.inner.prepare(spec, replace(weights, layers=tuple(layers)))
-
-    def linear(self, name: str, weight: Tensor) -> Linear:
-        return self.inner.linear(name, weight)
-
-    def _pruned(self, weight: Tensor, inputs: InputStatistics | None) -> Pruned:
-        if self.method == "magnitude" or inputs is None:
-            return prune_by_magnitude(weight, self.sparsity, self.pattern)
-        if self.method == "wanda":
-            return wanda(weight, inputs.mean_square, self.sparsity, self.pattern)
-        return sparsegpt(weight, inputs.moments, self.sparsity, self.pattern)
 
 
 QUANTIZERS: dict[QuantizationMethod, type[RoundingRecipe]] = {

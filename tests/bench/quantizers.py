@@ -21,7 +21,8 @@ from membound.runtime.decoder import Decoder
 from membound.runtime.quality.reading import perplexity, read
 from membound.runtime.quality.texts import calibration_windows, windows
 from membound.runtime.quantization.calibration import Calibrator
-from membound.runtime.quantization.recipes import QUANTIZERS, PruningRecipe
+from membound.runtime.quantization.pruning import PruningRecipe
+from membound.runtime.quantization.recipes import QUANTIZERS
 from membound.runtime.recipe import FormatRecipe, Recipe
 from membound.runtime.tokenizer import Tokenizer
 from membound.runtime.weights import load_gguf
