@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import streamlit as st
 
 from membound.app.i18n import LANGUAGES, language_of
+from membound.app.livechart import PLOTLY_URL_VARIABLE
 from membound.app.views import (
     advisor,
     experiments,
@@ -23,6 +25,7 @@ from membound.app.views import (
 from membound.app.views.session import language, translate
 
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
+PNG_BUTTON = Path(__file__).parent / "assets" / "pngbutton.js"
 SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = data; }"
 
 # Streamlit leaves a third of the first screen empty, and writes chosen options in a colour of too little contrast
@@ -71,4 +74,7 @@ st.session_state["pages"] = pages
 page = st.navigation(list(pages.values()), position="top")
 choose_language()
 page.run()
+if PLOTLY_URL_VARIABLE in os.environ:
+    png = {"label": t("chart.png"), "plotlyUrl": os.environ[PLOTLY_URL_VARIABLE]}
+    st.components.v2.component("membound.png", js=PNG_BUTTON.read_text("utf-8"))(key="png_button", data=png)
 st.components.v2.component("membound.language", js=SET_LANGUAGE)(key="document_language", data=language())

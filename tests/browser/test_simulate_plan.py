@@ -96,6 +96,17 @@ def test_a_run_downloads_as_a_timeline_and_as_its_scenario(session: Session) -> 
     tab.settle()
 
 
+def test_a_chart_downloads_as_png_and_as_svg(session: Session) -> None:
+    tab = session().open("/validate")
+    chart = tab.page.locator(".js-plotly-plot").first
+    chart.hover(timeout=TIMEOUT_MS)
+    for button, begin in ((".membound-png", b"\x89PNG"), (".modebar-btn[data-title*=Download]", b"<svg")):
+        with tab.page.expect_download(timeout=TIMEOUT_MS) as download:
+            chart.locator(button).click()
+        assert download.value.path().read_bytes().startswith(begin)
+    tab.settle()
+
+
 def test_a_long_simulation_is_cancelled(session: Session) -> None:
     tab = session().open("/simulate?requests=100000&rate=40.0&versus=static,continuous,prefill_first")
     tab.page.get_by_role("button", name=EN("simulate.run"), exact=True).click(timeout=TIMEOUT_MS)
