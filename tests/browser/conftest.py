@@ -33,13 +33,18 @@ PAGE_TIMEOUT_MS = 60_000
 class Dashboard:
     """The command `membound dashboard` in its own process group, with a store of its own."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **environment: str) -> None:
         self.home = home
+        self.environment = environment
         self.store = Store(home)
+        self.start()
+
+    def start(self) -> None:
         command = [sys.executable, "-P", "-m", "membound.app.cli", "dashboard", "--no-browser", "--port", "0"]
-        own = {"MEMBOUND_HOME": str(home), "MEMBOUND_SLOT": str(home / "slot.lock")}
+        own = {"MEMBOUND_HOME": str(self.home), "MEMBOUND_SLOT": str(self.home / "slot.lock")}
+        environment = {**os.environ, **self.environment, **own}
         self.process = subprocess.Popen(
-            command, cwd=home, env={**os.environ, **own}, text=True, stdout=subprocess.PIPE, start_new_session=True
+            command, cwd=self.home, env=environment, text=True, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self.process.stdout is not None
         found = re.search(r"http://\S+", self.process.stdout.readline())
@@ -53,10 +58,13 @@ class Dashboard:
                 time.sleep(0.1)
         raise AssertionError("the dashboard does not answer")
 
-    def end(self) -> None:
-        """Kill the server and what it started: a test that failed leaves nothing behind."""
+    def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def end(self) -> None:
+        """Kill the server and what it started: a test that failed leaves nothing behind."""
+        self.kill()
         for job in self.store.jobs(active=True):
             if job.pid is not None:
                 os.killpg(job.pid, signal.SIGKILL)
@@ -65,13 +73,17 @@ class Dashboard:
 class Tab:
     """A page of one browser session."""
 
-    def __init__(self, context: Any, url: str) -> None:
-        self.url = url
+    def __init__(self, context: Any, dashboard: Dashboard) -> None:
+        self.dashboard = dashboard
         self.page = context.new_page()
         self.problems: list[str] = []
         self.page.on("console", self._console)
         self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
         self.page.on("request", self._request)
+
+    @property
+    def url(self) -> str:
+        return self.dashboard.url
 
     def open(self, path: str) -> Tab:
         self.page.goto(self.url + path, timeout=PAGE_TIMEOUT_MS)
@@ -86,6 +98,9 @@ class Tab:
 
     def sees(self, words: str | re.Pattern[str], timeout: float = PAGE_TIMEOUT_MS) -> None:
         self.page.get_by_text(words).first.wait_for(timeout=timeout)
+
+    def click(self, name: str) -> None:
+        self.page.get_by_role("button", name=name, exact=True).first.click(timeout=PAGE_TIMEOUT_MS)
 
     def choose(self, label: str, option: str) -> None:
         """An option of the group of buttons with this label."""
@@ -137,14 +152,28 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
 
 
 @pytest.fixture
+def uncalibrated(tmp_path: Path) -> Iterator[Callable[..., Dashboard]]:
+    """Starts a dashboard with this environment on a machine that nobody has measured; all end with the test."""
+    started = []
+
+    def start(**environment: str) -> Dashboard:
+        started.append(Dashboard(tmp_path, **environment))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.end()
+
+
+@pytest.fixture
 def session(chromium: Any, dashboard: Dashboard) -> Iterator[Callable[..., Tab]]:
-    """Opens a tab of a new session; all end with the test."""
+    """Opens a tab of a new session, of another dashboard if given; all end with the test."""
     contexts = []
 
-    def opened(**options: Any) -> Tab:
+    def opened(server: Dashboard = dashboard, **options: Any) -> Tab:
         known = {"locale": "en-US", "viewport": {"width": 1360, "height": 900}}
         contexts.append(chromium.new_context(**(known | options)))
-        return Tab(contexts[-1], dashboard.url)
+        return Tab(contexts[-1], server)
 
     yield opened
     for context in contexts:

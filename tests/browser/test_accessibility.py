@@ -1,0 +1,54 @@
+"""Can people who see little, or use no mouse, use every page? As axe-core judges it, in both languages and schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import resources
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+PAGES = (
+    "start",
+    "explore",
+    "techniques",
+    "stack",
+    "advisor",
+    "simulate",
+    "plan",
+    "live",
+    "experiments",
+    "validate",
+)
+SERIOUS = ("serious", "critical")
+ANSWER_TIMEOUT_MS = 180_000
+# Streamlit's own elements, which no option of it changes: (rule, part of the selector or of the element) and why.
+STREAMLITS_OWN: dict[tuple[str, str], str] = {}
+
+
+def _serious(page: Any) -> Iterator[str]:
+    page.evaluate(resources.files("axe_playwright_python").joinpath("axe.min.js").read_text("utf-8"))
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    for violation in found["violations"]:
+        for node in violation["nodes"] if violation["impact"] in SERIOUS else ():
+            target = " ".join(str(part) for part in node["target"])
+            own = any(
+                rule == violation["id"] and (part in target or part in node["html"]) for rule, part in STREAMLITS_OWN
+            )
+            if not own:
+                yield f"{violation['id']}: {target}: {node['html'][:200]}: {node['failureSummary'][:300]}"
+
+
+@pytest.mark.parametrize(("locale", "scheme"), [("en-US", "light"), ("zh-CN", "dark")])
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing_serious(session: Callable[..., Any], name: str, locale: str, scheme: str) -> None:
+    tab = session(locale=locale, color_scheme=scheme).open("/" if name == "start" else f"/{name}")
+    tab.page.wait_for_function("document.documentElement.lang", timeout=ANSWER_TIMEOUT_MS)
+    tab.page.wait_for_function(
+        "!document.querySelector('[data-testid=stProgress], [data-testid=stSpinner]')", timeout=ANSWER_TIMEOUT_MS
+    )
+    tab.settle()
+    found = list(_serious(tab.page))
+    assert not found, "\n".join(found)
