@@ -41,11 +41,15 @@ def test_sub_commands_and_scenarios_exist(name: str, root: Path, run: Callable[.
     used = commands(root / name, "membound")
     assert used
     help_text = run(membound, "--help", env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
-    known = set(re.findall(r"^[\s│|]*([a-z]+)\s{2,}", help_text, re.MULTILINE))
+    known = set(re.findall(r"^[\s│|]*([a-z-]+)\s{2,}", help_text, re.MULTILINE))
     assert {words[0] for words in used} <= known
     scenarios = {path.stem for path in (root / "data" / "scenarios").glob("*.yaml")}
     # Commands of their own below a name.
-    groups = {"kernels": {"check", "bench", "resources"}, "catalog": {"techniques", "profiles", "devices", "models"}}
+    groups = {
+        "kernels": {"check", "bench", "resources"},
+        "catalog": {"techniques", "profiles", "devices", "models"},
+        "experiment": {"x1", "x2", "x3", "x4", "x5"},
+    }
     for name, *words in used:
         assert set(words[:1]) <= groups.get(name, scenarios)
 
