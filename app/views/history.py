@@ -11,6 +11,7 @@ import streamlit as st
 from membound.app import jobs, text
 from membound.app.i18n import Translate
 from membound.app.store import Job, Run
+from membound.app.views.results import made_by
 from membound.app.views.session import show_job, show_run, shown_job, shown_run, store, translate
 
 SHOWN = 12
@@ -52,7 +53,8 @@ def _job(job: Job, t: Translate) -> Entry:
 
 def _run(run: Run, t: Translate) -> Entry:
     state = f"{STATE_MARKS['done']} {t('state.from_command')}"
-    return Entry(run.id, run.created, f"{t(f'kind.{run.kind}')} · {run.label}", state, run.id == shown_run(), show_run)
+    what = f"{t(f'kind.{run.kind}')} · {run.label} · {made_by(run)}"
+    return Entry(run.id, run.created, what, state, run.id == shown_run(), show_run)
 
 
 def _line(entry: Entry, t: Translate) -> None:

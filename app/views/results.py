@@ -9,11 +9,14 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from membound.app import text
+from membound.app import run_files, text
 from membound.app.figures import comparison
+from membound.app.home import StoreError
+from membound.app.i18n import Translate
+from membound.app.store import Run
 from membound.app.views import tables
 from membound.app.views.charts import chart
-from membound.app.views.session import translate
+from membound.app.views.session import language, store, translate
 from membound.roofline.comparison import Comparison
 
 
@@ -57,45 +60,72 @@ def comparison_result(rows: Sequence[Comparison], key: str) -> None:
 def run_summary(summary: Mapping[str, Any], key: str) -> None:
     """The summary of a single run: latencies with their percentiles, then rates and shares."""
     t = translate()
-    latencies = {name: value for name, value in summary.items() if isinstance(value, dict) and "p50" in value}
-    table = pd.DataFrame(
-        {
-            t("column.metric"): t(f"metric.{name}"),
-            **{column: _latency(value[column]) for column in ("mean", "p50", "p90", "p99")},
-        }
-        for name, value in latencies.items()
-    )
     cells = st.columns(4)
     cells[0].metric(t("metric.output_tokens_per_s"), text.rate(summary["output_tokens_per_s"]))
     cells[1].metric(t("metric.requests"), f"{summary['completed']} / {summary['requests']}")
     cells[2].metric(t("metric.duration"), text.seconds(summary["duration_s"]))
     used = summary["kv_utilization"]
     cells[3].metric(t("metric.kv_utilization"), "–" if used is None else text.percent(used))
-    st.dataframe(table, hide_index=True, key=f"{key}_latencies")
+    st.dataframe(tables.summary_table(summary, t), hide_index=True, key=f"{key}_latencies")
 
 
 def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
-    """The result of a job or a run: its comparison or its summary, what was noted on the way, and downloads."""
+    """The result of a job or a run: its comparison or its summary, who made it, what was noted, and downloads."""
     rows = rows_of(document.get("comparisons", []))
+    kept = _kept(document.get("run_id", name))
     if rows:
         comparison_result(rows, name)
     elif document.get("summary"):
         run_summary(document["summary"], name)
-    st.caption(" · ".join([*document.get("notes", []), *document.get("provenance", {}).get("notes", [])]))
-    _downloads(rows, document, scenario_yaml, name)
+    made = [] if kept is None else [made_by(kept)]
+    st.caption(" · ".join([*made, *document.get("notes", []), *document.get("provenance", {}).get("notes", [])]))
+    _downloads(rows, document, scenario_yaml, name, kept)
 
 
-def _downloads(rows: Sequence[Comparison], document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
-    """The result as CSV and JSON, its scenario as YAML."""
-    t = translate()
+def made_by(run: Run) -> str:
+    """Who made a run's numbers, in the session's language; the run never changes, so its tables are read once."""
+    return _made_by(run, language())
+
+
+@st.cache_data(max_entries=500, show_spinner=False, hash_funcs={Run: lambda run: run.id})
+def _made_by(run: Run, language: str) -> str:
+    return run_files.producer_of(run, Translate(language))
+
+
+def _kept(run_id: str) -> Run | None:
+    try:
+        return store().run(run_id)
+    except StoreError:  # it was deleted since
+        return None
+
+
+def _downloads(
+    rows: Sequence[Comparison], document: Mapping[str, Any], scenario_yaml: str, name: str, kept: Run | None
+) -> None:
+    """The result as a page, CSV and JSON, its scenario, its timeline; large files are made when asked for."""
+    t, spoken = translate(), language()
     with st.container(horizontal=True):
+        st.download_button(
+            t("download.html"),
+            lambda: run_files.run_page(document, scenario_yaml, name, spoken, t).encode(),
+            f"{name}.html",
+            "text/html",
+            on_click="ignore",
+            help=t("download.html_help"),
+        )
         if rows:
             csv = pd.DataFrame([row.model_dump(mode="json") for row in rows]).to_csv(index=False).encode()
             st.download_button(t("download.csv"), csv, f"{name}.csv", "text/csv", on_click="ignore")
         content = json.dumps(document, ensure_ascii=False, indent=1)
         st.download_button(t("download.json"), content, f"{name}.json", "application/json", on_click="ignore")
         st.download_button(t("download.yaml"), scenario_yaml, f"{name}.yaml", "application/yaml", on_click="ignore")
-
-
-def _latency(value: float | None) -> str:
-    return "–" if value is None else text.seconds(value)
+        if kept is not None and run_files.has_steps(kept):
+            ending = "zip" if kept.kind == "compare" else "json"
+            st.download_button(
+                t("simulate.perfetto"),
+                lambda: run_files.perfetto(kept),
+                f"{name}-perfetto.{ending}",
+                f"application/{ending}",
+                on_click="ignore",
+                help=t("simulate.perfetto_help"),
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -45,6 +46,21 @@ def sweep_table(points: Sequence[SweepPoint], t: Translate) -> pd.DataFrame:
             t("column.bound"): _bound(p.bottleneck, t),
         }
         for p in points
+    )
+
+
+def summary_table(summary: Mapping[str, Any], t: Translate) -> pd.DataFrame:
+    """The latencies of a run, their means and percentiles."""
+    latencies = {name: value for name, value in summary.items() if isinstance(value, dict) and "p50" in value}
+    return pd.DataFrame(
+        {
+            t("column.metric"): t(f"metric.{name}"),
+            **{
+                column: "–" if value[column] is None else text.seconds(value[column])
+                for column in ("mean", "p50", "p90", "p99")
+            },
+        }
+        for name, value in latencies.items()
     )
 
 

@@ -15,7 +15,12 @@ from membound.app.views.tables import VERDICT_MARKS
 from membound.roofline.result import BOUNDS
 
 APP = Path(__file__).parents[2] / "app"
-SOURCES = [*sorted((APP / "views").glob("*.py")), *sorted((APP / "figures").glob("*.py")), APP / "main.py"]
+SOURCES = [
+    *sorted((APP / "views").glob("*.py")),
+    *sorted((APP / "figures").glob("*.py")),
+    APP / "main.py",
+    APP / "run_files.py",
+]
 # terms of techniques stay English; a language may add a translation in brackets
 OPTIONAL = "technique."
 UNITS = {"FLOP", "byte", "GiB", "tok"}
