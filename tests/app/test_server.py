@@ -320,7 +320,7 @@ def test_a_growing_chart_keeps_its_zoom_and_follows_the_theme_and_asks_nothing_o
         assert page.evaluate(f"[{chart}._fullLayout.xaxis.range, {chart}.mark]") == [zoomed, "same node"]
         assert page.locator(".membound-live-chart").get_attribute("aria-label") == "tok/s: measured"
         text_colour = "getComputedStyle(document.querySelector('.membound-live-chart .xtick text')).fill"
-        assert page.evaluate(text_colour) == "rgb(27, 31, 36)"
+        assert page.evaluate(text_colour) == "rgb(15, 19, 23)"
         page.emulate_media(color_scheme="dark")
         page.wait_for_function(f"{text_colour} === 'rgb(233, 236, 239)'")
         browser.close()
