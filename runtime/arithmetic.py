@@ -65,12 +65,13 @@ class Arithmetic(Frozen):
     """The choices of a family. Norms stand `before` a part, `after` it (OLMo 2), `around` it (Gemma 2), or before
     attention and network that run side by side (`parallel`).
 
-    `windowed_rope_theta` is for layers with a window, which then are not scaled (Gemma 3); layers in `unrotated` have
+    What a part adds is multiplied by `residual_scale` (Granite). `windowed_rope_theta` is for layers with a window, which then are not scaled (Gemma 3); layers in `unrotated` have
     no positions. `glu_limit` clamps what a gated network multiplies (gpt-oss).
     """
 
     placement: Placement = "before"
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     logits_scale: float = 1.0
     final_softcap: PositiveFloat | None = None
     attention_scale: PositiveFloat | None = None

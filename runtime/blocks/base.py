@@ -77,7 +77,7 @@ class Block:
     """One layer: x + mixer(norm(x)), then x + ffn(norm(x)); either part may be missing, and so may a norm.
 
     A norm after a part applies to what it adds. In a `parallel` layer both parts read the same x, and the network the
-    mixer's norm if it has none of its own.
+    mixer's norm if it has none of its own. What a part adds is multiplied by `scale`.
     """
 
     mixer: Mixer | None
@@ -87,6 +87,7 @@ class Block:
     ffn_norm: Norm | None = None
     ffn_post_norm: Norm | None = None
     parallel: bool = False
+    scale: float = 1.0
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """All matrices by their part's name."""
@@ -111,11 +112,14 @@ class Block:
 
     def _mix(self, x: Tensor, batch: RaggedBatch, cache: LayerCache | None) -> Tensor:
         assert self.mixer is not None and cache is not None, "a layer that mixes has a cache"
-        return self.mixer(x, batch, cache)
+        return self._scaled(self.mixer(x, batch, cache))
 
     def _feed(self, x: Tensor, batch: RaggedBatch, cache: LayerCache | None) -> Tensor:
         if isinstance(self.ffn, ShiftedFeedForward):
             assert cache is not None, "a network that sees the token before stands beside a mixer"
-            return self.ffn.shifted(x, batch, cache)
+            return self._scaled(self.ffn.shifted(x, batch, cache))
         assert self.ffn is not None, "the caller has checked it"
-        return self.ffn(x)
+        return self._scaled(self.ffn(x))
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        return added if self.scale == 1 else added * self.scale

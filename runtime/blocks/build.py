@@ -72,6 +72,7 @@ class BlockBuilder:
             ffn_norm=self._layer_norm("ffn_norm", layer, weights),
             ffn_post_norm=self._layer_norm("ffn_post_norm", layer, weights),
             parallel=self.arithmetic.placement == "parallel",
+            scale=self.arithmetic.residual_scale,
         )
 
     def norm(self, weight: Tensor | None, bias: Tensor | None = None) -> Norm:
@@ -193,7 +194,10 @@ class BlockBuilder:
             self.arithmetic.routing,
             ffn.top_k,
             parts["router"],
-            [self._network(parts, f"experts.{e}.", gated=ffn.gated) for e in range(ffn.experts)],
+            [
+                self._network(parts, f"experts.{e}.", gated=ffn.gated) if f"experts.{e}.down" in parts.weights else None
+                for e in range(ffn.experts)
+            ],
             router_bias=parts.weights.get("router_bias"),
             shared=self._network(parts, "shared_", gated=ffn.gated) if ffn.shared_intermediate else None,
             shared_gate=parts["shared_gate"] if ffn.shared_gate else None,

@@ -125,8 +125,8 @@ class LatentMixer:
             out[rows] = self._on_latents(q[rows], _part(batch, few, [lengths[i] for i in few], rows), cache)
         for i, length in enumerate(lengths):
             if length and i not in few:
-                rows = slice(starts[i], starts[i + 1])
-                out[rows] = self._unpacked(q[rows], batch, i, cache)
+                own = slice(starts[i], starts[i + 1])
+                out[own] = self._unpacked(q[own], batch, i, cache)
         return out
 
     def _on_latents(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:

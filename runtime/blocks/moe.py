@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ class MixtureNetwork:
     """The weighted sum of the experts that the router chooses, beside a shared one that every token takes.
 
     Each expert's matrices are read once a step, for all of its tokens, and those of an expert without tokens not at
-    all. `latent` leads to the width on which the routed experts work, and back.
+    all. `latent` leads to the width on which the routed experts work, and back. Experts that another device holds are
+    None here, and `summed` then makes of this device's part the sum over all. `chosen` is told of each expert's number
+    of slots and of the hidden state [tokens, hidden] before any of them computes.
     """
 
     def __init__(
@@ -25,7 +27,7 @@ class MixtureNetwork:
         rule: Routing,
         top_k: int,
         router: Linear,
-        experts: Sequence[FeedForward],
+        experts: Sequence[FeedForward | None],
         *,
         router_bias: Tensor | None = None,
         shared: FeedForward | None = None,
@@ -42,22 +44,27 @@ class MixtureNetwork:
         self.shared_gate = shared_gate
         self.latent = latent
         self.statistics = RouterStatistics(len(experts), device)
+        self.summed: Callable[[Tensor], Tensor] | None = None
+        self.chosen: Callable[[Sequence[int], Tensor], None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         routed = route(self.router(x), self.top_k, self.rule, self.router_bias)
         self.statistics.add(routed)
         inner = x if self.latent is None else self.latent[0](x)
         out = torch.zeros_like(inner)
-        start = 0
-        for expert, count in zip(self.experts, routed.counts.tolist(), strict=True):
-            if count:
+        counts, start = routed.counts.tolist(), 0
+        if self.chosen is not None:
+            self.chosen(counts, x)
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count and expert is not None:
                 rows = routed.tokens[start : start + count]
                 y = expert(inner[rows]) * routed.weights[start : start + count, None].to(x.dtype)
                 out.index_add_(0, rows, y)
-                start += count
+            start += count
         if self.latent is not None:
             out = self.latent[1](out)
-        return out if self.shared is None else out + self._shared(self.shared, x)
+        out = out if self.shared is None else out + self._shared(self.shared, x)
+        return out if self.summed is None else self.summed(out)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield "router", self.router
@@ -67,14 +74,18 @@ class MixtureNetwork:
             yield "shared_gate", self.shared_gate
         if self.latent is not None:
             yield from zip(("latent_in", "latent_out"), self.latent, strict=True)
-        for expert in self.experts:
+        for expert in self._held:
             yield from expert.linears()
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of the experts that a single token does not take."""
-        of_one = sum(linear.nbytes for _, linear in self.experts[0].linears())
-        return (len(self.experts) - self.top_k) * of_one
+        held = self._held
+        return max(0, len(held) - self.top_k) * sum(linear.nbytes for _, linear in held[0].linears())
+
+    @property
+    def _held(self) -> list[FeedForward]:
+        return [expert for expert in self.experts if expert is not None]
 
     def _shared(self, shared: FeedForward, x: Tensor) -> Tensor:
         y = shared(x)

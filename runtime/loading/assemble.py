@@ -16,7 +16,7 @@ from membound.roofline.models.layers import Layer
 from membound.roofline.models.recurrent import GatedDeltaNet, Mamba1, Mamba2, Rwkv6, Rwkv7
 from membound.runtime.arithmetic import Arithmetic
 from membound.runtime.loading.layouts import Layout
-from membound.runtime.loading.order import delta_net_order, gated_qkv_order, head_order, heads_order
+from membound.runtime.loading.order import by_head_qkv_order, delta_net_order, gated_qkv_order, head_order, heads_order
 from membound.runtime.loading.shapes import extra_shapes, matrix_shapes, vector_shapes
 from membound.runtime.loading.store import LayerWeights, Weights, WeightsError
 
@@ -102,6 +102,8 @@ def safetensors_changes(spec: ModelSpec, layout: Layout, layer: Layer) -> dict[s
     found: dict[str, Change] = {}
     if isinstance(mixer, GroupedQueryAttention):
         found |= _attention_changes(spec, layout, mixer)
+    if layout.turned:
+        found |= dict.fromkeys(("qkv", "o", "up", "down"), _turned)
     if isinstance(mixer, LatentAttention):
         found |= _latent_changes(layout, mixer)
     if isinstance(mixer, Mamba1 | Mamba2 | GatedDeltaNet):
@@ -143,6 +145,8 @@ def _attention_changes(spec: ModelSpec, layout: Layout, a: GroupedQueryAttention
     order = head_order(a.head_dim, rotated, layout.pairs)
     if a.output_gate:
         qkv = gated_qkv_order(a, order)
+    elif layout.qkv_by_head:
+        qkv = by_head_qkv_order(a, order)
     else:
         q, k = (heads_order(count, a.head_dim, order) for count in (a.heads, a.kv_heads))
         v = torch.arange(a.kv_heads * a.value_dim)
@@ -175,6 +179,10 @@ def _rwkv_changes(spec: ModelSpec, mixer: Rwkv6 | Rwkv7) -> dict[str, Change]:
 def _gate_before_up(rows: Tensor) -> Tensor:
     """Rows in which gate and up alternate, gate first and then up."""
     return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    return tensor.T
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -23,10 +23,12 @@ def read_arithmetic(config: Mapping[str, Any], spec: ModelSpec, layout: Layout) 
     """The arithmetic of a config.json; raises ModelError with one sentence for one that is not computed."""
     c = Config(config, spec.name, spec.architecture or "")
     rope, scale = _rope(c, spec)
+    side_by_side = c.flag("use_parallel_residual", default=True)
     fields: dict[str, Any] = {
-        "placement": layout.placement,
-        "embedding_scale": spec.hidden**0.5 if layout.scaled_embedding else 1.0,
-        "logits_scale": c.get("logit_scale", default=1.0),
+        "placement": layout.placement if side_by_side or layout.placement != "parallel" else "before",
+        "embedding_scale": spec.hidden**0.5 if layout.scaled_embedding else c.get("embedding_multiplier", default=1.0),
+        "residual_scale": c.get("residual_multiplier", default=1.0),
+        "logits_scale": c.get("logit_scale", default=1.0) / c.get("logits_scaling", default=1.0),
         "final_softcap": c.get("final_logit_softcapping"),
         "attention_softcap": c.get("attn_logit_softcapping"),
         "attention_scale": scale,
@@ -49,7 +51,7 @@ def _rope(c: Config, spec: ModelSpec) -> tuple[dict[str, Any], float | None]:
     """How rotations are scaled, and the scale of attention's scores where it is not that of the head."""
     mixer = spec.usual_attention
     asked = c.get("query_pre_attn_scalar")
-    scale = None if asked is None else asked**-0.5
+    scale = c.get("attention_multiplier") if asked is None else asked**-0.5
     parameters = c.get("rope_parameters", default={})
     nested = isinstance(parameters.get("full_attention"), Mapping)
     full = parameters["full_attention"] if nested else (c.get("rope_scaling") or parameters)

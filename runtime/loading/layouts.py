@@ -21,6 +21,7 @@ class Layout:
 
     `pairs` says which elements of a head turn together: i and i + rotated / 2, or neighbours. `norm_offset` is added to
     the weights of norms (Gemma keeps them around 0). With `scaled_embedding` tokens are multiplied by sqrt(hidden).
+    With `qkv_by_head` each head has its q, k and v together; matrices that are `turned` are kept as [k, n].
     """
 
     parts: Sources
@@ -30,6 +31,8 @@ class Layout:
     pairs: Pairs = "halves"
     norm_offset: float = 0.0
     scaled_embedding: bool = False
+    qkv_by_head: bool = False
+    turned: bool = False
 
     def with_parts(self, parts: Sources, **changes: object) -> Layout:
         """This layout with some parts elsewhere."""
@@ -166,6 +169,62 @@ PHI = Layout(
     layer="model.layers.{}.",
     placement="parallel",
 )
+GPT2 = Layout(
+    parts={
+        "mixer_norm": "ln_1",
+        "ffn_norm": "ln_2",
+        "qkv": "attn.c_attn",
+        "o": "attn.c_proj",
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+    top={
+        "embed": "transformer.wte",
+        "positions": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "lm_head": "lm_head",
+    },
+    layer="transformer.h.{}.",
+    turned=True,
+)
+GPT_NEOX = Layout(
+    parts={
+        "mixer_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "qkv": "attention.query_key_value",
+        "o": "attention.dense",
+        "up": "mlp.dense_h_to_4h",
+        "down": "mlp.dense_4h_to_h",
+    },
+    top={"embed": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm", "lm_head": "embed_out"},
+    layer="gpt_neox.layers.{}.",
+    placement="parallel",
+    qkv_by_head=True,
+)
+OPT = Layout(
+    parts={
+        "mixer_norm": "self_attn_layer_norm",
+        "ffn_norm": "final_layer_norm",
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o": "self_attn.out_proj",
+        "up": "fc1",
+        "down": "fc2",
+    },
+    top={
+        "embed": "model.decoder.embed_tokens",
+        "positions": "model.decoder.embed_positions",
+        "final_norm": "model.decoder.final_layer_norm",
+        "lm_head": "lm_head",
+    },
+    layer="model.decoder.layers.{}.",
+)
+GRANITE_MOE = LLAMA.with_parts(
+    {
+        "router": "block_sparse_moe.router.layer",
+        "experts.{e}.gate_up": "block_sparse_moe.input_linear",
+        "experts.{e}.down": "block_sparse_moe.output_linear",
+    }
+)
 MAMBA2 = Layout(
     parts={
         "mixer_norm": "norm",
@@ -245,6 +304,11 @@ SAFETENSORS: dict[str, Layout] = {
     "Glm4ForCausalLM": GLM4,
     "GptOssForCausalLM": GPT_OSS,
     "Starcoder2ForCausalLM": STARCODER2,
+    "GraniteForCausalLM": LLAMA,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GPT2LMHeadModel": GPT2,
+    "GPTNeoXForCausalLM": GPT_NEOX,
+    "OPTForCausalLM": OPT,
     **dict.fromkeys(("CohereForCausalLM", "Cohere2ForCausalLM"), COHERE),
     "Mamba2ForCausalLM": MAMBA2,
     **dict.fromkeys(("MambaForCausalLM", "FalconMambaForCausalLM"), MAMBA1),

@@ -28,6 +28,12 @@ def heads_order(heads: int, head_dim: int, order: Tensor) -> Tensor:
     return (torch.arange(heads)[:, None] * head_dim + torch.cat([kept, order])).flatten()
 
 
+def by_head_qkv_order(a: GroupedQueryAttention, order: Tensor) -> Tensor:
+    """q, k, v of a projection in which each head has its q, its k and its v (GPT-NeoX)."""
+    rows = torch.arange(3 * a.heads * a.head_dim).unflatten(0, (a.heads, 3, a.head_dim))
+    return torch.cat([rows[:, 0][:, order].flatten(), rows[:, 1][:, order].flatten(), rows[:, 2].flatten()])
+
+
 def gated_qkv_order(a: GroupedQueryAttention, order: Tensor) -> Tensor:
     """q, gate, k, v of a projection in which each head has its q and then its gate (Qwen3-Next)."""
     queries = torch.arange(2 * a.heads * a.head_dim).unflatten(0, (a.heads, 2, a.head_dim))

@@ -81,9 +81,9 @@ class _Reader:
 
 
 def _names(name: str) -> tuple[str, ...]:
-    """Under which names a tensor may stand; a multimodal model has its decoder one level further in."""
+    """Under which names a tensor may stand: multimodal models have it one level further in, old GPT-2s further out."""
     inner = name.removeprefix("model.")
-    return name, f"language_model.{name}", f"model.language_model.{inner}"
+    return name, f"language_model.{name}", f"model.language_model.{inner}", name.removeprefix("transformer.")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -154,6 +154,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", {"logit_scale": 0.25, "sliding_window": 6, "sliding_window_pattern": 3}),
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "stablelm": ("StableLm", {"partial_rotary_factor": 0.25, "hidden_size": 64}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    ),
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 5, "num_experts_per_tok": 2, "residual_multiplier": 0.7}),
+    "gpt2": ("GPT2", {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4}),
+    "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": 4}),
+    "gpt-neox-in-turn": ("GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": 4, "use_parallel_residual": False}),
+    "opt": ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": 48, "num_key_value_heads": 4}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
     "mamba2": (
         "Mamba2",
@@ -189,7 +198,13 @@ def tiny_model(family: str, folder: Path, **more: Any) -> Callable[[list[int]], 
     name, changes = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**_SMALL | changes | more, attn_implementation="eager")
     torch.manual_seed(len(family))
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    model = (
+        getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name.removesuffix('Text')}ForCausalLM")(
+            config
+        )
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for parameter in [*model.parameters(), *biases]:
