@@ -209,8 +209,8 @@ template <KvFormat FORMAT> struct Direct {
 
     Direct(const KvBlocks& kv, KvPart part, const Places& places)
         : base(kv.base(part)), at(places.at[part]), scale_at(places.scales), scales(kv.token_scales(part, 0)),
-          head_scale(broadcast(FORMAT == KV_FP8 ? kv.head_scale(part, places.head) : 0)), half_dim(kv.head_dim / 2),
-          bytes(kv.stored() * kv.element_bytes()), first(places.first), last(places.count - 1) {}
+          head_scale(broadcast(FORMAT == KV_FP8 ? E4M3_UNIT * kv.head_scale(part, places.head) : 0)),
+          half_dim(kv.head_dim / 2), bytes(kv.stored() * kv.element_bytes()), first(places.first), last(places.count - 1) {}
 
     struct Token {
         const uint8_t* from;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int TILE_ROWS = 16;
 constexpr int MOST_TOKENS = 16;
-constexpr int64_t WORDS_AHEAD = 256;  // of a row; 16 kB of a tile
+constexpr int64_t WORDS_AHEAD = 512;  // of a row; 32 kB of a tile
 constexpr int64_t GROUPS_AHEAD = 16;
 constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 constexpr int64_t PIECES_PER_THREAD = 4;

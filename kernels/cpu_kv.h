@@ -103,7 +103,7 @@ void convert_from(const KvBlocks& kv, KvPart part, const Places& places, int64_t
                   const Places& next) {
     const int64_t bytes = kv.stored() * kv.element_bytes(), head_dim = kv.head_dim;
     const uint8_t *base = kv.base(part), *next_base = kv.base(next_part);
-    const Vec head_scale = broadcast(FORMAT == KV_FP8 ? kv.head_scale(part, places.head) : 0);
+    const Vec head_scale = broadcast(FORMAT == KV_FP8 ? E4M3_UNIT * kv.head_scale(part, places.head) : 0);
     for (int t = 0; t < places.count; t++, tile += dim) {
         if (t >= next.first && t < next.count) {
             const uint8_t* ahead = next_base + next.at[next_part][t];

@@ -27,9 +27,10 @@ struct Product {
     const float* scale;  // [n] or null
     float* out;          // [m, n]
     int64_t m, n, k;
+    float unit = 1.0f;   // what weights are loaded in, where they have a scale
 
     void put(int64_t token, int64_t row, float value) const {
-        out[token * n + row] = scale ? value * scale[row] : value;
+        out[token * n + row] = scale ? value * unit * scale[row] : value;
     }
 };
 
@@ -205,7 +206,7 @@ INLINE void finish(const Product& p, const Vec sums[PANEL_ROWS][TOKENS], int64_t
     }
     if (p.scale)
         for (int j = 0; j < TOKENS; j++)
-            for (int r = 0; r < rows; r++) result[j][r] *= p.scale[row + r];
+            for (int r = 0; r < rows; r++) result[j][r] *= p.unit * p.scale[row + r];
     for (int j = 0; j < TOKENS; j++) {
         float* out = p.out + (token + j) * p.n + row;
         if (rows == PANEL_ROWS)
@@ -297,7 +298,7 @@ template <class W> void linear(const Product& p, W w, int threads) {
 // x [m, k] times a packed weight, transposed, to out [m, n].
 EXPORT void membound_linear(const PackedWeight* weight, const float* x, float* out, int64_t m, int threads) {
     const PackedWeight& w = *weight;
-    const Product p{x, (const float*)w.scale, out, m, w.n, w.k};
+    const Product p{x, (const float*)w.scale, out, m, w.n, w.k, w.format == FP8 ? E4M3_UNIT : 1.0f};
     switch (w.format) {
         case FP32: return linear(p, (const float*)w.data, threads);
         case BF16: return linear(p, (const bf16*)w.data, threads);

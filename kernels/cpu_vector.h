@@ -125,20 +125,21 @@ INLINE Vec load(const half* p) {
 #endif
 }
 
-// e4m3's bits, put where fp16 has the same fields, are the number over 256.
+// e4m3's bits, put where fp16 has the same fields, are the number over 256: that is what is loaded.
+constexpr float E4M3_UNIT = 256.0f;
 INLINE Vec load(const e4m3* p) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
     const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
     const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16((short)0xBF80));
-    return (Vec)_mm512_cvtph_ps(halves) * 256.0f;
+    return (Vec)_mm512_cvtph_ps(halves);
 #elif defined(__AVX2__) && defined(__F16C__)
     const __m128i words = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
     const __m128i halves = _mm_and_si128(_mm_slli_epi16(words, 7), _mm_set1_epi16((short)0xBF80));
-    return (Vec)_mm256_cvtph_ps(halves) * 256.0f;
+    return (Vec)_mm256_cvtph_ps(halves);
 #else
     Vec v;
     for (int i = 0; i < LANES; i++)
-        v[i] = to_float(half{(uint16_t)((p[i].bits & 0x7F) << 7 | (p[i].bits & 0x80) << 8)}) * 256.0f;
+        v[i] = to_float(half{(uint16_t)((p[i].bits & 0x7F) << 7 | (p[i].bits & 0x80) << 8)});
     return v;
 #endif
 }
