@@ -63,11 +63,17 @@ def dashboard(
     host: Annotated[str, typer.Option(help="address to serve on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; the next free one is taken if it is in use")] = 8501,
     browser: Annotated[bool, typer.Option(help="open a browser")] = True,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="a further name of this server, such as its proxy's")
+    ] = None,
 ) -> None:
     """Serve the dashboard."""
     from membound.app.server import serve
 
-    serve(host=host, port=port, open_browser=browser)
+    for name in allow_host or ():
+        if not name or set(name) & set("*:/ "):
+            raise MemboundError(f"option --allow-host is '{name}'; give one name without scheme, port and wildcard")
+    serve(host=host, port=port, open_browser=browser, allowed_hosts=allow_host or ())
 
 
 @app.command()

@@ -73,7 +73,11 @@ pages = {
 st.session_state["pages"] = pages
 page = st.navigation(list(pages.values()), position="top")
 choose_language()
-page.run()
+if getattr(st.user, "is_logged_in", True):  # unknown where the deployment names no OIDC provider
+    page.run()
+else:
+    st.title(t("login.title"))
+    st.button(t("login.button"), on_click=st.login, type="primary")
 if PLOTLY_URL_VARIABLE in os.environ:
     png = {"label": t("chart.png"), "plotlyUrl": os.environ[PLOTLY_URL_VARIABLE]}
     st.components.v2.component("membound.png", js=PNG_BUTTON.read_text("utf-8"))(key="png_button", data=png)

@@ -132,7 +132,8 @@ def run_page(document: Mapping[str, Any], scenario_yaml: str, name: str, languag
     if told:
         parts.append(f"<pre>{html.escape(json.dumps(told, ensure_ascii=False, indent=1))}</pre>")
     parts += [f"<p>{html.escape(note)}</p>" for note in [*document.get("notes", []), *provenance.get("notes", [])]]
-    parts.append(f"<h2>{html.escape(t('results.scenario'))}</h2><pre>{html.escape(scenario_yaml)}</pre>")
+    heading = html.escape(t("results.scenario"))
+    parts.append(f"<h2>{heading}</h2><pre>{html.escape(scenario_yaml)}</pre>")
     return _page(t("results.page_title", name=name), parts, language)
 
 
