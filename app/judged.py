@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pydantic import ValidationError
 
 from membound.app.store import Run
 from membound.roofline.comparison import Comparison
@@ -89,10 +90,19 @@ def of_table(run: Run) -> pd.DataFrame:
     return rows[list(COLUMNS)]
 
 
-def of_runs(runs: Iterable[Run]) -> pd.DataFrame:
-    """What this machine has measured: the rows of all its comparisons, the newest first."""
-    documents = [(run.comparison() or {}, _model_of(run), f"{run.label} {run.id}") for run in runs]
-    return _frame([row for parts in documents for row in _rows(*parts)])
+def of_runs(runs: Iterable[Run]) -> tuple[pd.DataFrame, int]:
+    """What this machine has measured: the rows of all its comparisons, the newest first.
+
+    With it the number of runs whose comparison another version wrote in a way that this one does not read.
+    """
+    rows: list[dict[str, Any]] = []
+    unread = 0
+    for run in runs:
+        try:
+            rows += _rows(run.comparison() or {}, _model_of(run), f"{run.label} {run.id}")
+        except ValidationError:
+            unread += 1
+    return _frame(rows), unread
 
 
 def shipped() -> pd.DataFrame:

@@ -82,6 +82,8 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
         shown = fields.one_of(PAGE, "shown", names, names[0], t, lambda name: t(f"simulate.case_{name}"))
     case = cases[names.index(shown)]
     _over_time(case, t)
+    if positions := case.get("acceptance_by_position"):
+        st.caption(t("simulate.accepted", listed=", ".join(text.percent(share) for share in positions)))
     _steps(run, case, t)
     if case.get("cluster"):
         _cluster(case["cluster"], t)

@@ -64,7 +64,9 @@ def _published(t: Translate) -> None:
 
 
 def _machine(t: Translate) -> None:
-    rows = judged.of_runs(store().runs("compare", limit=MOST_RUNS))
+    rows, unread = judged.of_runs(store().runs("compare", limit=MOST_RUNS))
+    if unread:
+        st.caption(t("validate.unread", runs=unread))
     if rows.empty:
         st.info(t("validate.no_runs"), icon=":material/straighten:")
         rows = judged.shipped()

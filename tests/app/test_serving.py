@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from membound.app.views import opening, traffic
 from membound.app.worker import JobContext
 from membound.roofline.errors import MemboundError
 from membound.roofline.result import BOUNDS
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.roofline.validation.report import validate_table
 from membound.roofline.validation.tables import OPERATOR_COLUMNS
 from membound.simulator.run import run
@@ -224,12 +225,24 @@ def test_errors_by_group_are_those_of_the_command(store: Store, tmp_path: Path) 
 
 
 def test_every_comparison_of_this_machine_is_a_row(store: Store) -> None:
-    assert judged.of_runs(store.runs("compare")).empty
+    rows, unread = judged.of_runs(store.runs("compare"))
+    assert rows.empty and unread == 0
     shipped = judged.shipped()
     assert len(shipped) == 11 and set(shipped["phase"]) >= {"baseline", "int8_weights", "ngram_speculation"}
     # the errors that README prints of this record: the worst of all is 8-bit weights with one user
     assert judged.worst(shipped).iloc[0]["phase"] == "int8_weights"
     assert judged.errors_by(shipped).iloc[0]["p90"] < 0.05
+
+
+def test_runs_of_this_machine_are_judged_and_those_of_another_version_counted(store: Store) -> None:
+    text = (resources.files("membound.data") / "measurements" / f"{judged.SHIPPED}.json").read_text("utf-8")
+    yaml = load_scenario("live-cpu").to_yaml()
+    for comparison in (json.loads(text), {"comparisons": [{"technique": "of another version"}]}):
+        store.save_run(kind="compare", label="a run", digest="d", scenario_yaml=yaml, summary={}, comparison=comparison)
+    rows, unread = judged.of_runs(store.runs("compare"))
+    assert unread == 1 and len(rows) == len(judged.shipped())
+    assert set(rows["model"]) == {load_scenario("live-cpu").model}
+    assert judged.errors_by(rows).equals(judged.errors_by(judged.shipped()))
 
 
 def test_what_is_published_is_read_as_it_is_printed() -> None:
