@@ -24,8 +24,6 @@ class Routing(Frozen):
     and are then multiplied by `scale`. `bias` is added to the logits (gpt-oss), or to the scores for the choice alone
     ("selection": DeepSeek-V3's balance without an auxiliary loss, arXiv 2412.19437, section 2.1.2). With `groups` of
     experts a token chooses within the `group_top_k` that score best, by their best expert or the sum of their best two.
-    With `choice` "expert" each expert takes its best tokens of the step instead, `capacity_factor` times its even share
-    (Zhou et al. 2022, arXiv 2202.09368, section 3).
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -35,8 +33,6 @@ class Routing(Frozen):
     groups: PositiveInt = 1
     group_top_k: PositiveInt = 1
     group_score: Literal["best", "best_two"] = "best"
-    choice: Literal["token", "expert"] = "token"
-    capacity_factor: PositiveFloat = 1.0
 
 
 class LinearScaling(Frozen):
@@ -62,11 +58,12 @@ class YarnScaling(Frozen):
 
 
 class Arithmetic(Frozen):
-    """The choices of a family. Norms stand `before` a part, `after` it (OLMo 2), `around` it (Gemma 2), or before
-    attention and network that run side by side (`parallel`).
+    """The choices of a family.
 
-    What a part adds is multiplied by `residual_scale` (Granite). `windowed_rope_theta` is for layers with a window, which then are not scaled (Gemma 3); layers in `unrotated` have
-    no positions. `glu_limit` clamps what a gated network multiplies (gpt-oss).
+    Norms stand `before` a part, `after` it (OLMo 2), `around` it (Gemma 2), or before attention and network that run
+    side by side (`parallel`). What a part adds is multiplied by `residual_scale` (Granite). `windowed_rope_theta` is
+    for layers with a window, which then are not scaled (Gemma 3); layers in `unrotated` have no positions. `glu_limit`
+    clamps what a gated network multiplies (gpt-oss).
     """
 
     placement: Placement = "before"

@@ -67,7 +67,9 @@ class MoeFfn(Frozen):
     """A mixture of `experts`, of which a token takes `top_k`, beside shared experts that every token takes.
 
     `shared_intermediate` is the sum over the shared experts, `shared_gate` a scalar gate on them (Qwen2-MoE). With
-    `latent` the routed experts work on a projection of the hidden state to that width (Nemotron-3).
+    `latent` the routed experts work on a projection of the hidden state to that width (Nemotron-3). With `choice`
+    "expert" each expert takes the same number of a step's tokens, those that suit it best, so that a token has `top_k`
+    experts on average (Zhou et al. 2022, arXiv 2202.09368).
     """
 
     kind: Literal["moe"] = "moe"
@@ -80,6 +82,7 @@ class MoeFfn(Frozen):
     router_bias: bool = False
     expert_bias: bool = False
     latent: PositiveInt | None = None
+    choice: Literal["token", "expert"] = "token"
 
     @model_validator(mode="after")
     def _top_k_exists(self) -> Self:

@@ -29,6 +29,7 @@ class MixtureNetwork:
         router: Linear,
         experts: Sequence[FeedForward | None],
         *,
+        by_expert: bool = False,
         router_bias: Tensor | None = None,
         shared: FeedForward | None = None,
         shared_gate: Linear | None = None,
@@ -38,6 +39,7 @@ class MixtureNetwork:
         self.rule = rule
         self.top_k = top_k
         self.router = router
+        self.by_expert = by_expert
         self.router_bias = router_bias
         self.experts = experts
         self.shared = shared
@@ -48,7 +50,7 @@ class MixtureNetwork:
         self.chosen: Callable[[Sequence[int], Tensor], None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        routed = route(self.router(x), self.top_k, self.rule, self.router_bias)
+        routed = route(self.router(x), self.top_k, self.rule, self.router_bias, by_expert=self.by_expert)
         self.statistics.add(routed)
         inner = x if self.latent is None else self.latent[0](x)
         out = torch.zeros_like(inner)

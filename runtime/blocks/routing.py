@@ -23,14 +23,18 @@ class Routed:
     probabilities: Tensor  # [tokens, experts], each token's scores as shares of 1
 
 
-def route(logits: Tensor, top_k: int, rule: Routing, bias: Tensor | None = None) -> Routed:
-    """The experts of tokens with these logits [tokens, experts], in fp32; of equal scores the lowest number wins."""
+def route(logits: Tensor, top_k: int, rule: Routing, bias: Tensor | None = None, *, by_expert: bool = False) -> Routed:
+    """The experts of tokens with these logits [tokens, experts], in fp32; of equal scores the lowest number wins.
+
+    A token chooses its `top_k` experts, or, `by_expert`, each expert its even share of the tokens * top_k slots (Zhou
+    et al. 2022, arXiv 2202.09368, section 3.2).
+    """
     logits = logits.float()
     if bias is not None and rule.bias == "logits":
         logits = logits + bias
     scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
     probabilities = scores if rule.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
-    if rule.choice == "expert":
+    if by_expert:
         return _experts_choose(scores, probabilities, top_k, rule)
     ranked = scores if bias is None or rule.bias == "logits" else scores + bias
     if rule.groups > 1:
@@ -59,8 +63,8 @@ def _within_best_groups(ranked: Tensor, rule: Routing) -> Tensor:
 
 def _experts_choose(scores: Tensor, probabilities: Tensor, top_k: int, rule: Routing) -> Routed:
     tokens, experts = scores.shape
-    capacity = min(tokens, -(-int(tokens * top_k * rule.capacity_factor) // experts))
-    best = scores.T.topk(max(1, capacity), dim=-1)  # [experts, capacity]
+    capacity = min(tokens, -(-tokens * top_k // experts))
+    best = scores.T.topk(capacity, dim=-1)  # [experts, capacity]
     return Routed(
         tokens=best.indices.flatten(),
         weights=best.values.flatten() * rule.scale,

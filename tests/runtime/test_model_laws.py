@@ -16,6 +16,9 @@ from membound.kernels.reference import TorchKernels
 from membound.roofline.models import ModelSpec, MoeFfn, get_model
 from membound.roofline.models.catalog import catalog
 from membound.roofline.models.layers import Layer
+from membound.roofline.shape import StepShape
+from membound.roofline.step import step_operators
+from membound.roofline.techniques import EngineSetup
 from membound.runtime.arithmetic import Arithmetic, Routing
 from membound.runtime.blocks.routing import RouterStatistics, route
 from membound.runtime.blocks.states import SeatStates
@@ -262,15 +265,27 @@ def test_a_selection_bias_changes_the_choice_but_not_the_weights() -> None:
     torch.testing.assert_close(routed.weights, logits[0, [0, 3]].sigmoid())
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
-def test_with_expert_choice_every_expert_takes_equally_many_tokens(factor: float) -> None:
-    rule = Routing(choice="expert", capacity_factor=factor)
-    routed = route(torch.randn(30, 6, generator=torch.Generator().manual_seed(1)), 2, rule)
-    assert routed.counts.tolist() == [int(30 * 2 * factor / 6)] * 6
-    spec = tiny(ffn=_MOE)
-    decoder = decoder_of(spec, Arithmetic(routing=rule))
+@pytest.mark.parametrize("tokens", [1, 3, 30])
+def test_with_expert_choice_every_expert_takes_equally_many_tokens(tokens: int) -> None:
+    logits = torch.randn(tokens, 6, generator=torch.Generator().manual_seed(1))
+    routed = route(logits, 2, Routing(), by_expert=True)
+    assert routed.counts.tolist() == [-(-tokens * 2 // 6)] * 6
+    decoder = decoder_of(tiny(ffn=_MOE | {"choice": "expert"}))
     assert logits_of(decoder, IDS).isfinite().all()
     assert decoder.router_statistics[0].busiest == 1
+
+
+def test_the_roofline_counts_the_experts_that_choose() -> None:
+    """Every expert is read whatever the step, and computes what the runtime has it compute."""
+    chosen, choosing = (tiny(ffn=_MOE | {"choice": choice}) for choice in ("token", "expert"))
+    for tokens in (1, 5, 30):
+        one, other = (
+            next(op for op in step_operators(spec, EngineSetup(), StepShape.decode(tokens, 9)) if op.kind == "moe")
+            for spec in (chosen, choosing)
+        )
+        assert other.experts and one.experts
+        assert other.experts.active == 6 and other.experts.pairs == 6 * -(-tokens * 2 // 6)
+        assert other.weight_bytes >= one.weight_bytes
 
 
 def test_a_single_token_reads_all_weights_but_those_of_idle_experts() -> None:
