@@ -317,6 +317,9 @@ class _Step:
         local = ffn.experts / parallel.ep
         active = slowest_rank(read / parallel.ep, parallel.ep, np.minimum(read, local))
         pairs = slowest_rank(pairs, parallel.ep, self.all_tokens * min(float(ffn.top_k), local))
+        if ffn.choice == "expert":
+            pairs = local * np.ceil(self.all_tokens * ffn.top_k / ffn.experts)
+            active = np.minimum(local, pairs)
         elements = sum(n * k for _, n, k in matrices)
         inner = sum(n for name, n, _ in matrices if name != "down")
         load = ExpertLoad(pairs, active, 2.0 * elements, sum(matrix_bytes(weights, n, k) for _, n, k in matrices))
