@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from membound.runtime.quantization.quantized import Grid, Quantized, checked, grouped
+from membound.runtime.quantization.quantized import Grid, Quantized, checked
+from membound.runtime.quantization.ranges import output_error, search_shrinks
 from membound.runtime.quantization.rtn import round_to_nearest
 from membound.runtime.quantization.statistics import InputStatistics
 
 EXPONENTS = 20  # of the mean magnitude that are tried, from 0 to below 1
 ROWS = 256  # of a matrix, evenly spread, on which a search for the scales of its columns looks
-SHRINKS = tuple(1 - step / 20 for step in range(10))  # of a group's range, from 1 to 0.55
 
 
 @dataclass(frozen=True)
@@ -62,32 +62,3 @@ def search_scales(weight: Tensor, inputs: InputStatistics, grid: Grid, magnitude
         if error < least:
             best, least = scales, error
     return best
-
-
-def search_shrinks(weight: Tensor, second_moments: Tensor, grid: Grid) -> Tensor:
-    """How far each group's grid reaches [n, groups], as a share of its range, with the least output error of its own.
-
-    Groups are searched by themselves: what two of them do to the same output is left out, as in the authors' code.
-    """
-    n, k = weight.shape
-    group = grid.columns(k)
-    blocks = grouped(weight, group)  # [n, groups, group]
-    moments = torch.zeros(blocks.shape[1], group, group, device=weight.device)
-    for i in range(blocks.shape[1]):
-        part = second_moments[i * group : (i + 1) * group, i * group : (i + 1) * group]
-        moments[i, : len(part), : len(part)] = part
-    best = torch.ones(n, blocks.shape[1], device=weight.device)
-    least = torch.full_like(best, float("inf"))
-    for shrink in SHRINKS:
-        scale, offset = grid.fit(blocks, shrink)
-        error = blocks - grid.nearest(blocks, scale[..., None], None if offset is None else offset[..., None])
-        through = torch.bmm(error.transpose(0, 1), moments).transpose(0, 1)  # [n, groups, group]
-        loss = (through * error).sum(-1)
-        best = torch.where(loss < least, shrink, best)
-        least = torch.minimum(loss, least)
-    return best
-
-
-def output_error(difference: Tensor, second_moments: Tensor) -> float:
-    """Mean over tokens of the squared length of `difference` [n, k] times an input."""
-    return float(((difference @ second_moments) * difference).sum())

@@ -5,10 +5,13 @@ Frantar, Ashkboos, Hoefler, Alistarh: GPTQ, 2022, arXiv 2210.17323.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from membound.runtime.quantization.quantized import Grid, Quantized, checked, grouped
+from membound.runtime.quantization.ranges import search_shrinks
 from membound.runtime.quantization.surgeon import BLOCK, inverse_factor, sweep
 
 
@@ -25,7 +28,8 @@ def gptq(
 
     With `act_order` columns of large inputs come first. Groups keep their places then, with scales fitted beforehand,
     so that the codes need no index a column (the static groups of the authors' code); without it a group's scale is
-    fitted when its first column is reached. With `keep_zeros` what is 0 stays 0: the weight is pruned.
+    fitted when its first column is reached. Either way a group's range is what costs its own output least.
+    With `keep_zeros` what is 0 stays 0: the weight is pruned.
     """
     weight = checked(weight)
     zeros = weight == 0 if keep_zeros else None
@@ -35,14 +39,17 @@ def gptq(
     weight = weight.masked_fill(dead, 0)
     order = second_moments.diagonal().argsort(descending=True) if act_order else torch.arange(k, device=weight.device)
     factor = inverse_factor(second_moments[order][:, order], damping)
-    scale, offset = grid.fit(grouped(weight, group))  # [n, groups]
+    shrinks = search_shrinks(weight, second_moments, grid)
+    scale, offset = grid.fit(grouped(weight, group), shrinks)  # [n, groups]
     codes = torch.empty_like(weight)
     columns = order.tolist()
 
     def fit_on_arrival(column: int, rest: Tensor) -> None:
         if column % group:
             return
-        found = grid.fit(rest[:, :group])
+        own = rest[:, :group]
+        moments = second_moments[column : column + group, column : column + group]
+        found = grid.fit(own, search_shrinks(own, moments, replace(grid, group=0))[:, 0])
         scale[:, column // group] = found[0]
         if offset is not None and found[1] is not None:
             offset[:, column // group] = found[1]
