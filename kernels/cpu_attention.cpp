@@ -72,7 +72,9 @@ struct Sight {
         return seen & ~ones(oldest - start);
     }
 
-    static uint64_t ones(int64_t count) { return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
+    static uint64_t ones(int64_t count) {
+        return count <= 0 ? 0 : count >= 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+    }
 };
 
 // Queries [first, first + count) of a sequence with one kv head, over the spans [span, last_span) of the context.
@@ -210,7 +212,8 @@ template <KvFormat FORMAT> struct Direct {
     Direct(const KvBlocks& kv, KvPart part, const Places& places)
         : base(kv.base(part)), at(places.at[part]), scale_at(places.scales), scales(kv.token_scales(part, 0)),
           head_scale(broadcast(FORMAT == KV_FP8 ? E4M3_UNIT * kv.head_scale(part, places.head) : 0)),
-          half_dim(kv.head_dim / 2), bytes(kv.stored() * kv.element_bytes()), first(places.first), last(places.count - 1) {}
+          half_dim(kv.head_dim / 2), bytes(kv.stored() * kv.element_bytes()), first(places.first),
+          last(places.count - 1) {}
 
     struct Token {
         const uint8_t* from;
@@ -231,7 +234,8 @@ template <KvFormat FORMAT> struct Direct {
         if constexpr (FORMAT == KV_BF16) return load((const bf16*)token.from + i);
         if constexpr (FORMAT == KV_FP8) return load((const e4m3*)token.from + i) * token.scale;
         if constexpr (FORMAT == KV_INT8) return load((const int8_t*)token.from + i) * token.scale;
-        const IntVec codes = i < half_dim ? load_bytes(token.from + i) & 15 : load_bytes(token.from + i - half_dim) >> 4;
+        const bool low = i < half_dim;
+        const IntVec codes = low ? load_bytes(token.from + i) & 15 : load_bytes(token.from + i - half_dim) >> 4;
         return fma(__builtin_convertvector(codes, Vec), token.scale, token.minimum);
     }
     INLINE void prefetch(int t) const {
@@ -487,7 +491,8 @@ EXPORT void membound_attention(const Arguments* arguments, int threads) {
         most_spans = task.last_span - task.span > most_spans ? task.last_span - task.span : most_spans;
     }
     if (products <= SERIAL_PRODUCTS) threads = 1;
-    if (threads > 1 && most_spans > 1 && (int64_t)tasks.size() < 4 * threads) return share_spans(a, tasks, dim, threads);
+    const bool few = (int64_t)tasks.size() < 4 * threads;
+    if (threads > 1 && most_spans > 1 && few) return share_spans(a, tasks, dim, threads);
     parallel_for(tasks.size(), 1, threads, [&](int64_t i, int64_t last) {
         for (; i < last; i++) run(a, tasks[i], dim);
     });
@@ -517,12 +522,24 @@ EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
             for (int64_t start = 0; start < context; start += TILE_TOKENS) {
                 here.find(a.kv, a.block_table + sequence * a.table_stride, task.kv_head, start, oldest, context);
                 if (here.first < here.count) convert(a.kv, KEYS, here, dim, k, KEYS, none);
-                for (int64_t r = 0; r < rows; r++) {
-                    const Sight sight(a, sequence, task.first + r / group);
-                    alignas(64) float row[TILE_TOKENS];
-                    for (int t = 0; t < TILE_TOKENS; t += 4) scores_of<1>(q + r * dim, k + t * dim, dim, row + t);
-                    mask_scores(row, sight.mask(start) & Sight::ones(here.count), a.softcap);
-                    memcpy(scores + r * width + start, row, sizeof row);
+                for (int64_t r = 0; r < rows; r += ROW_TILE) {
+                    alignas(64) float tile[ROW_TILE * TILE_TOKENS];
+                    const int64_t together = rows - r < ROW_TILE ? rows - r : ROW_TILE;
+                    for (int t = 0; t < TILE_TOKENS; t += 4) {
+                        const float *from = q + r * dim, *tokens = k + t * dim;
+                        switch (together) {
+                            case 1: scores_of<1>(from, tokens, dim, tile + t); break;
+                            case 2: scores_of<2>(from, tokens, dim, tile + t); break;
+                            case 3: scores_of<3>(from, tokens, dim, tile + t); break;
+                            case 4: scores_of<4>(from, tokens, dim, tile + t); break;
+                        }
+                    }
+                    for (int64_t i = 0; i < together; i++) {
+                        const Sight sight(a, sequence, task.first + (r + i) / group);
+                        float* row = tile + i * TILE_TOKENS;
+                        mask_scores(row, sight.mask(start) & Sight::ones(here.count), a.softcap);
+                        memcpy(scores + (r + i) * width + start, row, TILE_TOKENS * sizeof(float));
+                    }
                 }
             }
             for (int64_t r = 0; r < rows; r++) {

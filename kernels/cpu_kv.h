@@ -52,7 +52,8 @@ struct Places {
         const int64_t token_scales = kv.format == KV_INT4 ? 4 : 2;
         for (int64_t t = 0, block = start / kv.block_size, offset = start % kv.block_size; t < count;
              block++, offset = 0) {
-            int64_t key = kv.place(KEYS, table[block], offset, head), value = kv.place(VALUES, table[block], offset, head);
+            int64_t key = kv.place(KEYS, table[block], offset, head);
+            int64_t value = kv.place(VALUES, table[block], offset, head);
             int64_t scale = kv.scale_place(table[block], offset, head);
             for (; t < count && offset < kv.block_size; t++, offset++) {
                 at[KEYS][t] = key, at[VALUES][t] = value, scales[t] = scale;

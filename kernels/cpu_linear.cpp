@@ -1,5 +1,5 @@
-// y = x W^T with W stored row by row in fp32, bf16, fp8 or half sparse: how close to the memory (few tokens) or the fp32 multiply
-// units (many tokens) can a plain layout get?
+// y = x W^T with W stored row by row in fp32, bf16, fp8 or half sparse: how close to the memory (few tokens) or the
+// fp32 multiply units (many tokens) can a plain layout get?
 //
 // Every output element is accumulated in the same order whatever m is: LANES partial sums over k, one fused
 // multiply-add each LANES elements, then `sum`. Only the blocking differs:
