@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,24 @@ def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click
         tab.settle()
 
 
+def test_no_page_is_shown_before_the_login_that_a_deployment_asks_for(
+    session: Session, uncalibrated: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / ".streamlit").mkdir()
+    (tmp_path / ".streamlit" / "secrets.toml").write_text(
+        '[auth]\nredirect_uri = "http://localhost/oauth2callback"\ncookie_secret = "of a test"\nclient_id = "test"\n'
+        'client_secret = "of a test"\nserver_metadata_url = "http://127.0.0.1:1/"\n',
+        "utf-8",
+    )
+    server = uncalibrated()
+    for path in ("/", "/live", "/plan"):
+        tab = session(server).open(path)
+        tab.sees(EN("login.title"))
+        assert tab.page.locator("h1").count() == 1
+        assert tab.page.get_by_role("button", name=EN("login.button"), exact=True).count() == 1
+    assert server.store.jobs() == []
+
+
 def test_the_language_switch_holds_on_every_page(session: Session) -> None:
     tab = session().open("/")
     tab.choose("中文", "中文")
@@ -124,7 +143,7 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     assert dashboard.store.job(job_id).state == "cancelled"
 
 
-def test_a_finished_run_outlives_the_reload_and_the_server(session: Session, dashboard: Any) -> None:
+def test_a_finished_run_outlives_the_reload_and_the_server(session: Session, dashboard: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     tab = session()
     _paste(tab, SHORT)
@@ -144,7 +163,18 @@ def test_a_finished_run_outlives_the_reload_and_the_server(session: Session, das
     with again.page.expect_download() as download:
         again.page.get_by_role("button", name=EN("download.json")).click()
     assert '"comparisons"' in download.value.path().read_text("utf-8")
+    with again.page.expect_download(timeout=PAGE_TIMEOUT_MS) as download:
+        again.page.get_by_role("button", name=EN("simulate.perfetto")).click()
+    assert zipfile.is_zipfile(download.value.path())
+    with again.page.expect_download(timeout=PAGE_TIMEOUT_MS) as download:
+        again.page.get_by_role("button", name=EN("download.html")).click()
+    download.value.save_as(tmp_path / "report.html")
     again.settle()
+    alone = again.page.context.new_page()
+    alone.context.set_offline(True)
+    alone.goto((tmp_path / "report.html").as_uri())
+    alone.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
+    assert "SmolLM2-135M" in alone.inner_text("body")
 
 
 def test_two_sessions_keep_their_drafts_and_share_the_history(session: Session, dashboard: Any) -> None:
