@@ -307,3 +307,20 @@ def test_a_run_of_the_command_line_is_in_the_history_and_opens(calibrated: Store
     at.button(key=f"open_{run_id}").click().run()
     assert at.query_params["run"] in (run_id, [run_id])
     assert not at.exception and any(T("column.verdict") in frame.value for frame in at.dataframe)
+
+
+def test_an_imported_run_is_in_the_history_with_the_tool_that_measured_it(calibrated: Store) -> None:
+    one = {"mean": 0.02, "p50": 0.02, "p90": 0.03, "p99": None}
+    summary = {
+        "requests": 8, "completed": 8, "duration_s": 3.2, "output_tokens_per_s": 45.0, "kv_utilization": None,
+        "ttft_s": one, "tpot_s": one, "itl_s": one, "e2e_s": one, "bottleneck_share": {},
+    }  # fmt: skip
+    provenance = {"producer": "endpoint", "endpoint": {"tool": "guidellm"}, "notes": ["the steps were not seen"]}
+    run_id = calibrated.save_run(
+        kind="measure", label="chat", digest="d", scenario_yaml=LIVE_CPU, summary=summary,
+        comparison={"summary": summary, "provenance": provenance},
+    )  # fmt: skip
+    at = _page("live")
+    assert T("producer.imported", tool="guidellm") in _words(at)
+    at.button(key=f"open_{run_id}").click().run()
+    assert not at.exception and "the steps were not seen" in _words(at)
