@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -44,13 +45,17 @@ class FeedForward(Protocol):
         """Its matrices by their part's name."""
 
 
-@runtime_checkable
-class ShiftedFeedForward(Protocol):
-    """A network that also sees its input of the token before, which the layer's cache keeps (RWKV)."""
+class ShiftedFeedForward(ABC):
+    """A network that also sees its input of the token before, which the layer's cache keeps (RWKV).
 
+    A class and no protocol, because every step asks each layer whether it has one.
+    """
+
+    @abstractmethod
     def shifted(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         """x [tokens, hidden] to [tokens, hidden]."""
 
+    @abstractmethod
     def linears(self) -> Iterator[tuple[str, Linear]]:
         """Its matrices by their part's name."""
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models.recurrent import Rwkv6, Rwkv7
-from membound.runtime.blocks.base import LayerCache
+from membound.runtime.blocks.base import LayerCache, ShiftedFeedForward
 from membound.runtime.blocks.states import SeatStates, seats_of, segments
 from membound.runtime.linear import Linear
 
@@ -159,7 +159,7 @@ class Rwkv7Mixer:
         return x @ into @ out_of
 
 
-class ChannelMixNetwork:
+class ChannelMixNetwork(ShiftedFeedForward):
     """down(relu(up(x))^2), in RWKV-6 times sigmoid(receptance(x)); x is mixed with that of the token before."""
 
     def __init__(self, kernels: Kernels, linears: Mapping[str, Linear], shift: Tensor) -> None:
