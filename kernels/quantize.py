@@ -145,14 +145,21 @@ class Packer:
         n, k = weight.shape
         if k % 16:
             raise ValueError(f"weight: has rows of {k}, sparse24 needs a multiple of 16")
-        # stable: of equal magnitudes the first stay
-        order = weight.view(n, k // 4, 4).abs().sort(dim=-1, descending=True, stable=True).indices
-        places = order[:, :, :2].sort(dim=-1).values  # [n, k / 4, 2]
-        values = weight.view(n, k // 4, 4).gather(-1, places).reshape(n, k // 2)
-        bits = (1 << places).sum(dim=-1).to(torch.uint8)  # [n, k / 4], four bits each
-        kept = bits[:, 0::2] | bits[:, 1::2] << 4
-        data = self._put(values.to(torch.bfloat16))
-        return PackedWeight("sparse24", data, size=(n, k), kept=self._put(kept))
+        if not bool(weight.isfinite().all()):
+            raise ValueError("weight: has an infinite or NaN row, should be finite")
+        data = self._empty(torch.Size((n, k // 2)), torch.bfloat16, weight.device)
+        kept = self._empty(torch.Size((n, k // 8)), torch.uint8, weight.device)
+        for start in range(0, n, _ROWS):
+            part = slice(start, start + _ROWS)
+            four = weight[part].unflatten(1, (-1, 4)).unbind(-1)  # of [rows, k / 4]
+            stays = _two_largest([w.abs() for w in four])
+            lower = torch.where(stays[0], four[0], torch.where(stays[1], four[1], four[2]))
+            upper = torch.where(stays[3], four[3], torch.where(stays[2], four[2], four[1]))
+            data[part] = torch.stack([lower, upper], dim=-1).flatten(1).to(torch.bfloat16)
+            bits = sum(stay.to(torch.uint8) << place for place, stay in enumerate(stays))
+            assert isinstance(bits, Tensor)
+            kept[part] = bits[:, 0::2] | bits[:, 1::2] << 4
+        return PackedWeight("sparse24", data, size=(n, k), kept=kept)
 
     def _words(
         self,
@@ -224,6 +231,18 @@ def dequantize(weight: PackedWeight) -> Tensor:
         return codes * spread(weight.scale) + spread(weight.offset)
     middle = 0 if weight.format == "int8" else 2 ** (CODE_BITS[weight.format] - 1)
     return (codes - middle) * spread(weight.scale)
+
+
+def _two_largest(sizes: list[Tensor]) -> list[Tensor]:
+    """Of each four numbers, whether it is one of the two largest; of equal ones the first are."""
+    stays = []
+    for i, own in enumerate(sizes):
+        larger = torch.zeros_like(own, dtype=torch.uint8)
+        for j, other in enumerate(sizes):
+            if j != i:
+                larger += other >= own if j < i else other > own
+        stays.append(larger < 2)
+    return stays
 
 
 def _rounded(weight: Tensor, scale: Tensor, zero: Tensor | None, lowest: int, highest: int) -> Tensor:

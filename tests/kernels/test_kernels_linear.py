@@ -267,7 +267,7 @@ def test_a_weight_that_does_not_fit_is_refused(cpp):
         cpp.pack_gguf(torch.zeros(1, 110, dtype=torch.uint8), "Q3_K", (1, 256))
     with pytest.raises(ValueError, match="raw: has 110 bytes for 1 x 256 numbers, Q4_K has 144 bytes for each 256"):
         cpp.pack_gguf(torch.zeros(1, 110, dtype=torch.uint8), "Q4_K", (1, 256))
-    for format in ("int8", "int4", "fp8"):
+    for format in ("int8", "int4", "fp8", "sparse24"):
         with pytest.raises(ValueError, match="should be finite"):
             cpp.pack(torch.full((4, 32), torch.nan), format)
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from membound.kernels.reference import TorchKernels  # noqa: E402
+
 
 @st.composite
 def trees(draw):
@@ -125,3 +127,22 @@ def test_a_batch_takes_its_seats_and_tree_to_the_device(make_step):
     batch = replace(make_step([(2, 5)], 1, 16, 16).batch, seats=torch.tensor([3]), tree=torch.tensor([1, 3]))
     moved = batch.to(torch.device("meta"))
     assert moved.seats.device.type == moved.tree.device.type == "meta"
+
+
+def test_a_window_of_a_long_context_shared_among_threads_has_the_bits_of_one_thread(cpp, make_step):
+    step = make_step([(3, 3000)], 1, 64, 16)
+    batch = with_tree(step.batch, [([-1, 0, 0], 3000)])
+    q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(1))
+    step.k_blocks[step.batch.block_table[0, :100].long()] = torch.nan  # freed: long out of every window
+    threads = torch.get_num_threads()
+    try:
+        for on in (step.batch, batch):
+            results = []
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                results.append(cpp.attention(q, step.k_blocks, step.v_blocks, on, 0.125, window=700))
+            assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+            expected = TorchKernels().attention(q, step.k_blocks, step.v_blocks, on, 0.125, window=700)
+            assert (results[0] - expected).abs().max() < 2e-5
+    finally:
+        torch.set_num_threads(threads)
