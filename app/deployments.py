@@ -57,6 +57,40 @@ def plan_each(
     }
 
 
+def at_prices(document: dict[str, Any], prices: dict[str, float]) -> dict[str, Any]:
+    """The same answers where a device-hour costs something else; 0 stands for a price that nobody knows.
+
+    A price is the same for all deployments of a device, so that it changes which device is best, and no deployment.
+    """
+    objective = document["objective"]
+    plans = [_priced(plan, prices.get(plan["device"], 0.0)) for plan in document["devices"]]
+    best = min((plan["best"] for plan in plans if plan["best"]), key=lambda one: rank(one, objective), default=None)
+    return document | {"devices": plans, "best": None if best is None else best["device"]}
+
+
+def _priced(plan: dict[str, Any], usd_per_h: float) -> dict[str, Any]:
+    def deployed(one: dict[str, Any] | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        usd = usd_per_h * one["gpus"] if usd_per_h else None
+        return one | {
+            "usd_per_h": usd,
+            "cost_usd_per_million_tokens": None if usd is None else usd / 3600.0 / one["output_tokens_per_s"] * 1e6,
+            "price": None,
+        }
+
+    def at_batch(point: dict[str, Any]) -> dict[str, Any]:
+        usd = usd_per_h / 3600.0 / point["tokens_per_s_per_gpu"] * 1e6 if usd_per_h else None
+        return point | {"cost_usd_per_million_tokens": usd}
+
+    return plan | {
+        "best": deployed(plan["best"]),
+        "options": {name: deployed(one) for name, one in plan["options"].items()},
+        "confirmed": [deployed(one) for one in plan.get("confirmed", ())],
+        "front": [at_batch(point) for point in plan["front"]],
+    }
+
+
 def rank(deployed: dict[str, Any], objective: str) -> tuple[float, ...]:
     """Smaller is better, as the planner ranks: a device without a price comes after all that have one."""
     usd = math.inf if deployed["usd_per_h"] is None else float(deployed["usd_per_h"])

@@ -36,6 +36,17 @@ def number(
     return default if value is None else value
 
 
+def amount(key: str, label: str, default: float, high: float) -> float:
+    """A price, whose words are no sentence but a name."""
+    if key not in st.session_state:
+        st.session_state[key] = _parsed(st.query_params.get(key, ""), float, 0.0, high, default)
+    value = st.number_input(
+        label, min_value=0.0, max_value=high, step=0.1, format="%.2f", key=key, persist_state="session"
+    )
+    linked.keep(key, default)
+    return default if value is None else float(value)
+
+
 def _parsed(text: str, kind: type, low: float, high: float, default: float) -> float:
     try:
         value = kind(text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from membound.app import text
+from membound.app import deployments, text
 from membound.app.figures import plan as figures
 from membound.app.i18n import Translate
 from membound.app.views import asked, fields, states
@@ -25,6 +26,8 @@ MODEL = "Llama-3.1-70B"
 DEVICES = ("H100-SXM5", "H200-SXM", "A100-SXM4-80GB")
 LOADS, OBJECTIVES = ("open", "closed"), ("cost", "devices")
 REQUESTS, SEED = 3000, 1
+# The price of a device in the URL, and the highest that can be given.
+PRICE, MOST_USD_PER_H = "plan_price_", 1000.0
 # As engines are set up for a large device; the planner chooses what a replica holds below these.
 SEATS, BUDGET = 256, 8192
 
@@ -41,11 +44,14 @@ def page() -> None:
         return
     if spec is None:
         return
-    defaults = not any(name.startswith("plan_") for name in st.query_params)
+    prices = _prices(spec["devices"], t)
+    defaults = not any(name.startswith("plan_") and not name.startswith(PRICE) for name in st.query_params)
     run = asked.answer(PAGE, spec, t("plan.run"), start=defaults)
     document = None if run is None else run.comparison()
     if document is not None:
+        document = document if prices is None else deployments.at_prices(document, prices)
         _answer(document, t)
+        _downloads(document, t)
 
 
 # --- the question ---
@@ -102,6 +108,19 @@ def _question(t: Translate) -> dict[str, Any] | None:
         "objective": objective,
         "disaggregate": split,
     }
+
+
+def _prices(devices: Sequence[str], t: Translate) -> dict[str, float] | None:
+    """What a device-hour costs the reader; None where all is as listed."""
+    listed = {device: hardware.catalog()[device].price_usd_per_h or 0.0 for device in devices}
+    keys = {device: f"{PRICE}{device}" for device in devices}
+    paid = {}
+    with st.expander(t("plan.prices"), expanded=any(key in st.query_params for key in keys.values())):
+        st.caption(t("plan.prices_help"))
+        for cell, (device, key) in zip(st.columns(max(4, len(devices))), keys.items(), strict=False):
+            with cell:
+                paid[device] = fields.amount(key, device, listed[device], MOST_USD_PER_H)
+    return None if paid == listed else paid
 
 
 def _devices() -> list[str]:
@@ -251,7 +270,7 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
     st.dataframe(_deployments(rows, t), hide_index=True, key="plan_table")
     prices = {one["device"]: one["price"] for one in rows if one["price"]}
     said = "; ".join(f"{device}: {price['source']}, {price['date']}" for device, price in prices.items())
-    st.caption(t("plan.table_caption", prices=said or "–"))
+    st.caption(t("plan.table_caption", prices=said or t("plan.own_prices")))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(t("plan.open"))
         for index, one in enumerate(rows):
@@ -317,6 +336,19 @@ def _point(points: Sequence[Mapping[str, Any]], picked: Sequence[Any], demand: M
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(t("plan.open"))
         opened(name, settings_of(point, demand), key="open_point")
+
+
+def _downloads(document: Mapping[str, Any], t: Translate) -> None:
+    """All answers as JSON, and the best deployment as a scenario that `membound simulate` takes."""
+    best = next((plan["best"] for plan in document["devices"] if plan["device"] == document["best"]), None)
+    with st.container(horizontal=True):
+        content = json.dumps(document, ensure_ascii=False, indent=1)
+        st.download_button(t("download.json"), content, "membound-plan.json", "application/json", on_click="ignore")
+        if best is not None:
+            scenario = parse_scenario(best["scenario"]).to_yaml()
+            st.download_button(
+                t("download.yaml"), scenario, "membound-plan.yaml", "application/yaml", on_click="ignore"
+            )
 
 
 def _sensitivity(plan: Mapping[str, Any], t: Translate) -> None:

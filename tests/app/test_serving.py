@@ -160,6 +160,20 @@ def test_each_device_has_an_answer_or_a_reason_and_the_best_is_the_cheapest(plan
     assert planned["best"] == cheapest["device"] and all(one["usd_per_h"] >= cheapest["usd_per_h"] for one in answers)
 
 
+def test_other_prices_change_which_device_is_best_and_no_deployment(planned: dict[str, Any]) -> None:
+    listed = {plan["device"]: plan["best"]["usd_per_h"] / plan["best"]["gpus"] for plan in planned["devices"][:2]}
+    same = deployments.at_prices(planned, listed)
+    for before, after in zip(planned["devices"][:2], same["devices"][:2], strict=True):
+        assert after["best"]["deployment"] == before["best"]["deployment"]
+        for name in ("usd_per_h", "cost_usd_per_million_tokens", "gpus"):
+            assert after["best"][name] == pytest.approx(before["best"][name])
+        costs = [[point["cost_usd_per_million_tokens"] for point in plan["front"]] for plan in (before, after)]
+        assert costs[1] == pytest.approx(costs[0])
+    for cheap, dear in (("H100-SXM5", "A100-SXM4-80GB"), ("A100-SXM4-80GB", "H100-SXM5")):
+        assert deployments.at_prices(planned, {cheap: 0.01, dear: 100.0})["best"] == cheap
+        assert deployments.at_prices(planned, {cheap: 50.0, dear: 0.0})["best"] == cheap, "unknown prices rank last"
+
+
 def test_a_question_that_nobody_can_answer_is_refused_as_such(planned: dict[str, Any]) -> None:
     scenario = parse_scenario(planned["devices"][0]["best"]["scenario"]).with_value("slo", {})
     with pytest.raises(MemboundError, match="field 'slo' is empty"):
