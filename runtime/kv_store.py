@@ -80,9 +80,8 @@ class PlainKv:
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
         q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, batch, self.k_blocks, self.v_blocks)
-        special = {"window": self.window, "softcap": softcap}
-        given = {name: value for name, value in special.items() if value is not None}
-        return self.kernels.attention(q, self.k_blocks, self.v_blocks, batch, scale, **given)
+        k, v = self.k_blocks, self.v_blocks
+        return self.kernels.attention(q, k, v, batch, scale, window=self.window, softcap=softcap)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         rows = torch.as_tensor(blocks, device=self.k_blocks.device)

@@ -61,8 +61,7 @@ class GroupedAttention:
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         qkv, gate = self._project(x)
-        capped = {} if self.softcap is None else {"softcap": self.softcap}
-        attended = cache.attend(qkv, self.rope, batch, self._scale, **capped)  # type: ignore[attr-defined]
+        attended = cache.attend(qkv, self.rope, batch, self._scale, self.softcap)  # type: ignore[attr-defined]
         if self.spec.value_dim < self.spec.head_dim:
             attended = attended.unflatten(1, (self.spec.heads, -1))[..., : self.spec.value_dim].flatten(1)
         if gate is not None:
