@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from membound.app.compare import predict_rows
 from membound.app.i18n import Translate
+from membound.app.keeping import keep_comparison
+from membound.roofline.hardware import get_hardware
+from membound.roofline.scenario import parse_scenario, parse_yaml
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -143,7 +147,7 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     assert dashboard.store.job(job_id).state == "cancelled"
 
 
-def test_a_finished_run_outlives_the_reload_and_the_server(session: Session, dashboard: Any, tmp_path: Path) -> None:
+def test_a_finished_run_outlives_the_reload_and_the_server(session: Session, dashboard: Any) -> None:
     pytest.importorskip("torch")
     tab = session()
     _paste(tab, SHORT)
@@ -163,18 +167,27 @@ def test_a_finished_run_outlives_the_reload_and_the_server(session: Session, das
     with again.page.expect_download() as download:
         again.page.get_by_role("button", name=EN("download.json")).click()
     assert '"comparisons"' in download.value.path().read_text("utf-8")
-    with again.page.expect_download(timeout=PAGE_TIMEOUT_MS) as download:
-        again.page.get_by_role("button", name=EN("simulate.perfetto")).click()
-    assert zipfile.is_zipfile(download.value.path())
-    with again.page.expect_download(timeout=PAGE_TIMEOUT_MS) as download:
-        again.page.get_by_role("button", name=EN("download.html")).click()
-    download.value.save_as(tmp_path / "report.html")
     again.settle()
-    alone = again.page.context.new_page()
-    alone.context.set_offline(True)
+
+
+def test_a_kept_run_downloads_as_timelines_and_as_a_page_that_opens_without_a_server(
+    session: Session, dashboard: Any, tmp_path: Path
+) -> None:
+    scenario = parse_scenario(parse_yaml(SHORT.replace("hardware: local", "hardware: H100-SXM5"), "the scenario"))
+    result = predict_rows(scenario, get_hardware(scenario.hardware))
+    run_id = keep_comparison(dashboard.store, scenario, result)
+    tab = session(viewport={"width": 400, "height": 800}).open(f"/live?run={run_id}")
+    with tab.page.expect_download(timeout=PAGE_TIMEOUT_MS) as download:
+        tab.click(EN("simulate.perfetto"))
+    assert zipfile.is_zipfile(download.value.path())
+    with tab.page.expect_download(timeout=PAGE_TIMEOUT_MS) as download:
+        tab.click(EN("download.html"))
+    download.value.save_as(tmp_path / "report.html")
+    tab.settle()
+    alone = session(offline=True).page
     alone.goto((tmp_path / "report.html").as_uri())
     alone.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
-    assert "SmolLM2-135M" in alone.inner_text("body")
+    assert scenario.model in alone.inner_text("body")
 
 
 def test_two_sessions_keep_their_drafts_and_share_the_history(session: Session, dashboard: Any) -> None:
