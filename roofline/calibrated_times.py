@@ -11,7 +11,7 @@ from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTa
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import HasTotal, OperatorTime
+from membound.roofline.operator_time import HasTotal, OperatorTime, expert_moves_s
 from membound.roofline.operators import Operator
 from membound.roofline.shape import Count, StepShape
 
@@ -35,6 +35,8 @@ class CalibratedTimes:
         return None
 
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
+        if operator.kind == "expert_moves":
+            return expert_moves_s(operator, self.hardware)
         bandwidth = self.calibration.bandwidth_at(working_set_bytes)
         memory_s = operator.bytes / bandwidth
         if operator.kind == "linear":

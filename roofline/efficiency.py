@@ -313,8 +313,46 @@ def distinct_experts(experts: float, top_k: float, tokens: Count, skew: float = 
     return np.interp(np.log1p(tokens), *_skewed_curve(experts, top_k, skew))
 
 
+def missing_experts(experts: float, top_k: float, tokens: Count, skew: float, cached: float) -> Count:
+    """The expected number of distinct experts that `tokens` tokens read and a cache of the last `cached` has not.
+
+    With chance q_i that a step reads expert i, it lies in the cache with 1 - (1 - q_i)^t, where the characteristic time
+    t in steps makes those chances sum to the cache's size (Che, Tung and Wang, Hierarchical Web Caching Systems, 2002,
+    for steps in place of single requests). With uniform routing that is distinct experts times 1 - cached / experts.
+    """
+    if cached >= experts:
+        return 0.0 * distinct_experts(experts, top_k, tokens, skew)
+    if skew == 0.0:
+        return distinct_experts(experts, top_k, tokens) * (1.0 - cached / experts)
+    counts = np.concatenate([np.zeros(1), np.geomspace(1.0, 1e5, 60)])
+    curve = _missing_curve(experts, top_k, skew, cached)
+    return np.interp(np.log1p(tokens), np.log1p(counts), curve)
+
+
+@cache
+def _missing_curve(experts: float, top_k: float, skew: float, cached: float) -> np.ndarray:
+    chance = _chances(experts, top_k, skew)
+    missing = [0.0]
+    for tokens in np.geomspace(1.0, 1e5, 60):
+        kept_out = np.minimum((1.0 - chance) ** tokens, 1.0 - 1e-12)  # of one step
+        low, high = 1e-6, 1e12  # steps
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if np.sum(1.0 - kept_out**middle) < cached else (low, middle)
+        missing.append(float(np.sum((1.0 - kept_out) * kept_out**high)))
+    return np.array(missing)
+
+
 @cache
 def _skewed_curve(experts: float, top_k: float, skew: float) -> tuple[np.ndarray, np.ndarray]:
+    chance = _chances(experts, top_k, skew)
+    tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
+    read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
+    return np.log1p(tokens), read
+
+
+def _chances(experts: float, top_k: float, skew: float) -> np.ndarray:
+    """The chance that a token takes each expert, of popularity i^-s."""
     weights = np.arange(1.0, experts + 1.0) ** -skew
     chance = np.minimum(top_k * weights / weights.sum(), 1.0)
     for _ in range(50):  # a chance cannot exceed 1: what is cut off goes to the others
@@ -323,9 +361,7 @@ def _skewed_curve(experts: float, top_k: float, skew: float) -> tuple[np.ndarray
             break
         free = chance < 1.0
         chance[free] = np.minimum(chance[free] * (1.0 + missing / chance[free].sum()), 1.0)
-    tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
-    read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
-    return np.log1p(tokens), read
+    return chance
 
 
 def slowest_rank(mean: Count, ranks: float, most: Count) -> Count:

@@ -14,7 +14,7 @@ from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.links import hops
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import HasTotal, OperatorTime
+from membound.roofline.operator_time import HasTotal, OperatorTime, expert_moves_s
 from membound.roofline.operators import Operator
 from membound.roofline.precision import Precision
 from membound.roofline.precision_plan import compute_dtype
@@ -110,7 +110,9 @@ class KernelTimes:
         if operator.kind == "collective":
             assert operator.collective is not None
             return (KernelName("collective", operator.collective.operation),)
-        return () if operator.kind == "host" else (KernelName("elementwise", _ELEMENTWISE[operator.kind]),)
+        if operator.kind in ("host", "expert_moves"):
+            return ()
+        return (KernelName("elementwise", _ELEMENTWISE[operator.kind]),)
 
     def spread_of(self, operator: Operator) -> float:
         """How far off an operator's kernels may be: 80 % of measurements lie within; the host's is the engine's."""
@@ -154,6 +156,8 @@ class KernelTimes:
             return self._moe(operator)
         if operator.kind == "collective":
             return self._collective(operator)
+        if operator.kind == "expert_moves":
+            return expert_moves_s(operator, self.hardware)
         if operator.kind == "host":
             seconds = self.profile.step_s + self.profile.sequence_s * operator.sequences
             return OperatorTime(seconds, 0.0, 0.0, seconds)

@@ -60,8 +60,9 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
             routing = "router" if name == "router" else "shared_experts"
             add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count)
         if isinstance(ffn, MoeFfn):
+            held = ffn.experts if setup.expert_storage is None else min(ffn.experts, setup.expert_storage.cached)
             for _, n, k in ffn.expert_linears(model.hidden, parallel.moe_tp):
-                add("experts", n, k, count * ffn.experts / parallel.ep)
+                add("experts", n, k, count * held / parallel.ep)
     add("lm_head", model.lm_head.n, model.lm_head.k, 1.0 / parallel.tp)
     if not (model.tie_embeddings and plan.weights_of("embedding") == plan.weights_of("lm_head")):
         add("embedding", model.vocab + model.position_rows, model.hidden, 1.0 / parallel.tp)

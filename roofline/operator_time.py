@@ -11,6 +11,10 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
 from membound.roofline.shape import Count, StepShape
 
+# A solid-state disk at PCIe 3.0 x4 that reads megabytes here and there; from memory. A field of the technique's stands
+# before it.
+DISK_BYTES_PER_S = 2e9
+
 
 @dataclass(frozen=True)
 class OperatorTime:
@@ -31,6 +35,23 @@ class HasTotal(Protocol):
 
     @property
     def total_s(self) -> Count: ...
+
+
+def expert_moves_s(operator: Operator, hardware: HardwareSpec) -> OperatorTime:
+    """The time of experts that come from the host over its link, or from the disk."""
+    moves = operator.moves
+    assert moves is not None, "experts come from somewhere"
+    rate = moves.bytes_per_s or _place_bytes_per_s(moves.place, hardware)
+    link_s = operator.link_bytes / rate
+    return OperatorTime(link_s, 0.0, 0.0, 0.0, link_s)
+
+
+def _place_bytes_per_s(place: str, hardware: HardwareSpec) -> float:
+    if place == "disk":
+        return DISK_BYTES_PER_S
+    if hardware.host is not None:
+        return hardware.host.bandwidth_bytes_per_s
+    return hardware.bandwidth_bytes_per_s / 2  # a copy within one memory reads and writes
 
 
 class Times(Protocol):

@@ -24,6 +24,7 @@ Kind = Literal[
     "embed",
     "scores",
     "collective",
+    "expert_moves",
     "host",
 ]
 NO_PART = AttentionPart(0.0, 0.0, 0.0, 0.0)
@@ -58,6 +59,7 @@ class Operator:
     prefill: AttentionPart = NO_PART
     experts: ExpertLoad | None = None
     collective: Collective | None = None
+    moves: ExpertMoves | None = None
 
     @property
     def bytes(self) -> Count:
@@ -93,6 +95,15 @@ class Collective:
     operation: Literal["allreduce", "allgather", "reducescatter", "alltoall", "sendrecv"]
     message_bytes: Count
     ranks: int
+
+
+@dataclass(frozen=True)
+class ExpertMoves:
+    """`missing` experts come from the `place` where all lie, at `bytes_per_s` or as fast as the device is reached."""
+
+    missing: Count
+    place: Literal["host", "disk"]
+    bytes_per_s: float | None
 
 
 def linear(

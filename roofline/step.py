@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from membound.roofline.efficiency import distinct_experts, slowest_rank
+from membound.roofline.efficiency import distinct_experts, missing_experts, slowest_rank
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.models import ModelSpec
@@ -22,6 +22,7 @@ from membound.roofline.operators import (
     NO_PART,
     AttentionHeads,
     ExpertLoad,
+    ExpertMoves,
     Operator,
     elementwise,
     linear,
@@ -322,6 +323,13 @@ class _Step:
             active = np.minimum(local, pairs)
         elements = sum(n * k for _, n, k in matrices)
         inner = sum(n for name, n, _ in matrices if name != "down")
+        if (storage := self.setup.expert_storage) is not None:
+            asked = (float(ffn.experts), float(ffn.top_k), self.all_tokens, self.setup.expert_skew)
+            missing = missing_experts(*asked, float(storage.cached)) / parallel.ep
+            each = sum(matrix_bytes(weights, n, k) for _, n, k in matrices)
+            moves = ExpertMoves(missing, storage.place, storage.gb_per_s and 1e9 * storage.gb_per_s)
+            name = f"{prefix}fetch_experts"
+            made.append(Operator(name, "expert_moves", count, link_bytes=each * missing, moves=moves))
         load = ExpertLoad(pairs, active, 2.0 * elements, sum(matrix_bytes(weights, n, k) for _, n, k in matrices))
         made.append(
             Operator(
@@ -374,6 +382,8 @@ def check_parallel(model: ModelSpec, setup: EngineSetup) -> None:
     has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
     if parallel.ep > 1 and not has_experts:
         raise MemboundError(f"parallel.ep is {parallel.ep}, but '{model.name}' has no experts; leave it at 1")
+    if setup.expert_storage is not None and not has_experts:
+        raise MemboundError(f"expert_offload moves routed experts, and '{model.name}' has none; leave it out")
     for group in model.groups():
         group.attention.linears(model.hidden, parallel.tp)
         if isinstance(group.ffn, MoeFfn) and group.ffn.experts % parallel.ep:

@@ -11,7 +11,7 @@ from membound.roofline.engines import EngineProfile, get_profile
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.kernel_times import KernelTimes
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import HasTotal, OperatorTime, Times
+from membound.roofline.operator_time import HasTotal, OperatorTime, Times, expert_moves_s
 from membound.roofline.operators import Operator
 from membound.roofline.shape import Count, StepShape
 
@@ -33,6 +33,8 @@ class RoofTimes:
         return None
 
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
+        if operator.kind == "expert_moves":
+            return expert_moves_s(operator, self.hardware)
         if operator.collective is not None:
             link = self.hardware.scale_up or self.hardware.scale_out or self.hardware.host
             link_s = operator.link_bytes / link.bandwidth_bytes_per_s if link else 0.0

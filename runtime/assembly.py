@@ -23,6 +23,7 @@ from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.decoders import Decoders
 from membound.runtime.executor import TorchExecutor
 from membound.runtime.nvml import Nvml
+from membound.runtime.offload.experts import ExpertOffload
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.plain import generate_plain
 from membound.runtime.speculation.build import DraftHost, proposer_for, sampler_of, undividable_drafts
@@ -60,10 +61,14 @@ class Assembly:
     notes: list[str]
     stalls_before: int = 0
     meter: _EnergyMeter = field(init=False)
+    offload: ExpertOffload | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.meter = _EnergyMeter(self.decoders.device)
         self.stalls_before = self.decoders.kernels.stalls()
+        self.offload = self.decoders.offload(self.scenario)
+        if self.offload is not None:
+            self.offload.reset()
 
     def result(
         self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, devices: int | None = None
@@ -91,6 +96,7 @@ class Assembly:
                 "the bounds of steps are attributed by the roofline of their shapes",
                 *emulated,
                 *self.notes,
+                *([self.offload.note()] if self.offload is not None else []),
                 *(self.decoder.routing_notes if isinstance(self.decoder, Decoder) else []),
                 *(notes or []),
                 *self.meter.notes(output_tokens),

@@ -113,7 +113,7 @@ class Decoder:
     @property
     def idle_bytes(self) -> int:
         """Bytes of the experts that one token does not take: a step reads between the two."""
-        return sum(mixture.idle_bytes for mixture in self._mixtures().values())
+        return sum(mixture.idle_bytes for mixture in self.mixtures().values())
 
     @property
     def emulated(self) -> bool:
@@ -123,7 +123,7 @@ class Decoder:
     @property
     def graph_problem(self) -> str | None:
         """Why a step cannot be recorded once and replayed, in words; None where it can."""
-        if self._mixtures():
+        if self.mixtures():
             return "which experts a step reads is decided on the host"
         if any(block.mixer and not isinstance(block.mixer, GroupedAttention) for block in self.blocks):
             return "rows without a sequence would change the states or latents of others"
@@ -133,7 +133,7 @@ class Decoder:
     @property
     def router_statistics(self) -> dict[int, RouterStatistics]:
         """How often each expert was chosen, by the number of the layer; empty without mixtures."""
-        return {index: mixture.statistics for index, mixture in self._mixtures().items()}
+        return {index: mixture.statistics for index, mixture in self.mixtures().items()}
 
     @property
     def routing_notes(self) -> list[str]:
@@ -195,6 +195,7 @@ class Decoder:
             x = x + table[positions + table.shape[0] - self.spec.max_context].to(x.dtype)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
-    def _mixtures(self) -> dict[int, MixtureNetwork]:
+    def mixtures(self) -> dict[int, MixtureNetwork]:
+        """The mixtures of experts by the number of their layer."""
         networks = enumerate(block.ffn for block in self.blocks)
         return {index: ffn for index, ffn in networks if isinstance(ffn, MixtureNetwork)}

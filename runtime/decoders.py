@@ -9,10 +9,12 @@ from membound.kernels.base import Kernels
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision import Precision
 from membound.roofline.scenario import Scenario
+from membound.roofline.step import check_parallel
 from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import is_plain, store_for, store_problem
 from membound.runtime.loaded import LoadedModel, load_model
+from membound.runtime.offload.experts import ExpertOffload
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.leader import DividedDecoder, divided
 from membound.runtime.parallel.recipe import ShardRecipe
@@ -34,6 +36,7 @@ class Decoders:
         self._calibrators: dict[tuple[str, str], Calibrator] = {}
         self._storing: dict[tuple[int, Precision, KvBudget | None], Decoder] = {}
         self._divided: tuple[tuple[str, str, str, int], DividedDecoder] | None = None
+        self._offloads: dict[tuple[str, str, str], ExpertOffload] = {}
         self._processes = ExitStack()
         weakref.finalize(self, self._processes.close)
 
@@ -48,17 +51,33 @@ class Decoders:
         """The scenario's decoder, which `parallel.tp` divides among processes; they stay until others are asked for."""
         if (tp := scenario.setup.parallel.tp) > 1:
             model, weights, packed = self._key(scenario)
-            return self._divided_decoder(scenario, (model, weights, f"{packed} {scenario.setup.kv.name}", tp))
+            return self._divided_decoder(
+                scenario, (model, weights, f"{packed} {scenario.setup.kv.name} {scenario.parallel}", tp)
+            )
         return self.decoder(scenario)
 
     def decoder(self, scenario: Scenario) -> Decoder:
         """The whole decoder with its weights in the format that the scenario's techniques ask for, packed once."""
         key = self._key(scenario)
         if key not in self._decoders:
-            loaded = self.model(scenario)
-            recipe = self._recipe(scenario)
-            self._decoders[key] = Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
+            self._decoders[key] = self._built(scenario)
         return self._with_store(self._decoders[key], scenario)
+
+    def offload(self, scenario: Scenario) -> ExpertOffload | None:
+        """Where the experts of the scenario's decoder lie, if elsewhere."""
+        return self._offloads.get(self._key(scenario))
+
+    def _built(self, scenario: Scenario) -> Decoder:
+        loaded, recipe = self.model(scenario), self._recipe(scenario)
+        storage = scenario.setup.expert_storage
+        if storage is None:
+            return Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
+        check_parallel(loaded.spec, scenario.setup)
+        offload = ExpertOffload(recipe, storage, self.kernels, self.device)
+        decoder = Decoder(loaded.spec, offload.placed(loaded.weights), self.kernels, offload)
+        offload.attach(decoder)
+        self._offloads[self._key(scenario)] = offload
+        return decoder
 
     def _key(self, scenario: Scenario) -> tuple[str, str, str]:
         """What its packed weights depend on; raises MemboundError for a set-up that does not run."""
@@ -103,15 +122,18 @@ class Decoders:
     def part(self, scenario: Scenario, group: Group) -> Decoder:
         """What this process of `group` holds of the scenario's model."""
         loaded, whole = self.model(scenario), self.model(scenario).spec
-        recipe = ShardRecipe(self._recipe(scenario), group, whole)
-        part = Decoder(shard_spec(whole, group.size), loaded.weights.to(self.device), self.kernels, recipe)
+        ep = scenario.parallel.ep
+        recipe = ShardRecipe(self._recipe(scenario), group, whole, ep)
+        part = Decoder(shard_spec(whole, group.size, ep), loaded.weights.to(self.device), self.kernels, recipe)
+        for mixture in part.mixtures().values():
+            mixture.summed = group.all_reduce
         return self._with_store(part, scenario)
 
     def _divided_decoder(self, scenario: Scenario, key: tuple[str, str, str, int]) -> DividedDecoder:
         if self._divided is None or self._divided[0] != key or not self._divided[1].usable:
             self.close()
             spec = self.model(scenario).spec
-            shard_spec(spec, key[-1])
+            shard_spec(spec, key[-1], scenario.parallel.ep)
             opened = divided(scenario, spec, self.device, lambda group: self.part(scenario, group))
             self._divided = key, self._processes.enter_context(opened)
         return self._divided[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -82,6 +83,18 @@ class Runtime:
         if problem := unmeasured_scenario(scenario):
             raise MemboundError(problem)
         hardware = hardware or get_hardware(scenario.hardware)
+        with _memory_enough(scenario):
+            return self._run(scenario, hardware, observer, clock, wrap, recorder)
+
+    def _run(
+        self,
+        scenario: Scenario,
+        hardware: HardwareSpec,
+        observer: Observer | None,
+        clock: RunClock | None,
+        wrap: Callable[[Executor], Executor] | None,
+        recorder: Recorder | None,
+    ) -> RunResult:
         if scenario.engine.disaggregation is not None:
             from membound.runtime.disaggregated.run import run_disaggregated
 
@@ -97,3 +110,19 @@ class Runtime:
             clock.wait_until(until_s)
         assembly.scheduler.check_integrity()
         return assembly.result(scenario, recorder)
+
+
+@contextmanager
+def _memory_enough(scenario: Scenario) -> Iterator[None]:
+    """Says in one sentence that the memory was not there: other programs may hold what the scenario counts on."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch has a class of its own for a GPU's memory only.
+        ours = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if not ours:
+            raise
+        raise MemboundError(
+            f"memory ran out while '{scenario.name}' ran: close other programs, or give fewer engine.num_blocks, "
+            "shorter requests or a smaller engine.max_batched_tokens"
+        ) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from membound.roofline.errors import MemboundError
@@ -34,7 +34,8 @@ def load_model(scenario: Scenario) -> LoadedModel:
     source = scenario.weights
     if source == "random":
         spec = resolve_model(scenario.model)
-        needed, memory = weights_bytes(spec, scenario.setup), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        whole = replace(scenario.setup, expert_storage=None)  # experts that the device has not lie here as well
+        needed, memory = weights_bytes(spec, whole), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > MEMORY_SHARE * memory:
             raise MemboundError(
                 f"model '{spec.name}' does not fit: its weights take {needed / 2**30:.1f} GiB, "

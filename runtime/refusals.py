@@ -18,15 +18,20 @@ def unmeasured(setup: EngineSetup) -> str | None:
         return problem
     parts = (
         (
-            setup.parallel.devices > setup.parallel.tp or setup.parallel.ep > 1,
-            f"parallelism other than tp on {setup.parallel.devices} devices",
-            "tensor parallelism",
+            setup.parallel.devices > setup.parallel.tp,
+            f"parallelism other than tp and ep on {setup.parallel.devices} devices",
+            "tensor and expert parallelism",
         ),
         (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),
         (
             drafts is not None and drafts.kind not in RUNNING,
             f"speculation by {drafts and drafts.kind}",
             ", ".join(RUNNING),
+        ),
+        (
+            setup.expert_storage is not None and setup.parallel.devices > 1,
+            "expert_offload on several devices",
+            "expert_offload on one",
         ),
         (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
     )

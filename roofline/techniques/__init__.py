@@ -26,10 +26,11 @@ from membound.roofline.techniques.drafts import (
     NgramDrafts,
     SelfDrafts,
 )
+from membound.roofline.techniques.experts import ExpertOffload
 from membound.roofline.techniques.kernels import FlashAttention, MlaAbsorption
 from membound.roofline.techniques.kv import KvEviction, KvQuantization
 from membound.roofline.techniques.schedule import ContinuousBatching
-from membound.roofline.techniques.setup import PLAIN, EngineSetup, KvBudget, PolicyName
+from membound.roofline.techniques.setup import PLAIN, EngineSetup, ExpertStorage, KvBudget, PolicyName
 from membound.roofline.techniques.steps import (
     DraftModelSpeculation,
     Eagle,
@@ -56,6 +57,8 @@ __all__ = [
     "Eagle",
     "EagleDrafts",
     "EngineSetup",
+    "ExpertOffload",
+    "ExpertStorage",
     "Family",
     "FlashAttention",
     "GainMetric",
@@ -91,6 +94,7 @@ AnyTechnique = Annotated[
         WeightQuantization,
         W8A8,
         Sparsity24,
+        ExpertOffload,
         KvQuantization,
         FlashAttention,
         MlaAbsorption,

@@ -41,6 +41,16 @@ class KvBudget:
 
 
 @dataclass(frozen=True)
+class ExpertStorage:
+    """The routed experts lie in `place`, from where `gb_per_s` come; a device keeps `cached` of each layer's."""
+
+    cached: int
+    place: Literal["host", "disk"]
+    prefetch: bool = True
+    gb_per_s: float | None = None
+
+
+@dataclass(frozen=True)
 class EngineSetup:
     """What the techniques of a scenario leave for the engine to be: the one input of cost and of construction."""
 
@@ -53,6 +63,7 @@ class EngineSetup:
     expert_skew: float = 0.0
     profile: str = "graphs"
     kv_budget: KvBudget | None = None
+    expert_storage: ExpertStorage | None = None
 
     def budget_of(self, mixer_kind: str) -> KvBudget | None:
         """The budget of a layer's cache; raises MemboundError for latents, of which every token serves all heads."""

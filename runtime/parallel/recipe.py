@@ -7,7 +7,7 @@ from torch import Tensor
 from membound.roofline.models import ModelSpec
 from membound.runtime.linear import Linear
 from membound.runtime.parallel.group import Group
-from membound.runtime.parallel.shards import shard_weights
+from membound.runtime.parallel.shards import Share, shard_weights
 from membound.runtime.recipe import Recipe
 from membound.runtime.weights import Weights
 
@@ -60,19 +60,20 @@ class ShardRecipe:
     `inner` prepares the weights of the `whole` model: what it folds or rotates concerns all devices.
     """
 
-    def __init__(self, inner: Recipe, group: Group, whole: ModelSpec) -> None:
+    def __init__(self, inner: Recipe, group: Group, whole: ModelSpec, ep: int = 1) -> None:
         self.inner = inner
         self.group = group
         self.whole = whole
+        self.ep = ep
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
         """This device's part of the whole `weights`; `spec` is the shape of the part."""
         prepared = self.inner.prepare(self.whole, weights)
-        return shard_weights(self.whole, prepared, self.group.rank, self.group.size)
+        return shard_weights(self.whole, prepared, Share(self.group.rank, self.group.size, self.ep))
 
     def linear(self, name: str, weight: Tensor) -> Linear:
         part = self.inner.linear(name, weight)
-        if name.rsplit(".", 1)[-1] in REDUCED:
+        if name.rsplit(".", 1)[-1] in REDUCED and ".experts." not in name:  # a mixture is summed as a whole
             return ReducedLinear(part, self.group)
         gathered = self.whole.vocab % self.group.size == 0
         return GatheredLinear(part, self.group) if name == "lm_head" and gathered else part

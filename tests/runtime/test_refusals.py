@@ -16,6 +16,7 @@ RUNS = (
     "weight_quantization",
     "w8a8",
     "sparsity_2_4",
+    "expert_offload",
     "continuous_batching",
     "kv_quantization",
     "kv_eviction",
@@ -42,5 +43,6 @@ def test_a_model_that_is_published_quantized_runs_in_16_bits_only():
 
 
 def test_several_devices_and_unfused_attention_are_only_predicted():
-    assert "a model on 4 devices is predicted" in unmeasured(replace(EngineSetup(), parallel=Parallelism(tp=4)))
+    staged = unmeasured(replace(EngineSetup(), parallel=Parallelism(pp=2)))
+    assert "parallelism other than tp and ep on 2 devices is predicted" in staged
     assert "writes its scores to memory is predicted" in unmeasured(replace(EngineSetup(), fused_attention=False))
