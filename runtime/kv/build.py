@@ -10,10 +10,12 @@ from membound.roofline.models import GroupedQueryAttention, LatentAttention, Mod
 from membound.roofline.precision import Precision
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.blocks.attention import NewStore
-from membound.runtime.kv.evicting import EvictingKv
+from membound.runtime.kv.evicting import EvictingKv, EvictingStep
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
 from membound.runtime.kv.quest import QuestKv
+from membound.runtime.kv.steps import LastStep
+from membound.runtime.kv.streaming import StreamingKv, StreamingStep
 from membound.runtime.kv_store import KvStore
 
 
@@ -25,10 +27,14 @@ def is_plain(setup: EngineSetup) -> bool:
 def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> NewStore:
     """Makes the KV stores of a set-up that is not plain and that `store_problem` has nothing against."""
     format, budget = setup.kv, setup.kv_budget
+    streaming: LastStep[StreamingStep] = LastStep()
+    evicting: LastStep[EvictingStep] = LastStep()
 
     def new_store(attention: GroupedQueryAttention, num_blocks: int, block_size: int, seats: int) -> KvStore:
+        if budget is not None and budget.policy == "streaming":
+            return StreamingKv(kernels, attention, budget, seats, device, streaming)
         if budget is not None and budget.evicts:
-            return EvictingKv(kernels, attention, budget, seats, device)
+            return EvictingKv(kernels, attention, budget, seats, device, evicting)
         if budget is not None:
             return QuestKv(kernels, attention, budget, num_blocks, block_size, device)
         if format.name in KERNEL_FORMATS:

@@ -1,4 +1,4 @@
-"""How does a cache hold no more than so many tokens of each sequence?
+"""How does a cache keep, for each KV head, the tokens that received most attention?
 
 It has a place of constant size at each seat instead of blocks. Tokens keep the positions at which they stood in the
 text, and attention is the kernels': in a step of decode the order of what it reads does not matter.
@@ -7,6 +7,7 @@ text, and attention is the kernels': in a step of decode the order of what it re
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,27 +17,56 @@ from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.per_head import head_batch, per_head_qkv
 from membound.runtime.kv.policies import policy_of
-from membound.runtime.kv.scratch import Scratch, seats_of, spans
+from membound.runtime.kv.scratch import prompt_scratch
+from membound.runtime.kv.steps import LastStep, PromptPart, SeatedStep
 from membound.runtime.rope import RopeTables
 
 BLOCK = 16  # tokens that the kernels read together
+
+
+@dataclass(frozen=True)
+class EvictingStep:
+    """A step and what its part that decodes has in common in all layers, by sequence and head where both matter.
+
+    `first` are the slots of each seat's heads. A token takes the place `held`, or where `full` says so that of the
+    `turn`-th token to go since the cache was full.
+    """
+
+    seated: SeatedStep
+    seats: Tensor  # [sequences, 1]
+    newest: Tensor  # [sequences, 1, 1]
+    held: Tensor  # [sequences, 1]
+    full: Tensor  # [sequences, 1]
+    some_full: bool
+    turn: Tensor  # [sequences, 1]
+    first: Tensor  # [sequences, heads]
+    positions: Tensor  # [sequences * heads]
+    context_len: Tensor  # [sequences * heads]
+    block_table: Tensor  # [sequences * heads, blocks]
 
 
 class EvictingKv:
     """At each seat, for each KV head, the `budget` tokens that its policy ranks highest.
 
     A prompt sees what was kept before it and all of itself, and is evicted from when it is over. A token that decodes
-    takes the place of the one that ranks lowest once there is no other.
+    takes the place of the one that ranks lowest once there is no other: where ranks do not change in decode their order
+    is known when the prompt is over.
     """
 
     emulated = False
     on_host = True
 
     def __init__(
-        self, kernels: Kernels, attention: GroupedQueryAttention, budget: KvBudget, seats: int, device: torch.device
+        self,
+        kernels: Kernels,
+        attention: GroupedQueryAttention,
+        budget: KvBudget,
+        seats: int,
+        device: torch.device,
+        steps: LastStep[EvictingStep],
     ) -> None:
         heads, width = attention.kv_heads, attention.head_dim
-        self.kernels, self.heads, self.width = kernels, heads, width
+        self.kernels, self.heads, self.width, self.steps = kernels, heads, width, steps
         self.policy, self.budget = policy_of(budget), budget.tokens
         self.blocks = -(-budget.tokens // BLOCK)  # of one head of one seat
         shape = (seats * heads * self.blocks, BLOCK, 1, width)
@@ -45,28 +75,27 @@ class EvictingKv:
         self.keys, self.values = (blocks.view(*places, width) for blocks in (self.k_blocks, self.v_blocks))
         self.positions = torch.zeros(places, dtype=torch.int32, device=device)
         self.scores = torch.zeros(places, device=device)
-        self.held = torch.zeros(seats, dtype=torch.int64)  # tokens of each seat, the same for all heads
-        self.prompt_end = torch.zeros(seats, dtype=torch.int64)
+        self.order = torch.zeros(
+            seats, heads, self.budget, dtype=torch.int32, device=device
+        )  # places, first to go first
+        self.prompt_end = [0] * seats
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.k_blocks, self.v_blocks, self.positions, self.scores))
+        return sum(part.nbytes for part in (self.k_blocks, self.v_blocks, self.positions, self.scores, self.order))
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        starts, ends = spans(batch)
-        edges, seats = batch.query_start.tolist(), seats_of(batch)
-        decoding = [i for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if start and end - start == 1]
+        step = self.steps.of(batch, lambda: self._step(batch))
+        seated = step.seated
+        if not seated.prompts:
+            return self._decode(qkv, rope, step, scale, softcap)
         out = qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * self.heads * self.width)
-        if decoding:
-            rows = torch.tensor([edges[i] for i in decoding], device=qkv.device)
-            at = [starts[i] for i in decoding]
-            out[rows] = self._decode(qkv[rows], rope, [seats[i] for i in decoding], at, scale, softcap)
-        for i in range(len(starts)):
-            if i not in decoding:
-                part = slice(edges[i], edges[i + 1])
-                out[part] = self._prompt(qkv[part], rope, seats[i], starts[i], scale, softcap)
+        if len(seated.seats) and seated.rows is not None:
+            out[seated.rows] = self._decode(qkv[seated.rows], rope, step, scale, softcap)
+        for part in seated.prompts:
+            out[part.first : part.last] = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
         return out
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
@@ -78,91 +107,84 @@ class EvictingKv:
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
         raise AssertionError("refused before: drafts and eviction exclude each other")
 
-    def _prompt(
-        self, qkv: Tensor, rope: RopeTables, seat: int, start: int, scale: float, softcap: float | None
-    ) -> Tensor:
-        """Attention of a chunk of a prompt that begins at token `start`; what it leaves is cut down to the budget."""
-        device, new = qkv.device, qkv.shape[0]
-        held = int(self.held[seat]) if start else 0
+    def _prompt(self, qkv: Tensor, rope: RopeTables, part: PromptPart, scale: float, softcap: float | None) -> Tensor:
+        """Attention of a chunk of a prompt; what it leaves is cut down to the budget."""
+        device, seat, new = qkv.device, part.seat, qkv.shape[0]
+        held = min(part.start, self.budget)
         end = held + new
-        batch = RaggedBatch(
-            positions=torch.arange(start, start + new, device=device),
-            slots=torch.arange(held, end, device=device),
-            query_start=torch.tensor([0, new], dtype=torch.int32, device=device),
-            context_len=torch.tensor([end], dtype=torch.int32, device=device),
-            block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
-            most_queries=new,
-        )
-        scratch = Scratch(batch, BLOCK, self.keys.permute(0, 2, 1, 3))
+        scratch = prompt_scratch(new, part.start, held, BLOCK, self.keys.transpose(1, 2))
         keys, values = scratch.tokens(0)  # [tokens, heads, D]
         keys[:held], values[:held] = (kept[seat, :, :held].transpose(0, 1) for kept in (self.keys, self.values))
         blocks = scratch.k_blocks, scratch.v_blocks
         q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, scratch.batch, *blocks)
         attended = self.kernels.attention(q, *blocks, scratch.batch, scale, softcap=softcap)
 
-        scores = torch.zeros(self.heads, end, device=device)
-        if queries := self.policy.queries(new):
-            seen = self.kernels.attention_scores(
-                q, scratch.k_blocks, scratch.batch, scale, queries=queries, softcap=softcap
-            )
-            scores = self.policy.scores(seen[0])
-        positions = torch.cat([self.positions[seat, :, :held], batch.positions.int().expand(self.heads, -1)], dim=1)
+        seen = self.kernels.attention_scores(
+            q, scratch.k_blocks, scratch.batch, scale, queries=self.policy.queries(new), softcap=softcap
+        )
+        scores = self.policy.scores(seen[0])
         scores[:, :held] += self.scores[seat, :, :held]
-        self.prompt_end[seat] = start + new
+        positions = torch.cat(
+            [self.positions[seat, :, :held], scratch.batch.positions.int().expand(self.heads, -1)], dim=1
+        )
         kept = min(end, self.budget)
-        last = torch.full((1, 1), start + new, device=device)
-        ranks = self.policy.rank(scores, positions, last, last - 1)
-        chosen = ranks.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values if kept < end else None
-        for state, full in ((self.positions, positions), (self.scores, scores)):
-            state[seat, :, :kept] = full if chosen is None else full.gather(1, chosen)
+        ranks = self.policy.rank(scores, positions, torch.tensor(part.start + new - 1, device=device))
+        chosen = ranks.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values  # [heads, kept]
+        self.positions[seat, :, :kept] = positions.gather(1, chosen)
+        self.scores[seat, :, :kept] = scores.gather(1, chosen)
         for state, full in ((self.keys, keys), (self.values, values)):
-            by_head = full.transpose(0, 1)  # [heads, tokens, D]
-            if chosen is not None:
-                by_head = by_head.gather(1, chosen[..., None].expand(-1, -1, self.width))
-            state[seat, :, :kept] = by_head
-        self.held[seat] = kept
+            state[seat, :, :kept] = full.transpose(0, 1).gather(1, chosen[..., None].expand(-1, -1, self.width))
+        self.order[seat, :, :kept] = ranks.gather(1, chosen).argsort(dim=1).int()
+        self.order[seat, :, kept:] = torch.arange(kept, self.budget, dtype=torch.int32, device=device)
+        self.prompt_end[seat] = part.start + new
         return attended
 
-    def _decode(
-        self,
-        qkv: Tensor,
-        rope: RopeTables,
-        seat_list: list[int],
-        position_list: list[int],
-        scale: float,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attention of one new token of each of some seats, at these positions; it takes its place first."""
-        device, heads = qkv.device, self.heads
-        seats, newest = torch.tensor(seat_list, device=device), torch.tensor(position_list, device=device)
-        held = self.held[seats.cpu()].to(device)
-        place = held[:, None].expand(-1, heads).clone()  # [sequences, heads]
-        full = held >= self.budget
-        if bool(full.any()):
-            ranks = self.policy.rank(
-                self.scores[seats, :, : self.budget],
-                self.positions[seats, :, : self.budget],
-                self.prompt_end[seats.cpu()].to(device)[:, None, None],
-                newest[:, None, None],
-            )
-            place[full] = ranks.argmin(dim=-1)[full]
-        held = torch.minimum(held + 1, torch.tensor(self.budget, device=device))
-        self.held[seats.cpu()] = held.cpu()
-        head = torch.arange(heads, device=device)
-        self.positions[seats[:, None], head, place] = newest[:, None].int()
-        self.scores[seats[:, None], head, place] = 0.0
-
-        first = (seats[:, None] * heads + head) * self.blocks  # [sequences, heads], in blocks
-        batch = head_batch(
-            positions=newest.repeat_interleave(heads),
-            slots=(first * BLOCK + place).flatten(),
-            context_len=held.repeat_interleave(heads),
-            block_table=first.view(-1, 1) + torch.arange(self.blocks, device=device),
+    def _step(self, batch: RaggedBatch) -> EvictingStep:
+        """What a batch means at the seats; ends of prompts are the same in all layers."""
+        seated = SeatedStep.of(batch)
+        seats, start, heads = seated.seats, seated.positions, self.heads
+        ends = torch.tensor([self.prompt_end[seat] for seat in seats.tolist()], dtype=torch.int64, device=seats.device)
+        full = start >= self.budget
+        first = (seats[:, None] * heads + torch.arange(heads, device=seats.device)) * self.blocks
+        table = first.view(-1, 1) + torch.arange(self.blocks, device=seats.device)
+        return EvictingStep(
+            seated=seated,
+            seats=seats[:, None],
+            newest=start[:, None, None],
+            held=start.clamp(max=self.budget)[:, None],
+            full=full[:, None],
+            some_full=bool(full.any()),
+            turn=((start - ends.clamp(min=self.budget)) % self.budget)[:, None],
+            first=first * BLOCK,
+            positions=start.repeat_interleave(heads),
+            context_len=(start + 1).clamp(max=self.budget).repeat_interleave(heads).int(),
+            block_table=table.int(),
         )
+
+    def _decode(self, qkv: Tensor, rope: RopeTables, step: EvictingStep, scale: float, softcap: float | None) -> Tensor:
+        """Attention of one new token of each of some seats, which takes its place first."""
+        place = self._places(step)  # [sequences, heads]
+        batch = head_batch(step.positions, (step.first + place).flatten(), step.context_len, step.block_table)
         blocks = self.k_blocks, self.v_blocks
-        q = self.kernels.rope_and_store(per_head_qkv(qkv, heads, self.width), rope.cos, rope.sin, batch, *blocks)
+        q = self.kernels.rope_and_store(per_head_qkv(qkv, self.heads, self.width), rope.cos, rope.sin, batch, *blocks)
         attended = self.kernels.attention(q, *blocks, batch, scale, softcap=softcap)
+        head = torch.arange(self.heads, device=qkv.device)
+        self.positions[step.seats, head, place] = step.newest[:, 0].int()
         if self.policy.decode_scores:
+            self.scores[step.seats, head, place] = 0.0
             seen = self.kernels.attention_scores(q, self.k_blocks, batch, scale, queries=1, softcap=softcap)
-            self.scores[seats, :, : seen.shape[-1]] += seen.view(len(seat_list), heads, -1)
-        return attended.view(len(seat_list), -1)
+            self.scores[step.seats[:, 0], :, : seen.shape[-1]] += seen.view(len(step.seats), self.heads, -1)
+        return attended.view(len(step.seats), -1)
+
+    def _places(self, step: EvictingStep) -> Tensor:
+        """Where each head puts the new token: behind the others while there is room, else where one must go."""
+        if not step.some_full:
+            return step.held.expand(-1, self.heads)
+        head = torch.arange(self.heads, device=step.seats.device)
+        if not self.policy.decode_scores:
+            lowest = self.order[step.seats, head, step.turn].long()
+        else:
+            seats = step.seats[:, 0]
+            scores, positions = (state[seats, :, : self.budget] for state in (self.scores, self.positions))
+            lowest = self.policy.rank(scores, positions, step.newest).argmin(dim=-1)
+        return torch.where(step.full, lowest, step.held)

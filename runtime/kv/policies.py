@@ -1,4 +1,4 @@
-"""Which tokens does a cache of constant size keep?
+"""Which tokens does a cache of constant size keep, by the attention that they receive?
 
 A policy gives every cached token a rank; the lowest goes first. Ranks of tokens that stay whatever happens are their
 positions, 0 and above, so that the oldest of them goes first where nothing else is left; all others are below 0.
@@ -20,7 +20,7 @@ POOLED = 7  # neighbours whose attention SnapKV smooths over, itself included (L
 class Policy(Protocol):
     """Ranks tokens by their position and by the attention that they received."""
 
-    decode_scores: bool  # whether the attention of tokens that decode counts too
+    decode_scores: bool  # whether the attention of tokens that decode counts too, so that ranks change in each step
 
     def queries(self, new: int) -> int:
         """Of `new` tokens of a prompt, the last how many have their attention counted."""
@@ -28,31 +28,8 @@ class Policy(Protocol):
     def scores(self, attention: Tensor) -> Tensor:
         """What a prompt's attention [..., tokens] is worth."""
 
-    def rank(self, scores: Tensor, positions: Tensor, prompt_end: Tensor, newest: Tensor) -> Tensor:
-        """Ranks of tokens with these `scores` and `positions`, both [..., tokens].
-
-        `prompt_end` and `newest` [..., 1] are the end of what was last read as a prompt, and the newest position.
-        """
-
-
-class Streaming:
-    """StreamingLLM: the first tokens and the newest (Xiao et al., ICLR 2024)."""
-
-    decode_scores = False
-
-    def __init__(self, sinks: int) -> None:
-        self.sinks = sinks
-
-    def queries(self, new: int) -> int:
-        return 0
-
-    def scores(self, attention: Tensor) -> Tensor:
-        return attention
-
-    def rank(self, scores: Tensor, positions: Tensor, prompt_end: Tensor, newest: Tensor) -> Tensor:
-        """The older, the lower; sinks as if they were always newer than the newest."""
-        age = (newest - positions).float()
-        return torch.where(positions < self.sinks, newest.float(), -age - 1)
+    def rank(self, scores: Tensor, positions: Tensor, newest: Tensor) -> Tensor:
+        """Ranks of tokens with these `scores` and `positions`, both [..., tokens], after the position `newest`."""
 
 
 class HeavyHitters:
@@ -69,8 +46,8 @@ class HeavyHitters:
     def scores(self, attention: Tensor) -> Tensor:
         return attention
 
-    def rank(self, scores: Tensor, positions: Tensor, prompt_end: Tensor, newest: Tensor) -> Tensor:
-        return torch.where(positions > newest - self.recent, positions.float(), -1 / (1 + scores))
+    def rank(self, scores: Tensor, positions: Tensor, newest: Tensor) -> Tensor:
+        return _ranked(scores, positions, newest - self.recent)
 
 
 class Observed:
@@ -88,16 +65,14 @@ class Observed:
         pooled = functional.max_pool1d(attention.flatten(0, -2), POOLED, stride=1, padding=POOLED // 2)
         return pooled.view(attention.shape)
 
-    def rank(self, scores: Tensor, positions: Tensor, prompt_end: Tensor, newest: Tensor) -> Tensor:
-        return torch.where(positions >= prompt_end - self.window, positions.float(), -1 / (1 + scores))
+    def rank(self, scores: Tensor, positions: Tensor, newest: Tensor) -> Tensor:
+        return _ranked(scores, positions, newest - self.window)
+
+
+def _ranked(scores: Tensor, positions: Tensor, before: Tensor) -> Tensor:
+    return torch.where(positions > before, positions.float(), -1 / (1 + scores))
 
 
 def policy_of(budget: KvBudget) -> Policy:
-    """The policy of a budget that evicts."""
-    match budget.policy:
-        case "streaming":
-            return Streaming(budget.sinks)
-        case "h2o":
-            return HeavyHitters(budget.recent)
-        case _:
-            return Observed(budget.recent)
+    """The policy of a budget by which tokens are kept for the attention that they receive."""
+    return HeavyHitters(budget.recent) if budget.policy == "h2o" else Observed(budget.recent)

@@ -45,3 +45,17 @@ def spans(batch: RaggedBatch) -> tuple[list[int], list[int]]:
 def seats_of(batch: RaggedBatch) -> list[int]:
     """The seat of each sequence; in the order of the batch where nobody gave any."""
     return list(range(batch.num_sequences)) if batch.seats is None else batch.seats.tolist()
+
+
+def prompt_scratch(new: int, start: int, held: int, block_size: int, like: Tensor) -> Scratch:
+    """Room for `held` tokens of one sequence and `new` ones behind them, which stand at `start` in their text."""
+    device = like.device
+    batch = RaggedBatch(
+        positions=torch.arange(start, start + new, device=device),
+        slots=torch.arange(held, held + new, device=device),
+        query_start=torch.tensor([0, new], dtype=torch.int32, device=device),
+        context_len=torch.tensor([held + new], dtype=torch.int32, device=device),
+        block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        most_queries=new,
+    )
+    return Scratch(batch, block_size, like)

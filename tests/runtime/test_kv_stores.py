@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from membound.kernels.base import RaggedBatch
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.engine_settings import Disaggregation, Engine
 from membound.roofline.errors import MemboundError
@@ -16,7 +17,6 @@ from membound.roofline.precision import get_precision
 from membound.roofline.techniques import KvBudget, KvEviction, KvQuantization, NgramSpeculation, engine_setup
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import store_for, store_problem
-from membound.runtime.kv.evicting import EvictingKv
 from membound.runtime.kv.grouped import decode, encode, pack, unpack
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quest import QuestKv
@@ -31,11 +31,6 @@ ROPE = RopeTables(10_000.0 ** -torch.linspace(0, 1, 32), 1024)
 SCALE = 0.125
 BLOCK = 16
 FORMATS = ("fp8", "int8", "int4", "kivi2", "kivi4")
-EVICTING = (
-    KvBudget("streaming", 96, sinks=4),
-    KvBudget("h2o", 96, recent=48),
-    KvBudget("snapkv", 96, recent=32),
-)
 
 
 def inputs(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -144,12 +139,10 @@ def test_a_budget_that_holds_everything_changes_nothing(policy):
     assert torch.equal(read(store, qkv, chunks), read(plain(90), qkv, chunks))
 
 
-@pytest.mark.parametrize("budget", EVICTING, ids=lambda budget: budget.policy)
-def test_no_more_tokens_are_kept_than_the_budget_has(budget):
-    qkv = inputs(200)
-    store = EvictingKv(KERNELS, ATTENTION, budget, 1, CPU)
-    read(store, qkv, [120, 40, *[1] * 40])
-    assert store.held.tolist() == [96]
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_no_more_tokens_are_kept_than_the_budget_has(policy):
+    store = store_of(KvEviction(policy=policy, budget=96), 200)
+    read(store, inputs(200), [120, 40, *[1] * 40])
     kept = store.positions[0, :, :96]
     assert all(len(set(head)) == 96 for head in kept.tolist())
     assert bool((kept == 199).any(dim=1).all()), "the newest token is kept"
@@ -158,10 +151,52 @@ def test_no_more_tokens_are_kept_than_the_budget_has(budget):
 
 
 def test_streaming_keeps_the_sinks_and_the_newest():
-    store = EvictingKv(KERNELS, ATTENTION, EVICTING[0], 1, CPU)
-    read(store, inputs(200), [120, 40, *[1] * 40])
-    wanted = [0, 1, 2, 3, *range(108, 200)]
-    assert all(sorted(head) == wanted for head in store.positions[0, :, :96].tolist())
+    qkv = inputs(200)
+    exact, store = plain(200), store_of(KvEviction(policy="streaming", budget=96), 200)
+    read(exact, qkv, [200])
+    read(store, qkv, [120, 40, *[1] * 40])
+    kept = torch.tensor([0, 1, 2, 3, *range(108, 200)])
+    assert torch.equal(store.keys[0, store.place_of(kept)], exact.k_blocks.flatten(0, 1)[kept])
+    assert store.nbytes == 96 * cached_token_bytes(ATTENTION, get_precision("bf16"), 1)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv"])
+def test_sequences_beside_each_other_are_as_alone(policy):
+    """One decodes while the prompt of the other is read, at seats of their own."""
+    first, second = inputs(160, 1), inputs(140, 2)
+    technique = KvEviction(policy=policy, budget=96)
+    alone = [read(store_of(technique, 160), qkv, [130, *[1] * (len(qkv) - 130)]) for qkv in (first, second)]
+    store = store_of(technique, 160, seats=2)
+    together = read_together(store, (first, second), [((0, 130), None), ((130, 131), (0, 130))])
+    for step in range(9):
+        parts = [((131 + step, 132 + step), (130 + step, 131 + step))]
+        for number, rows in read_together(store, (first, second), parts).items():
+            together[number] = torch.cat([together[number], rows])
+    assert torch.equal(together[0], alone[0][:140])
+    assert torch.equal(together[1], alone[1][:139])
+
+
+def read_together(store, inputs_of, steps) -> dict[int, torch.Tensor]:
+    """What each of several sequences attends to; a step says which tokens of each come, or None."""
+    outputs: dict[int, torch.Tensor] = {}
+    for step in steps:
+        there = [(number, span) for number, span in enumerate(step) if span is not None]
+        spans = [span for _, span in there]
+        edges = torch.tensor([0, *(end - start for start, end in spans)]).cumsum(0).int()
+        batch = RaggedBatch(
+            positions=torch.cat([torch.arange(*span) for span in spans]),
+            slots=torch.zeros(int(edges[-1]), dtype=torch.int64),
+            query_start=edges,
+            context_len=torch.tensor([end for _, end in spans], dtype=torch.int32),
+            block_table=torch.zeros(len(spans), 10, dtype=torch.int32),
+            seats=torch.tensor([number for number, _ in there]),
+        )
+        qkv = torch.cat([inputs_of[number][start:end] for number, (start, end) in there])
+        attended = store.attend(qkv, ROPE, batch, SCALE)
+        for i, (number, _) in enumerate(there):
+            rows = attended[edges[i] : edges[i + 1]]
+            outputs[number] = torch.cat([outputs[number], rows]) if number in outputs else rows
+    return outputs
 
 
 def told(tokens: int, needle: int, asked_from: int) -> torch.Tensor:

@@ -1,0 +1,63 @@
+"""What must the stores of all layers know of a step, beyond its batch?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.runtime.kv.scratch import seats_of, spans
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """A chunk of a prompt: rows `first` to `last` of the step, at a seat, behind `start` tokens."""
+
+    first: int
+    last: int
+    seat: int
+    start: int
+
+
+@dataclass(frozen=True)
+class SeatedStep:
+    """A step as stores see it that keep a sequence at its seat: sequences that decode one token, and prompts.
+
+    `rows` are those of the tokens that decode, None where all do; `seats` and `positions` are theirs.
+    """
+
+    rows: Tensor | None
+    seats: Tensor
+    positions: Tensor
+    prompts: tuple[PromptPart, ...]
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> SeatedStep:
+        starts, ends = spans(batch)
+        edges, seats, device = batch.query_start.tolist(), seats_of(batch), batch.positions.device
+        decoding = [i for i, (start, end) in enumerate(zip(starts, ends, strict=True)) if start and end - start == 1]
+        prompts = tuple(
+            PromptPart(edges[i], edges[i + 1], seats[i], starts[i]) for i in range(len(starts)) if i not in decoding
+        )
+        rows = torch.tensor([edges[i] for i in decoding], device=device) if prompts else None
+        chosen = (torch.tensor([values[i] for i in decoding], device=device) for values in (seats, starts))
+        return cls(rows, *chosen, prompts)
+
+
+Plan = TypeVar("Plan")
+
+
+class LastStep(Generic[Plan]):
+    """Keeps what was made of the last batch, so that the first layer makes it and the others find it."""
+
+    def __init__(self) -> None:
+        self._last: tuple[RaggedBatch, Plan] | None = None
+
+    def of(self, batch: RaggedBatch, make: Callable[[], Plan]) -> Plan:
+        if self._last is None or self._last[0] is not batch:
+            self._last = batch, make()
+        return self._last[1]

@@ -1,0 +1,125 @@
+"""How does StreamingLLM keep the first tokens of a sequence and the newest ones?
+
+Source: Xiao et al., Efficient streaming language models with attention sinks, ICLR 2024. Tokens keep the positions at
+which they stood in the text, which the model's context must hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import Kernels, RaggedBatch
+from membound.roofline.models import GroupedQueryAttention
+from membound.roofline.techniques import KvBudget
+from membound.runtime.kv.scratch import prompt_scratch
+from membound.runtime.kv.steps import LastStep, PromptPart, SeatedStep
+from membound.runtime.rope import RopeTables
+
+BLOCK = 16  # tokens that the kernels read together
+
+
+@dataclass(frozen=True)
+class StreamingStep:
+    """A step and its part that decodes, as it lies at the seats; None where nothing does."""
+
+    seated: SeatedStep
+    decoding: RaggedBatch | None
+
+
+class StreamingKv:
+    """At each seat the first `sinks` tokens, and a ring of the newest: which is the same for all layers and heads."""
+
+    emulated = False
+    on_host = True
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        attention: GroupedQueryAttention,
+        budget: KvBudget,
+        seats: int,
+        device: torch.device,
+        steps: LastStep[StreamingStep],
+    ) -> None:
+        self.kernels, self.steps = kernels, steps
+        self.budget, self.sinks = budget.tokens, budget.sinks
+        self.blocks = -(-budget.tokens // BLOCK)  # of one seat
+        shape = (seats * self.blocks, BLOCK, attention.kv_heads, attention.head_dim)
+        self.k_blocks, self.v_blocks = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
+        places = (seats, self.blocks * BLOCK, attention.kv_heads, attention.head_dim)
+        self.keys, self.values = self.k_blocks.view(places), self.v_blocks.view(places)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k_blocks.nbytes + self.v_blocks.nbytes
+
+    def attend(
+        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
+    ) -> Tensor:
+        step = self.steps.of(batch, lambda: self._step(batch))
+        if not step.seated.prompts:
+            assert step.decoding is not None, "a step computes something"
+            return self._decode(qkv, rope, step.decoding, scale, softcap)
+        out: Tensor | None = None
+        for part in step.seated.prompts:
+            attended = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
+            out = attended.new_empty(qkv.shape[0], attended.shape[1]) if out is None else out
+            out[part.first : part.last] = attended
+        assert out is not None, "there was a prompt"
+        if step.decoding is not None and step.seated.rows is not None:
+            rows = step.seated.rows
+            out[rows] = self._decode(qkv[rows], rope, step.decoding, scale, softcap)
+        return out
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        raise AssertionError("refused before: a cache of constant size has no blocks to move")
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        raise AssertionError("refused before: a cache of constant size has no blocks to move")
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        raise AssertionError("refused before: drafts and eviction exclude each other")
+
+    def place_of(self, positions: Tensor) -> Tensor:
+        """Where a token lies at its seat: the sinks in front, the others in a ring."""
+        ring = self.sinks + (positions - self.sinks) % (self.budget - self.sinks)
+        return torch.where(positions < self.sinks, positions, ring)
+
+    def _step(self, batch: RaggedBatch) -> StreamingStep:
+        seated = SeatedStep.of(batch)
+        seats, positions = seated.seats, seated.positions
+        if not len(seats):
+            return StreamingStep(seated, None)
+        first = seats * self.blocks
+        decoding = RaggedBatch(
+            positions=positions,
+            slots=first * BLOCK + self.place_of(positions),
+            query_start=torch.arange(len(seats) + 1, dtype=torch.int32, device=seats.device),
+            context_len=(positions + 1).clamp(max=self.budget).int(),
+            block_table=(first[:, None] + torch.arange(self.blocks, device=seats.device)).int(),
+            most_queries=1,
+        )
+        return StreamingStep(seated, decoding)
+
+    def _decode(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None) -> Tensor:
+        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, batch, self.k_blocks, self.v_blocks)
+        return self.kernels.attention(q, self.k_blocks, self.v_blocks, batch, scale, softcap=softcap)
+
+    def _prompt(self, qkv: Tensor, rope: RopeTables, part: PromptPart, scale: float, softcap: float | None) -> Tensor:
+        """Attention of a chunk to what was kept before it and to itself; of its tokens those stay that are not old."""
+        seat, held = part.seat, min(part.start, self.budget)
+        scratch = prompt_scratch(qkv.shape[0], part.start, held, BLOCK, self.keys)
+        keys, values = scratch.tokens(0)
+        keys[:held], values[:held] = self.keys[seat, :held], self.values[seat, :held]
+        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, scratch.batch, scratch.k_blocks, scratch.v_blocks)
+        attended = self.kernels.attention(q, scratch.k_blocks, scratch.v_blocks, scratch.batch, scale, softcap=softcap)
+        positions = scratch.batch.positions
+        oldest = part.start + qkv.shape[0] - (self.budget - self.sinks)
+        stays = torch.nonzero((positions < self.sinks) | (positions >= oldest)).flatten()
+        place = self.place_of(positions[stays])
+        self.keys[seat, place], self.values[seat, place] = keys[held + stays], values[held + stays]
+        return attended
