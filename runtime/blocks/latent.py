@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -81,12 +82,19 @@ class LatentMixer:
         self.absorbed = absorbed
         self.scale = scale
         self.device = device
-        eye = torch.eye(spec.kv_lora_rank, dtype=kernels.activation_dtype, device=device)
-        unpack = linears.kv_b(eye).unflatten(1, (spec.heads, -1)).permute(1, 2, 0)  # [heads, nope + v, rank]
+
+    @cached_property
+    def _absorbed_halves(self) -> tuple[Tensor, Tensor]:
+        """What turns q into the latents' space, [heads, nope, rank], and what they attend to into v, [heads, rank, v].
+
+        Read back when first needed, so that whoever observes `kv_b` while text is read sees its inputs alone.
+        """
+        spec, kernels = self.spec, self.kernels
+        eye = torch.eye(spec.kv_lora_rank, dtype=kernels.activation_dtype, device=self.device)
+        unpack = self._linears.kv_b(eye).unflatten(1, (spec.heads, -1)).permute(1, 2, 0)  # [heads, nope + v, rank]
         kept = torch.float32 if kernels.kv_dtype == torch.float32 else torch.bfloat16
         k, v = unpack.to(kept).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
-        self.q_absorb = k.contiguous()  # [heads, nope, rank]
-        self.v_absorb = v.transpose(1, 2).contiguous()  # [heads, rank, v]
+        return k.contiguous(), v.transpose(1, 2).contiguous()
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, LatentKv)
@@ -130,13 +138,13 @@ class LatentMixer:
         return out
 
     def _on_latents(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
-        spec = self.spec
+        spec, (q_absorb, v_absorb) = self.spec, self._absorbed_halves
         nope, rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
-        latent = torch.bmm(nope.transpose(0, 1).to(self.q_absorb.dtype), self.q_absorb).transpose(0, 1)
+        latent = torch.bmm(nope.transpose(0, 1).to(q_absorb.dtype), q_absorb).transpose(0, 1)
         q = torch.cat([latent.to(q.dtype), rope], dim=-1)  # [tokens, heads, rank + rope]
         seen = self.kernels.attention(q.contiguous(), cache.blocks, cache.blocks, batch, self.scale)
         seen = seen.unflatten(1, (spec.heads, -1))[..., : spec.kv_lora_rank]  # of the latents, not of the keys
-        out = torch.bmm(seen.transpose(0, 1).to(self.v_absorb.dtype), self.v_absorb)
+        out = torch.bmm(seen.transpose(0, 1).to(v_absorb.dtype), v_absorb)
         return out.transpose(0, 1).to(q.dtype)
 
     def _unpacked(self, q: Tensor, batch: RaggedBatch, sequence: int, cache: LatentKv) -> Tensor:

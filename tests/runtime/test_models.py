@@ -166,7 +166,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
     "mamba2": (
         "Mamba2",
-        {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16},
+        {
+            "num_heads": 6,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "expand": 2,
+            "chunk_size": 16,
+            "use_bias": True,
+        },
     ),
     "mamba": ("Mamba", {"state_size": 8, "intermediate_size": 96, "time_step_rank": 6}),
     "qwen3-next": (
