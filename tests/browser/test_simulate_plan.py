@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,26 @@ def test_the_answer_outlives_the_reload_and_is_there_for_a_second_session(sessio
         one.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
         assert one.answer == answer
         one.settle()
+
+
+def test_an_answer_outlives_the_server_that_was_asked(chromium: Any, dashboard: Any, tmp_path: Path) -> None:
+    context = chromium.new_context(locale="en-US")
+    page = context.new_page()
+    first = type(dashboard)(tmp_path)
+    page.goto(first.url + SMALL_RUN, timeout=TIMEOUT_MS)
+    page.get_by_role("button", name=EN("simulate.run"), exact=True).click(timeout=TIMEOUT_MS)
+    while not any(job.pid for job in first.store.jobs("policies")):
+        page.wait_for_timeout(100)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    second = type(dashboard)(tmp_path)
+    try:
+        page.goto(second.url + SMALL_RUN, timeout=TIMEOUT_MS)
+        page.get_by_role("button", name=EN("asked.again"), exact=True).wait_for(timeout=JOB_TIMEOUT_MS)
+        assert len(second.store.jobs("policies")) == 1
+    finally:
+        second.end()
+        context.close()
 
 
 def test_a_run_downloads_as_a_timeline_and_as_its_scenario(session: Session) -> None:
