@@ -117,7 +117,7 @@ class RunResult:
 
     def to_json(self) -> dict[str, Any]:
         """What `membound simulate --json` and `membound measure --json` print."""
-        document = {
+        document: dict[str, Any] = {
             "scenario": self.scenario.model_dump(mode="json"),
             "summary": self.summary.model_dump(mode="json"),
             "provenance": self.provenance.model_dump(mode="json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
 from membound.roofline.scenario import parse_scenario
@@ -11,7 +12,7 @@ from membound.simulator.stacking import stack
 QUESTION = "Of five families of techniques, what is the real gain of all against the product of their gains, and where?"
 MODEL, DEVICE = "Llama-3.1-8B", "H100-SXM5"
 BATCHES, CONTEXTS = (1, 8, 32, 128), (1024, 8192, 65536)
-TECHNIQUES = [
+TECHNIQUES: list[dict[str, Any]] = [
     {"name": "weight_quantization", "format": "fp8"},
     {"name": "kv_quantization", "format": "fp8"},
     {"name": "sparsity_2_4"},

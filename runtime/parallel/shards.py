@@ -96,6 +96,7 @@ def _check(spec: ModelSpec, layer: Layer, tp: int, ep: int) -> None:
             f"parallel.tp is {tp}, but the runtime divides layers of attention, with one norm for each head and no "
             f"gate on its output, and of dense, gated or expert networks, and {spec.name} has others; set it to 1"
         )
+    assert isinstance(attention, GroupedQueryAttention | LatentAttention), "checked above"
     counts = [("attention.heads", attention.heads, "parallel.tp", tp)]
     if isinstance(attention, GroupedQueryAttention):
         counts.append(("attention.kv_heads", attention.kv_heads, "parallel.tp", tp))

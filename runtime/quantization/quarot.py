@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,13 +62,15 @@ def rotated_moments(
             unscaled = torch.where(gamma == 0, 0.0, 1 / gamma)  # the norm's weight goes into the matrix
             found[name] = _both_sides(moments[name] * unscaled[:, None] * unscaled, residual.apply)
         per_head = rotation(layer.attention.value_dim)
-        found[f"layers.{index}.o"] = _both_sides(
-            moments[f"layers.{index}.o"],
-            lambda x, turn=per_head: turn.apply(x.unflatten(1, (-1, turn.size))).flatten(1),
-        )
+        found[f"layers.{index}.o"] = _both_sides(moments[f"layers.{index}.o"], partial(_head_by_head, per_head))
         online = online_rotation(tensors["down"].shape[1])
         found[f"layers.{index}.down"] = _both_sides(moments[f"layers.{index}.down"], online.apply)
     return found
+
+
+def _head_by_head(turn: Rotation, x: Tensor) -> Tensor:
+    """Rows of x [rows, heads * head_dim], each head turned by itself."""
+    return turn.apply(x.unflatten(1, (-1, turn.size))).flatten(1)
 
 
 def _both_sides(moments: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:

@@ -152,7 +152,8 @@ def test_more_bits_of_the_same_kernel_never_take_less_time(device, batch, contex
         taken = [seconds(model, shape, times, engine_setup((WeightQuantization(format=f),))) for f in formats]
         assert all(no_less(later, earlier) for earlier, later in itertools.pairwise(taken))
     cached = [
-        seconds(model, shape, times, engine_setup((KvQuantization(format=f),))) for f in ("int4", "int4_g32_zero16", "int8")
+        seconds(model, shape, times, engine_setup((KvQuantization(format=f),)))
+        for f in ("int4", "int4_g32_zero16", "int8")
     ]
     assert all(no_less(later, earlier) for earlier, later in itertools.pairwise(cached))
 
