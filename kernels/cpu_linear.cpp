@@ -97,8 +97,8 @@ void direct_rows(const Product& p, const float* x /* interleaved */, W w, int64_
     Vec sums[ROWS][TOKENS] = {};
     w = w + row * p.k;
     const int64_t whole = p.k / LANES * LANES;
-    // Rows are too short for the hardware to recognise as streams, so the rows after the next ones are asked for here.
-    const char* ahead = address(w + 2 * ROWS * p.k);
+    // Rows are too short for the hardware to recognise as streams, so the next ones are asked for here.
+    const char* ahead = address(w + ROWS * p.k);
     for (int64_t i = 0; i < whole; i += LANES, x += TOKENS * LANES) {
         for (size_t line = 0; line < element_bytes(w) * ROWS * LANES; line += 64, ahead += 64)
             __builtin_prefetch(ahead, 0, 2);
