@@ -12,7 +12,7 @@ from membound.roofline.memory import MEMORY_SHARE, weights_bytes
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
-from membound.roofline.workload import SyntheticPrompts
+from membound.roofline.workload import SessionPrompts, SyntheticPrompts, TracePrompts
 from membound.runtime.assets import fetch_smollm2
 from membound.runtime.loading.finite import check_finite
 from membound.runtime.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def load_model(scenario: Scenario) -> LoadedModel:
     if Path(source).is_dir():
         spec, weights = load_safetensors(source)
         check_finite(weights)
-        without_text = isinstance(scenario.workload.prompts, SyntheticPrompts)
+        without_text = isinstance(scenario.workload.prompts, SyntheticPrompts | SessionPrompts | TracePrompts)
         if without_text and not (Path(source) / "tokenizer.json").exists():
             return LoadedModel(spec, weights, None)
         return LoadedModel(spec, weights, Tokenizer.from_folder(source))

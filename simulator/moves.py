@@ -9,12 +9,14 @@ from typing import Literal
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import (
     W8A8,
     ContinuousBatching,
     DraftModelSpeculation,
     Eagle,
+    ExpertOffload,
     FlashAttention,
     Int8Weights,
     KvEviction,
@@ -126,6 +128,9 @@ def _variants(model: ModelSpec, hardware: HardwareSpec) -> Iterator[Technique]:
     kinds = {group.attention.kind for group in model.groups()}
     if "gqa" in kinds and "mla" not in kinds:
         yield KvEviction()
+    experts = [group.ffn.experts for group in model.groups() if isinstance(group.ffn, MoeFfn)]
+    if experts:
+        yield ExpertOffload(cached_experts=max(1, min(experts) // 2))
 
 
 def excludes(one: Technique, other: Technique) -> bool:
