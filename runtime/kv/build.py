@@ -13,7 +13,7 @@ from membound.runtime.blocks.attention import NewStore
 from membound.runtime.kv.evicting import EvictingKv, EvictingStep
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
-from membound.runtime.kv.quest import QuestKv
+from membound.runtime.kv.quest import QuestKv, QuestStep
 from membound.runtime.kv.steps import LastStep
 from membound.runtime.kv.streaming import StreamingKv, StreamingStep
 from membound.runtime.kv_store import KvStore
@@ -29,6 +29,7 @@ def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> New
     format, budget = setup.kv, setup.kv_budget
     streaming: LastStep[StreamingStep] = LastStep()
     evicting: LastStep[EvictingStep] = LastStep()
+    quest: LastStep[QuestStep] = LastStep()
 
     def new_store(attention: GroupedQueryAttention, num_blocks: int, block_size: int, seats: int) -> KvStore:
         if budget is not None and budget.policy == "streaming":
@@ -36,7 +37,7 @@ def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> New
         if budget is not None and budget.evicts:
             return EvictingKv(kernels, attention, budget, seats, device, evicting)
         if budget is not None:
-            return QuestKv(kernels, attention, budget, num_blocks, block_size, device)
+            return QuestKv(kernels, attention, budget, num_blocks, block_size, device, quest)
         if format.name in KERNEL_FORMATS:
             name = KERNEL_FORMATS[format.name]
             return KernelQuantizedKv.zeroed(kernels, name, attention, num_blocks, block_size, device)

@@ -7,6 +7,7 @@ of a page can score, so pages are ranked without reading them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -18,17 +19,48 @@ from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.kv.per_head import per_head_qkv
 from membound.runtime.kv.scratch import spans
+from membound.runtime.kv.steps import LastStep
 from membound.runtime.kv_store import move_slots
 from membound.runtime.rope import RopeTables
 
 MOST_SELECTING = 33  # new tokens of a sequence that decodes or verifies drafts; a prompt reads all of its pages
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Heads of sequences that bring equally many tokens and read `kept` of their pages: those of the new tokens, and of
+    the others the best."""
+
+    rows: Tensor  # [rows], in the batch by head
+    queries: Tensor  # [rows * new], tokens of the batch by head
+    pages: Tensor  # [rows, pages], blocks of heads
+    own: Tensor  # [rows, pages], whether the new tokens lie there
+    absent: Tensor  # [rows, pages], beyond the last
+    kept: int
+
+
+@dataclass(frozen=True)
+class QuestStep:
+    """A step in which each head of a sequence is a sequence: what is common to all layers.
+
+    Its `batch` reads all pages; with `selections` it has the contexts of those that are chosen, and their tables are
+    still to be filled. `order` says where each token's heads went. The tokens' slots are in `pages_written`, of which
+    those of `begun` have their first token.
+    """
+
+    batch: RaggedBatch
+    order: Tensor
+    pages_written: Tensor
+    begun: Tensor
+    selections: tuple[Selection, ...]
+
+
 class QuestKv:
     """All K and V in blocks, which are the pages, with the bounds of each page's keys; each KV head chooses its own.
 
-    A head of a block is a block of its own for the kernels, so that heads may read different ones. Bounds of a page
-    that is written again, after rejected drafts, may be wider than need be and never narrower.
+    A head of a block is a block of its own for the kernels, so that heads may read different ones. `bounds`
+    [blocks * heads, 2 * head_dim] are the largest of each page's keys, and the largest of their negatives. Those of a
+    page that is written again, after rejected drafts, may be wider than need be and never narrower.
     """
 
     emulated = False
@@ -42,43 +74,30 @@ class QuestKv:
         num_blocks: int,
         block_size: int,
         device: torch.device,
+        steps: LastStep[QuestStep],
     ) -> None:
         heads, width = attention.kv_heads, attention.head_dim
-        self.kernels, self.heads, self.width, self.block_size = kernels, heads, width, block_size
+        self.kernels, self.heads, self.width, self.block_size, self.steps = kernels, heads, width, block_size, steps
         self.pages = max(2, budget.tokens // block_size)
         shape = (num_blocks * heads, block_size, 1, width)
         self.k_blocks, self.v_blocks = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
-        bounds = (num_blocks * heads, width)
-        self.least, self.largest = (torch.zeros(bounds, dtype=kernels.kv_dtype, device=device) for _ in range(2))
+        self.bounds = torch.zeros(num_blocks * heads, 2 * width, dtype=kernels.kv_dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.k_blocks, self.v_blocks, self.least, self.largest))
+        return sum(part.nbytes for part in (self.k_blocks, self.v_blocks, self.bounds))
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        heads = self.heads
-        order, edges = _by_sequence_and_head(batch, heads)
-        head = torch.arange(heads, device=qkv.device)
-        tables = batch.block_table.long()[:, None] * heads + head[:, None]  # [sequences, heads, blocks]
-        by_head = RaggedBatch(
-            positions=batch.positions.repeat_interleave(heads)[order],
-            slots=self._slots(batch.slots).flatten()[order],
-            query_start=edges,
-            context_len=batch.context_len.repeat_interleave(heads),
-            block_table=tables.flatten(0, 1).int(),
-            most_queries=batch.most_queries,
-            tree=None if batch.tree is None else batch.tree.repeat_interleave(heads)[order],
-        )
+        step = self.steps.of(batch, lambda: self._step(batch))
         blocks = self.k_blocks, self.v_blocks
-        flat = per_head_qkv(qkv, heads, self.width)[order]
-        q = self.kernels.rope_and_store(flat, rope.cos, rope.sin, by_head, *blocks)  # [tokens * heads, group, D]
-        self._widen_bounds(by_head.slots)
-        chosen = self._chosen(q, by_head)
-        attended = self.kernels.attention(q, *blocks, chosen, scale, softcap=softcap)
+        flat = per_head_qkv(qkv, self.heads, self.width)[step.order]
+        q = self.kernels.rope_and_store(flat, rope.cos, rope.sin, step.batch, *blocks)  # [tokens * heads, group, D]
+        self._widen_bounds(step.batch.slots, step.pages_written, step.begun)
+        attended = self.kernels.attention(q, *blocks, self._chosen(q, step), scale, softcap=softcap)
         out = torch.empty_like(attended)
-        out[order] = attended
+        out[step.order] = attended
         return out.view(qkv.shape[0], -1)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
@@ -88,73 +107,85 @@ class QuestKv:
         put_content(self._parts(), blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
-        by_token = [part.view(-1, self.heads, self.block_size, self.width).transpose(1, 2) for part in self._blocks()]
+        both = self.k_blocks, self.v_blocks
+        by_token = [part.view(-1, self.heads, self.block_size, self.width).transpose(1, 2) for part in both]
         move_slots(by_token, sources, targets)
-        self._widen_bounds(self._slots(targets).flatten())
+        slots = self._slots(targets).flatten()
+        self._widen_bounds(slots, slots // self.block_size, slots[:0])
+
+    def _parts(self) -> list[Tensor]:
+        """All that is kept, by the numbers of the scheduler's blocks."""
+        return [part.view(-1, self.heads, *part.shape[1:]) for part in (self.k_blocks, self.v_blocks, self.bounds)]
 
     def _slots(self, slots: Tensor) -> Tensor:
         """Where each head of the tokens in the scheduler's `slots` [tokens] lies: [tokens, heads]."""
         head, size = torch.arange(self.heads, device=slots.device), self.block_size
         return ((slots // size)[:, None] * self.heads + head) * size + (slots % size)[:, None]
 
-    def _blocks(self) -> tuple[Tensor, Tensor]:
-        return self.k_blocks, self.v_blocks
-
-    def _parts(self) -> list[Tensor]:
-        """All that is kept, by the numbers of the scheduler's blocks."""
-        return [part.view(-1, self.heads, *part.shape[1:]) for part in (*self._blocks(), self.least, self.largest)]
-
-    def _widen_bounds(self, slots: Tensor) -> None:
-        """The keys in `slots` count for the bounds of their pages; a page's first token begins them anew."""
-        rows, offset = slots // self.block_size, slots % self.block_size
-        begun = rows[offset == 0]
-        self.least[begun], self.largest[begun] = torch.inf, -torch.inf
+    def _widen_bounds(self, slots: Tensor, pages: Tensor, begun: Tensor) -> None:
+        """The keys in `slots`, which lie in `pages`, count for their bounds; those of `begun` pages begin anew."""
+        if len(begun):
+            self.bounds[begun] = -torch.inf
         keys = self.k_blocks.view(-1, self.width)[slots]
-        index = rows[:, None].expand_as(keys)
-        self.least.scatter_reduce_(0, index, keys, "amin")
-        self.largest.scatter_reduce_(0, index, keys, "amax")
+        index = pages[:, None].expand(-1, 2 * self.width)
+        self.bounds.scatter_reduce_(0, index, torch.cat([keys, -keys], dim=1), "amax")
 
-    def _chosen(self, q: Tensor, batch: RaggedBatch) -> RaggedBatch:
-        """The same batch, of which every sequence that decodes reads its best pages and those of its new tokens."""
-        starts, ends = spans(batch)
-        size = self.block_size
-        table, contexts = batch.block_table.clone(), list(ends)
-        width = batch.block_table.shape[1]
-        edges = batch.query_start.tolist()
-        for new in {end - start for start, end in zip(starts, ends, strict=True)}:
+    def _chosen(self, q: Tensor, step: QuestStep) -> RaggedBatch:
+        """The step's batch, of which every sequence that decodes reads its best pages and those of its new tokens.
+
+        A query's products with a page's bounds are no less than its score with any token there.
+        """
+        if not step.selections:
+            return step.batch
+        table = step.batch.block_table.clone()
+        for chosen in step.selections:
+            queries = q[chosen.queries].view(len(chosen.rows), -1, self.width).float()  # [rows, new * group, D]
+            signed = torch.cat([queries.clamp(min=0), (-queries).clamp_(min=0)], dim=-1)
+            bound = signed @ self.bounds[chosen.pages].float().transpose(1, 2)
+            best = bound.amax(dim=1).masked_fill_(chosen.absent, -torch.inf).masked_fill_(chosen.own, torch.inf)
+            found = best.topk(chosen.kept, dim=1, sorted=False).indices.sort(dim=1).values
+            table[chosen.rows, : chosen.kept] = chosen.pages.gather(1, found).int()
+        return replace(step.batch, block_table=table)
+
+    def _step(self, batch: RaggedBatch) -> QuestStep:
+        heads, size, device = self.heads, self.block_size, batch.positions.device
+        order, edges = _by_sequence_and_head(batch, heads)
+        head = torch.arange(heads, device=device)
+        tables = (batch.block_table.long()[:, None] * heads + head[:, None]).flatten(
+            0, 1
+        )  # [sequences * heads, blocks]
+        by_head = RaggedBatch(
+            positions=batch.positions.repeat_interleave(heads)[order],
+            slots=self._slots(batch.slots).flatten()[order],
+            query_start=edges,
+            context_len=batch.context_len.repeat_interleave(heads),
+            block_table=tables.int(),
+            most_queries=batch.most_queries,
+            tree=None if batch.tree is None else batch.tree.repeat_interleave(heads)[order],
+        )
+        starts, ends = spans(by_head)
+        contexts = list(ends)
+        selections = []
+        for new in sorted({end - start for start, end in zip(starts, ends, strict=True)}):
+            kept = max(self.pages, (new - 2) // size + 2)  # so many pages may `new` tokens touch
             rows = [
                 i
                 for i, (start, end) in enumerate(zip(starts, ends, strict=True))
-                if end - start == new <= MOST_SELECTING and start and -(-end // size) > self.pages
+                if end - start == new <= MOST_SELECTING and start and -(-end // size) > kept
             ]
             if not rows:
                 continue
-            at = torch.tensor(rows, device=q.device)
-            firsts = torch.tensor([edges[i] for i in rows], device=q.device)
-            queries = q[(firsts[:, None] + torch.arange(new, device=q.device)).flatten()]
-            queries = queries.view(len(rows), -1, self.width).float()  # [rows, new * group, D]
-            pages = table[at].long()
-            least, largest = self.least[pages].float(), self.largest[pages].float()  # [rows, blocks, D]
-            bound = queries.clamp(min=0) @ largest.transpose(1, 2) + queries.clamp(max=0) @ least.transpose(1, 2)
-            best = bound.amax(dim=1)  # [rows, blocks]
-            place = torch.arange(width, device=q.device)
-            first = torch.tensor([starts[i] // size for i in rows], device=q.device)[:, None]
-            last = torch.tensor([(ends[i] - 1) // size for i in rows], device=q.device)[:, None]
-            best = best.masked_fill(place > last, -torch.inf).masked_fill((place >= first) & (place <= last), torch.inf)
-            kept = min(width, max(self.pages, 1 + max((ends[i] - 1) // size - starts[i] // size for i in rows)))
-            found = best.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
-            table[at, :kept] = pages.gather(1, found).int()
+            first, last = (torch.tensor([at[i] for i in rows], device=device)[:, None] for at in (starts, ends))
+            first, last = first // size, (last - 1) // size
             for i in rows:
                 contexts[i] = ends[i] - (-(-ends[i] // size) - kept) * size
-        return RaggedBatch(
-            positions=batch.positions,
-            slots=batch.slots,
-            query_start=batch.query_start,
-            context_len=torch.tensor(contexts, dtype=torch.int32, device=q.device),
-            block_table=table,
-            most_queries=batch.most_queries,
-            tree=batch.tree,
-        )
+            place, at = torch.arange(tables.shape[1], device=device), torch.tensor(rows, device=device)
+            queries = (edges[at].long()[:, None] + torch.arange(new, device=device)).flatten()
+            own = (place >= first) & (place <= last)
+            selections.append(Selection(at, queries, tables[at], own, place > last, kept))
+        pages, offset = by_head.slots // size, by_head.slots % size
+        context_len = torch.tensor(contexts, dtype=torch.int32, device=device)
+        return QuestStep(replace(by_head, context_len=context_len), order, pages, pages[offset == 0], tuple(selections))
 
 
 def _by_sequence_and_head(batch: RaggedBatch, heads: int) -> tuple[Tensor, Tensor]:

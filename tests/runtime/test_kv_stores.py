@@ -14,12 +14,11 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.models import GroupedQueryAttention, get_model
 from membound.roofline.precision import get_precision
-from membound.roofline.techniques import KvBudget, KvEviction, KvQuantization, NgramSpeculation, engine_setup
+from membound.roofline.techniques import KvEviction, KvQuantization, NgramSpeculation, engine_setup
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import store_for, store_problem
 from membound.runtime.kv.grouped import decode, encode, pack, unpack
 from membound.runtime.kv.kivi import KiviKv
-from membound.runtime.kv.quest import QuestKv
 from membound.runtime.kv_store import PlainKv
 from membound.runtime.plain import single_sequence
 from membound.runtime.rope import RopeTables
@@ -237,15 +236,14 @@ def test_a_question_that_comes_after_the_prompt_is_lost_to_eviction_and_not_to_p
 
 def test_pages_take_the_bytes_that_the_roofline_counts_and_move_with_their_bounds():
     qkv = inputs(96)
-    budget = KvBudget("quest", 64, page=BLOCK)
-    one, other = (QuestKv(KERNELS, ATTENTION, budget, 6, BLOCK, CPU) for _ in range(2))
+    one, other = (store_of(KvEviction(policy="quest", budget=64), 96) for _ in range(2))
     each = BLOCK * cached_token_bytes(ATTENTION, get_precision("bf16"), 1) + page_bytes(ATTENTION, 1)
     assert one.nbytes == 6 * each
     read(one, qkv, [96])
     other.write_blocks(range(6), one.read_blocks(range(6)))
-    assert torch.equal(other.least, one.least) and torch.equal(other.largest, one.largest)
+    assert torch.equal(other.bounds, one.bounds)
     keys = one.k_blocks.view(-1, BLOCK, ATTENTION.head_dim)
-    assert torch.equal(one.least, keys.amin(1)) and torch.equal(one.largest, keys.amax(1))
+    assert torch.equal(one.bounds, torch.cat([keys.amax(1), -keys.amin(1)], dim=1))
 
 
 # -- what is refused
