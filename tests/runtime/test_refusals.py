@@ -11,29 +11,10 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques import TECHNIQUES, EngineSetup, WeightQuantization, engine_setup
 from membound.runtime.refusals import unmeasured
 
-RUNS = (
-    "int8_weights",
-    "weight_quantization",
-    "w8a8",
-    "sparsity_2_4",
-    "expert_offload",
-    "continuous_batching",
-    "kv_quantization",
-    "kv_eviction",
-    "ngram_speculation",
-    "flash_attention",
-    "mla_absorption",
-)
-
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_a_technique_runs_or_says_that_it_is_only_predicted(name):
-    problem = unmeasured(TECHNIQUES[name]().apply(EngineSetup()))
-    if name in RUNS:
-        assert problem is None
-    else:
-        assert problem is not None and "is predicted, not measured yet: the runtime has " in problem
-        assert "\n" not in problem
+def test_every_technique_runs(name):
+    assert unmeasured(TECHNIQUES[name]().apply(EngineSetup())) is None
 
 
 def test_a_model_that_is_published_quantized_runs_in_16_bits_only():
