@@ -92,7 +92,7 @@ class QuestKv:
     ) -> Tensor:
         step = self.steps.of(batch, lambda: self._step(batch))
         blocks = self.k_blocks, self.v_blocks
-        flat = per_head_qkv(qkv, self.heads, self.width)[step.order]
+        flat = per_head_qkv(qkv, self.heads, self.width).index_select(0, step.order)
         q = self.kernels.rope_and_store(flat, rope.cos, rope.sin, step.batch, *blocks)  # [tokens * heads, group, D]
         self._widen_bounds(step.batch.slots, step.pages_written, step.begun)
         attended = self.kernels.attention(q, *blocks, self._chosen(q, step), scale, softcap=softcap)
@@ -126,7 +126,7 @@ class QuestKv:
         """The keys in `slots`, which lie in `pages`, count for their bounds; those of `begun` pages begin anew."""
         if len(begun):
             self.bounds[begun] = -torch.inf
-        keys = self.k_blocks.view(-1, self.width)[slots]
+        keys = self.k_blocks.view(-1, self.width).index_select(0, slots)
         index = pages[:, None].expand(-1, 2 * self.width)
         self.bounds.scatter_reduce_(0, index, torch.cat([keys, -keys], dim=1), "amax")
 
@@ -139,9 +139,12 @@ class QuestKv:
             return step.batch
         table = step.batch.block_table.clone()
         for chosen in step.selections:
-            queries = q[chosen.queries].view(len(chosen.rows), -1, self.width).float()  # [rows, new * group, D]
+            queries = (
+                q.index_select(0, chosen.queries).view(len(chosen.rows), -1, self.width).float()
+            )  # [rows, new * group, D]
             signed = torch.cat([queries.clamp(min=0), (-queries).clamp_(min=0)], dim=-1)
-            bound = signed @ self.bounds[chosen.pages].float().transpose(1, 2)
+            bounds = self.bounds.index_select(0, chosen.pages.flatten()).view(*chosen.pages.shape, -1)
+            bound = signed @ bounds.float().transpose(1, 2)
             best = bound.amax(dim=1).masked_fill_(chosen.absent, -torch.inf).masked_fill_(chosen.own, torch.inf)
             found = best.topk(chosen.kept, dim=1, sorted=False).indices.sort(dim=1).values
             table[chosen.rows, : chosen.kept] = chosen.pages.gather(1, found).int()
