@@ -44,8 +44,10 @@ class SeatedStep:
             PromptPart(edges[i], edges[i + 1], seats[i], starts[i]) for i in range(len(starts)) if i not in decoding
         )
         rows = torch.tensor([edges[i] for i in decoding], device=device) if prompts else None
-        chosen = (torch.tensor([values[i] for i in decoding], device=device) for values in (seats, starts))
-        return cls(rows, *chosen, prompts)
+        decoding_seats, positions = (
+            torch.tensor([values[i] for i in decoding], dtype=torch.int64, device=device) for values in (seats, starts)
+        )
+        return cls(rows, decoding_seats, positions, prompts)
 
 
 Plan = TypeVar("Plan")
