@@ -7,6 +7,7 @@ that a run of any length ends well; a run that was stopped goes on from its last
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ def train(
     tokens = most_written(learnt, spec.vocab)
     rows = weights.lm_head[tokens].float()
     module = _MedusaModule(spec, rows) if plan.kind == "medusa" else _EagleModule(spec, weights, rows)
-    run = _Run(plan, module, tokens, clock)
+    run = _Run(plan, module, _fingerprint(texts), clock)
     while (left := 1 - run.elapsed_s / plan.seconds) > 0:
         for batch in _batches(learnt, run.generator):
             left = 1 - run.elapsed_s / plan.seconds
@@ -74,6 +75,10 @@ def train(
         run.epoch += 1
         run.log(agreement=agreement(module, held_out, tokens))
     return Head(plan.kind, {"tokens": tokens.int()} | module.exported(), {})
+
+
+def _fingerprint(texts: list[Text]) -> str:
+    return hashlib.sha256(torch.cat([text.token_ids for text in texts]).numpy().tobytes()).hexdigest()
 
 
 def most_written(texts: list[Text], vocab: int) -> Tensor:
@@ -254,14 +259,14 @@ def _divergence(guessed: Tensor, said: Tensor) -> Tensor:
 class _Run:
     """The state of a training that can be stopped at any time."""
 
-    def __init__(self, plan: Plan, module: _Module, tokens: Tensor, clock: Callable[[], float]) -> None:
+    def __init__(self, plan: Plan, module: _Module, texts: str, clock: Callable[[], float]) -> None:
         self.plan = plan
         self.module = module
         self.epoch = self.steps = 0
         self.generator = torch.Generator().manual_seed(plan.seed)
         self._optimizer = torch.optim.AdamW(module.parameters(), lr=RATES[plan.kind], weight_decay=0.0)
         self._clock = clock
-        self._tokens = tokens
+        self._texts = texts
         self._before_s = self._cpu_before_s = 0.0
         self._losses: list[float] = []
         self._checkpoint = plan.folder / f"{plan.kind}.checkpoint"
@@ -311,7 +316,7 @@ class _Run:
             "module": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "generator": self.generator.get_state(),
-            "tokens": self._tokens,
+            "texts": self._texts,
             "epoch": self.epoch,
             "steps": self.steps,
             "elapsed_s": self.elapsed_s,
@@ -323,7 +328,7 @@ class _Run:
 
     def _resume(self) -> None:
         state = torch.load(self._checkpoint)
-        if not torch.equal(state["tokens"], self._tokens):
+        if state["texts"] != self._texts:
             raise MemboundError(
                 f"'{self._checkpoint}' was trained on other texts; remove it, or give another folder to train in"
             )
@@ -331,4 +336,4 @@ class _Run:
         self._optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.epoch, self.steps = state["epoch"], state["steps"]
-        self._before_s, self._cpu_before_s = state["elapsed_s"], state.get("cpu_s", 0.0)
+        self._before_s, self._cpu_before_s = state["elapsed_s"], state["cpu_s"]

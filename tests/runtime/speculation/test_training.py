@@ -73,7 +73,7 @@ def test_a_head_learns_and_drafts_for_its_model(kind, spec, weights, texts, tmp_
     lines = [json.loads(line) for line in (tmp_path / f"{kind}.log.jsonl").read_text().splitlines()]
     assert len(lines) > 3
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
-    assert lines[-1]["agreement_by_position"][0] > lines[0]["agreement_by_position"][0]
+    assert lines[-1]["agreement_by_position"][0] > 0.3  # a random guess is right once in 61
 
     path = tmp_path / "head.safetensors"
     head.save(path)
