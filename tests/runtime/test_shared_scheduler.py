@@ -214,9 +214,16 @@ def conversations(folder, num_blocks, **engine) -> Scenario:
 KEPT_ON_HOST = 40 * 4 * 2 * 2 * 2 * 8 * 2 / 2**30  # 40 blocks of 4 tokens: K and V, 2 layers, 2 heads of 8, 2 bytes
 
 
-@pytest.mark.parametrize("batching", ["continuous", "prefill_first", "chunked_prefill"])
-@pytest.mark.parametrize("host", [{}, {"host_kv_gib": KEPT_ON_HOST}], ids=["", "kept on the host"])
-@pytest.mark.parametrize("num_blocks", [400, 26], ids=["plenty", "tight"])
+@pytest.mark.parametrize(
+    ("num_blocks", "host", "batching"),
+    [
+        (400, {}, "continuous"),
+        (26, {}, "prefill_first"),
+        (26, {}, "chunked_prefill"),
+        (26, {"host_kv_gib": KEPT_ON_HOST}, "continuous"),
+        (26, {"host_kv_gib": KEPT_ON_HOST}, "chunked_prefill"),
+    ],
+)
 def test_shared_blocks_hold_what_the_simulator_says_and_change_no_token(tmp_path, num_blocks, host, batching):
     engine = {"batching": batching, "max_batched_tokens": 12 if batching == "chunked_prefill" else 160}
     shared, steps = decided_alike(conversations(tmp_path, num_blocks, prefix_caching=True, **host, **engine), False)
