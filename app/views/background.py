@@ -30,13 +30,16 @@ Answer = TypeVar("Answer")
 def ask(key: object, function: Callable[..., Answer], *arguments: object) -> Future[Answer]:
     """The answer to come of a function of a module, which another process calls, once for each `key`."""
     asked = (function.__module__, function.__qualname__, key)
-    future: Future[Answer] = _asked(asked, function, arguments)
-    if future.done() and isinstance(future.exception(), BrokenProcessPool):
-        # a process was killed; new ones answer
-        _processes.clear()
-        _asked.clear()
-        future = _asked(asked, function, arguments)
-    return future
+    try:
+        future: Future[Answer] = _asked(asked, function, arguments)
+        if not (future.done() and isinstance(future.exception(), BrokenProcessPool)):
+            return future
+    except BrokenProcessPool:
+        pass  # it was known to be broken before anything was asked
+    # A process was killed; new ones answer.
+    _processes.clear()
+    _asked.clear()
+    return _asked(asked, function, arguments)
 
 
 def answer(future: Future[Answer], key: str) -> Answer | None:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from membound.app import cli
+from membound.roofline.techniques import Eagle
 
 ASKED = {
     "name": "asked",
@@ -137,7 +138,7 @@ def test_a_run_says_which_drafts_it_took_where_the_scenario_leaves_them_open(ask
 
 def test_catalogs_list_what_a_scenario_can_name() -> None:
     eagle = next(one for one in document("catalog", "techniques")["techniques"] if one["name"] == "eagle")
-    assert [one["name"] for one in eagle["parameters"]] == ["depth", "tree_size", "alpha", "decay"]
+    assert {one["name"] for one in eagle["parameters"]} == set(Eagle.model_fields) - {"name"}
     assert eagle["best_if_not_given"] == ["depth", "tree_size"]
     assert {"vllm", "sglang"} <= {one["name"] for one in document("catalog", "profiles")["profiles"]}
     assert "H100-SXM5" in {one["name"] for one in document("catalog", "devices")["devices"]}
