@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import fields, replace
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ def tensors_of(weight: PackedWeight) -> dict[str, Tensor]:
 
 def buffers_like(weight: PackedWeight, device: torch.device) -> PackedWeight:
     """A weight of the same layout on `device` whose numbers are yet to come."""
-    empty = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors_of(weight).items()}
+    tensors = tensors_of(weight).items()
+    empty: dict[str, Any] = {name: torch.empty_like(tensor, device=device) for name, tensor in tensors}
     return replace(weight, **empty)
 
 
@@ -98,7 +99,7 @@ class DiskPlace:
         buffers, file, at = tensors_of(into), self._file.fileno(), begin
         for name, shape in shapes.items():
             bytes_ = torch.empty(shape.nbytes, dtype=torch.uint8)
-            whole = memoryview(bytes_.numpy())
+            whole = bytes_.numpy().data
             while whole:
                 read = os.preadv(file, [whole], at)
                 if not read:
