@@ -37,7 +37,6 @@ class AttentionPart(NamedTuple):
         kv_tokens = np.minimum(self.kv_tokens, sequences * (window + new - 1.0))
         return AttentionPart(self.tokens, self.sequences, kv_tokens, np.minimum(self.attended, self.tokens * window))
 
-
     def kept(self, budget: int) -> AttentionPart:
         """As a layer sees it whose cache holds `budget` tokens of a sequence: new ones see those and each other."""
         sequences = np.maximum(self.sequences, 1e-9)
