@@ -78,7 +78,8 @@ class ExpertCache:
         self._missing = [expert for expert in chosen if expert not in self._slots]
         self.moves.misses += len(self._missing)
         self.moves.hits += len(self._left) - len(self._missing)
-        self._fetch_missing()
+        if self._left and self._left[0] not in self._missing:  # else that one is read at once, by whom it is waited for
+            self._fetch_missing()
 
     def foresee(self, experts: Sequence[int]) -> None:
         """The next step is expected to read these; they come if there is room, without anybody waiting."""
@@ -104,7 +105,11 @@ class ExpertCache:
             self._missing = [other for other in self._missing if other != expert]
             if not self._make_room():
                 self._give_up_the_last()
-            self._fetch(expert)
+            slot = self._seat(expert)
+            self._fetch_missing()
+            self._read(expert, slot)
+            self.moves.stalled_s += time.perf_counter() - began_s
+            return
         self._slots.move_to_end(expert)
         self._fetch_missing()
         slot = self._slots[expert]
@@ -148,12 +153,18 @@ class ExpertCache:
         self._free.append(slot)
 
     def _fetch(self, expert: int) -> None:
+        """Lets the expert come in the background."""
+        slot = self._seat(expert)
+        slot.coming = self.loader.submit(self._read, expert, slot)
+
+    def _seat(self, expert: int) -> _Slot:
+        """The buffers that an expert is to be read into."""
         slot = self._free.pop() if self._free else _Slot(self._new_buffers())
         self._slots[expert] = slot
         self.moves.bytes += self.expert_bytes
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # what was there may still be read
-        slot.coming = self.loader.submit(self._read, expert, slot)
+        return slot
 
     @torch.inference_mode()  # a thread's own, and the buffers are made within the decoder's
     def _read(self, expert: int, slot: _Slot) -> None:

@@ -72,6 +72,7 @@ class DiskPlace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._written = True
         self._kept: list[tuple[int, dict[str, Tensor]]] = []  # where it begins, and tensors of its shapes without data
         folder = home_folder()
         try:
@@ -87,14 +88,15 @@ class DiskPlace:
             for tensor in tensors.values():
                 self._file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             self._file.flush()
-            os.fdatasync(self._file.fileno())  # only what is written can be dropped from the system's cache
         except OSError as error:
             raise _not_kept(error) from None
-        os.posix_fadvise(self._file.fileno(), begin, 0, os.POSIX_FADV_DONTNEED)
+        self._written = False
         self._kept.append((begin, {name: tensor.to("meta") for name, tensor in tensors.items()}))
         return len(self._kept) - 1
 
     def read(self, number: int, into: PackedWeight) -> None:
+        if not self._written:
+            self._write_out()
         begin, shapes = self._kept[number]
         buffers, file, at = tensors_of(into), self._file.fileno(), begin
         for name, shape in shapes.items():
@@ -107,6 +109,15 @@ class DiskPlace:
                 whole, at = whole[read:], at + read
             buffers[name].copy_(bytes_.view(shape.dtype).view(shape.shape))
         os.posix_fadvise(file, begin, at - begin, os.POSIX_FADV_DONTNEED)
+
+    def _write_out(self) -> None:
+        """Only what is on the disk can be dropped from the system's cache."""
+        try:
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            raise _not_kept(error) from None
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._written = True
 
 
 def _not_kept(error: OSError) -> MemboundError:
