@@ -517,7 +517,8 @@ class Scheduler:
         for item in work:
             sequence = running[item.sequence]
             tables.hold(sequence, self.reserved_tokens or max(item.context, sequence.tokens))
-        if self.batching.prompts_alone:
-            for sequence in joined:
-                if sequence.clock is not None:  # it came back, and waits for a step of those who decode
-                    tables.hold(sequence, self.reserved_tokens or sequence.computed)
+        computing = {item.sequence for item in work}
+        for sequence in joined:
+            if sequence.clock is not None and sequence.id not in computing:
+                # It came back, and waits for a step of those who decode.
+                tables.hold(sequence, self.reserved_tokens or sequence.computed)
