@@ -20,7 +20,10 @@ def greedy(logits: Tensor) -> int:
 
 
 def generate_plain(
-    decoder: Decoder | DividedDecoder, prompt_ids: Sequence[int], max_tokens: int, sample: Callable[[Tensor], int] = greedy
+    decoder: Decoder | DividedDecoder,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    sample: Callable[[Tensor], int] = greedy,
 ) -> Iterator[int]:
     """Yields `max_tokens` tokens after the prompt: one sequence, whole prompt first, then one token a step.
 
