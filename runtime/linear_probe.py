@@ -53,11 +53,9 @@ class LinearProbe:
         return tuple(format for format in self.grid.formats if self._has(format))
 
     def _has(self, format: WeightFormat) -> bool:
-        try:
-            PackedLayout.of(self.kernels, format, self.grid.n[0], self.grid.k[0])
-        except ValueError:
+        if self.kernels.emulates(format):
             return False
-        return not self.kernels.emulates(format)
+        return all(PackedLayout.fits(self.kernels, format, k) for k in self.grid.k)
 
     def one_s(self, format: WeightFormat, n: int, k: int, m: int, cached: bool) -> float:
         """Seconds of one linear call at a shape."""

@@ -96,6 +96,17 @@ class PackedLayout:
                 shapes[name] = (rows, *rest)
         return cls(like, shapes, (n, k))
 
+    @classmethod
+    def fits(cls, kernels: Kernels, format: WeightFormat, k: int) -> bool:
+        """Whether these kernels pack the format, and each further tile of rows as the first; some lay out columns."""
+        device = getattr(kernels, "device", "cpu")
+        try:
+            layout = cls.of(kernels, format, 2 * ROWS, k)
+            packed = kernels.pack(torch.zeros(2 * ROWS, k, device=device), format)
+        except ValueError:
+            return False
+        return all(tuple(getattr(packed, name).shape) == shape for name, shape in layout.shapes.items())
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its tensors, each at a multiple of the alignment."""

@@ -123,6 +123,7 @@ def test_parts_of_a_pool_come_in_turn_and_cached_ones_repeat() -> None:
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (48, 128)])
 def test_a_pools_weights_are_laid_out_as_packed_ones_and_are_multiplied(format: str, n: int, k: int) -> None:
     kernels, pool = kernels_for("cpu"), Pool.of(8 * MIB, "cpu")
+    assert PackedLayout.fits(kernels, format, k)
     packed = kernels.pack(torch.randn(n, k), format)
     layout = PackedLayout.of(kernels, format, n, k)
     assert 0 <= layout.nbytes - packed.nbytes < 64 * len(layout.shapes)
