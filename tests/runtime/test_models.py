@@ -322,7 +322,7 @@ GGUF: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {}),
     "gpt-oss": ("gpt-oss", {}),
     "mamba": ("mamba", {}),
-    "mamba2": ("mamba2", {}),
+    "mamba2": ("mamba2", {"use_bias": False}),  # llama.cpp has no biases there
 }
 
 

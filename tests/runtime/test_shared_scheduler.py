@@ -13,7 +13,6 @@ import random
 import pytest
 
 from membound.kernels.dispatch import kernels_for
-from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
@@ -257,16 +256,13 @@ def test_chunks_do_not_change_the_tokens(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize(
-    ("engine", "sentence"),
-    [
-        ({"disaggregation": {}}, r"engine.disaggregation is predicted, not measured yet"),
-    ],
-)
-def test_what_does_not_run_yet_is_refused_in_one_sentence(tmp_path, engine, sentence):
-    chosen = scenario(tmp_path, [], {"kind": "closed_loop", "concurrency": 2}, 200, **engine)
-    with pytest.raises(MemboundError, match=sentence):
-        Runtime().run(chosen, get_hardware("H100-SXM5"))
+def test_prompts_and_outputs_in_two_processes_write_the_same_tokens(tmp_path):
+    chosen = scenario(tmp_path, ["continuous_batching"], {"kind": "closed_loop", "concurrency": 7}, 200)
+    outputs = [
+        Runtime(kernels=kernels_for("cpu", batch_invariant=True)).run(asked, get_hardware("H100-SXM5")).outputs
+        for asked in (chosen, chosen.with_value("engine.disaggregation", {}))
+    ]
+    assert outputs[0] == outputs[1]
 
 
 def test_the_techniques_named_lossless_do_not_change_the_tokens(tmp_path):
