@@ -1,5 +1,6 @@
 TORCH ?=
 PYTEST_ARGS ?=
+TEST_WORKERS ?= 2
 export TORCH
 
 .PHONY: help setup dashboard test lint gpu-check clean
@@ -7,7 +8,7 @@ export TORCH
 help:
 	@echo "make setup      .venv with all that membound needs; the command is .venv/bin/membound"
 	@echo "make dashboard  setup, then the dashboard on 127.0.0.1:8501"
-	@echo "make test       setup, what the tests need, and the tests (PYTEST_ARGS='-k roofline' for some of them)"
+	@echo "make test       setup, what the tests need, and the tests (PYTEST_ARGS='-k roofline' for some, TEST_WORKERS=2)"
 	@echo "make lint       ruff and mypy"
 	@echo "make gpu-check  on a GPU: the kernels checked, their resources, and their times, whose table comes last"
 	@echo "make clean      removes .venv, build outputs and caches"
@@ -21,7 +22,7 @@ dashboard: setup
 
 test:
 	@.ci/bootstrap.sh test
-	.venv/bin/pytest $(PYTEST_ARGS)
+	.venv/bin/pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint:
 	@.ci/bootstrap.sh test

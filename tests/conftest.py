@@ -11,14 +11,21 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# With pytest-xdist each worker imports this, too.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+THREADS = "1" if WORKER else "2"
+
 
 def _private_home() -> Path:
-    """A new MEMBOUND_HOME that shares the downloaded weights with the real one."""
+    """A new MEMBOUND_HOME that shares the downloaded weights with the real one, and a worker's compiled kernels."""
     real = Path(os.environ.get("MEMBOUND_HOME") or Path.home() / ".local" / "share" / "membound")
     home = Path(tempfile.mkdtemp(prefix="membound-tests-"))
     try:
         (real / "weights").mkdir(parents=True, exist_ok=True)
         (home / "weights").symlink_to((real / "weights").resolve(), target_is_directory=True)
+        if WORKER:
+            (real / "kernels").mkdir(exist_ok=True)
+            (home / "kernels").symlink_to((real / "kernels").resolve(), target_is_directory=True)
     except OSError:
         (home / "weights").mkdir(exist_ok=True)
     return home
@@ -28,7 +35,7 @@ def _private_home() -> Path:
 HOME = _private_home()
 os.environ["MEMBOUND_HOME"] = str(HOME)
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ[variable] = "2"
+    os.environ[variable] = THREADS
 
 # Predicting works without torch, and so do its tests.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
