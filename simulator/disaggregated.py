@@ -180,10 +180,7 @@ class _World:
 
 def _continued(prompt: Sequence, request: Request) -> Sequence:
     """The sequence of `request` whose prompt was computed, and first token emitted, as `prompt`."""
-    sequence = Sequence(request, prompt.token_ids)
-    sequence.standing = request.prompt_tokens + 1
-    sequence.standing_computed = request.prompt_tokens
-    sequence.loaded = True
+    sequence = Sequence.continued(request, prompt.token_ids)
     sequence.preemptions = prompt.preemptions
     sequence.admitted_s = prompt.admitted_s
     sequence.first_token_s = prompt.first_token_s

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from membound.roofline.scenario import Scenario
 from membound.roofline.workload import TextPrompts
-from membound.simulator.scheduling.request import Outcome, Step
+from membound.simulator.scheduling.request import Outcome, Step, draft_depth
 from membound.simulator.scheduling.workload import requests_for
 from membound.simulator.scheduling.workload.prompts import load_prompts
 
@@ -32,7 +32,7 @@ class Acceptance:
             task, kept = self.tasks.get(work.sequence, ""), len(outcome.emitted[work.sequence]) - 1
             self.steps[task] += 1
             self.emitted[task] += kept + 1
-            for place in range(1, _depth(work.parents, len(work.drafts)) + 1):
+            for place in range(1, draft_depth(work) + 1):
                 if kept < place - 1:
                     break
                 self.reached[task, place] += 1
@@ -56,16 +56,6 @@ class Acceptance:
     @staticmethod
     def _sum(counts: Counter[tuple[str, int]], task: str | None, place: int) -> int:
         return sum(count for (of, at), count in counts.items() if at == place and task in (None, of))
-
-
-def _depth(parents: tuple[int, ...] | None, guesses: int) -> int:
-    """Tokens of a draft's longest path."""
-    if parents is None:
-        return guesses
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
 
 
 def tasks_of(scenario: Scenario) -> dict[int, str]:

@@ -167,10 +167,7 @@ class Router:
     def _continued(self, handover: Handover) -> Sequence:
         request = self.requests[handover.request]
         assert request.prompt_ids is not None, "the runtime knows the tokens"
-        sequence = Sequence(request, [*request.prompt_ids, handover.first_token])
-        sequence.standing = request.prompt_tokens + 1
-        sequence.standing_computed = request.prompt_tokens
-        sequence.loaded = True
+        sequence = Sequence.continued(request, [*request.prompt_ids, handover.first_token])
         sequence.preemptions = handover.preemptions
         sequence.admitted_s = handover.admitted_s
         sequence.first_token_s = sequence.last_token_s = handover.first_token_s

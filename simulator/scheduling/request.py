@@ -113,6 +113,15 @@ class Sequence:
         """A sequence that has its prompt and nothing else."""
         return cls(request, None if request.prompt_ids is None else list(request.prompt_ids))
 
+    @classmethod
+    def continued(cls, request: Request, token_ids: list[int] | None) -> Sequence:
+        """A sequence whose prompt was computed, and first token emitted, elsewhere, from where its K and V come."""
+        sequence = cls(request, token_ids)
+        sequence.standing = request.prompt_tokens + 1
+        sequence.standing_computed = request.prompt_tokens
+        sequence.loaded = True
+        return sequence
+
     @property
     def id(self) -> int:
         return self.request.id
