@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from membound.app.compare import LiveObserver, compare
 from membound.app.keeping import keep_comparison, keep_run
+from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, local_hardware
 from membound.roofline.home import local_calibration_path
@@ -161,8 +162,8 @@ def run_validate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 def _keep_asked(
     spec: dict[str, Any], context: JobContext, label: str, document: dict[str, Any], tables: dict[str, Any]
 ) -> str:
-    """Keeps what a page asked for under the digest by which it asks again."""
-    return context.store.save_run(
+    """Keeps what a page asked for under the digest by which it asks again, and makes room for it."""
+    run_id = context.store.save_run(
         kind=context.store.job(context.job_id).kind,
         label=label,
         digest=spec["digest"],
@@ -172,6 +173,8 @@ def _keep_asked(
         comparison=document,
         job_id=context.job_id,
     )
+    make_room(context.store)
+    return run_id
 
 
 def scenario_of(spec: dict[str, Any]) -> Scenario:

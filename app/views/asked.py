@@ -15,7 +15,7 @@ from typing import Any
 
 import streamlit as st
 
-from membound.app import jobs
+from membound.app import jobs, room
 from membound.app.store import Job, Run
 from membound.app.views import states
 from membound.app.views.console import console
@@ -36,7 +36,8 @@ def answer(kind: str, spec: Mapping[str, Any], label: str, *, start: bool = Fals
     digest = digest_of(kind, spec)
     known = store().runs(kind=kind, digest=digest, limit=1)
     job = _job(kind, digest)
-    if job is None and not known and start:
+    unknown = job is None or job.state == "done"  # its answer made room for others
+    if unknown and not known and start:
         job = _submit(kind, spec, digest)
     active = job is not None and job.active
     if not active:
@@ -52,6 +53,8 @@ def answer(kind: str, spec: Mapping[str, Any], label: str, *, start: bool = Fals
         if pressed:
             _submit(kind, spec, digest)
             st.rerun()
+    if known:
+        room.looked_at(known[0])
     if job is not None and active:
         console(job.id, watch_text=False)
     elif job is not None and job.state != "done" and not (known and known[0].created > job.created):

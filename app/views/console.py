@@ -14,19 +14,28 @@ from membound.app.figures.live import live_figure
 from membound.app.livechart import live_chart
 from membound.app.store import Event, Job
 from membound.app.views import results, tables
-from membound.app.views.session import store, translate
+from membound.app.views.said import said
+from membound.app.views.session import store, this_machine, translate
+from membound.app.worker import MEASUREMENTS
 
+POLL_S = 0.5
 # One open page costs a core about a tenth of its time when polled each second; a CPU run is being timed meanwhile.
-POLL_S = 2.0
+POLL_BESIDE_CPU_S = 2.0
 CHART_HEIGHT, TEXT_HEIGHT = 390, 320
 
 
 def console(job_id: str, *, watch_text: bool = True) -> Job:
-    """Draw a job and, while it is active, draw it again every few seconds; the page runs anew once it has ended."""
+    """Draw a job and, while it is active, draw it again as it goes on; the page runs anew once it has ended."""
     job = jobs.poll(store(), job_id)
     if job.active:
-        st.fragment(_running, run_every=POLL_S, key=f"console_{job_id}")(job_id, watch_text)
+        st.fragment(_running, run_every=_poll_s(job), key=f"console_{job_id}")(job_id, watch_text)
     return job
+
+
+def _poll_s(job: Job) -> float:
+    machine = this_machine()
+    on_cpu = machine is None or machine.kind == "cpu"
+    return POLL_BESIDE_CPU_S if on_cpu and job.kind in MEASUREMENTS else POLL_S
 
 
 def _running(job_id: str, watch_text: bool) -> None:
@@ -37,7 +46,7 @@ def _running(job_id: str, watch_text: bool) -> None:
     left, right = st.columns([6, 1], vertical_alignment="bottom")
     with left:
         waited = text.seconds(max(0.0, time.time() - (job.started or job.created)))
-        st.progress(job.progress, t(f"job.{job.state}", message=job.message, waited=waited))
+        st.progress(job.progress, t(f"job.{job.state}", message=said(job.message, t), waited=waited))
     with right:
         stopping = job.cancel_requested is not None
         label = t("job.cancelling") if stopping else t("job.cancel")

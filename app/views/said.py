@@ -1,0 +1,44 @@
+"""What does a worker say of its progress, in the reader's language?
+
+Workers speak English, to the terminal and the log too. A translation is found by the English sentence, whose
+placeholders match what the worker put there.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from functools import cache
+
+from membound.app.i18n import Translate, sentences
+
+PREFIX = "says."
+# Placeholders that hold a sentence of a worker themselves; the others hold names and numbers.
+NESTED = ("part", "rest", "source")
+# Placeholders that hold a count, so that a name with the same words is not taken for one.
+COUNTS = ("at", "attempt", "cell", "cells", "number", "of", "repeat", "tries")
+
+
+def said(message: str, t: Translate) -> str:
+    """A worker's sentence translated; as it is where no sentence of the catalog matches."""
+    for name, pattern in _patterns():
+        if found := pattern.fullmatch(message):
+            values = {key: said(value, t) if key in NESTED else value for key, value in found.groupdict().items()}
+            return t(f"says.{name}", **values)
+    return message
+
+
+@cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    """The sentences as patterns by name; those with more words of their own first, as they say more of what matches."""
+    known = {key.removeprefix(PREFIX): words for key, words in sentences("en").items() if key.startswith(PREFIX)}
+    parsed = {name: list(string.Formatter().parse(words)) for name, words in known.items()}
+    own = {name: sum(len(literal) for literal, *_ in parts) for name, parts in parsed.items()}
+    return [(name, re.compile(_pattern(parsed[name]))) for name in sorted(parsed, key=lambda name: -own[name])]
+
+
+def _pattern(parts: list[tuple[str, str | None, str | None, str | None]]) -> str:
+    holds = {field: r"[\d,]+" if field in COUNTS else ".+?" for _, field, _, _ in parts}
+    return "".join(
+        re.escape(literal) + ("" if field is None else f"(?P<{field}>{holds[field]})") for literal, field, _, _ in parts
+    )

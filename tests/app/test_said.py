@@ -1,0 +1,79 @@
+"""Is whatever a worker says of its progress said in Chinese too?"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from membound.app.i18n import Translate
+from membound.app.views.said import said
+
+ROOT = Path(__file__).parents[2]
+# what jobs of the dashboard run, as far as it tells how far it is
+SPEAKERS = [
+    *(ROOT / "app" / name for name in ("compare.py", "deployments.py", "serving.py", "tasks.py", "worker.py")),
+    *sorted((ROOT / "app" / "experiments").glob("*.py")),
+    *(ROOT / "runtime" / name for name in ("calibrate.py", "passes.py")),
+    *(ROOT / "simulator" / name for name in ("planner.py", "stacking.py", "sweep.py")),
+]
+SAYS = {"progress", "report", "Part", "LiveObserver", "_measure"}
+EN, ZH = Translate("en"), Translate("zh")
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+
+
+def sentences_of(source: Path) -> Iterator[str]:
+    """Every literal sentence that is passed on as progress, with a number for whatever is filled in."""
+    for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            given = [*node.args, *(keyword.value for keyword in node.keywords)] if name in SAYS else []
+            for value in given:
+                yield from _sentences(value)
+        elif isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "message" for target in node.targets):
+            yield from _sentences(node.value)
+
+
+def _sentences(value: ast.expr) -> Iterator[str]:
+    if isinstance(value, ast.Tuple):
+        for part in value.elts:
+            yield from _sentences(part)
+    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield value.value
+    elif isinstance(value, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else _filled(part) for part in value.values)
+
+
+def _filled(part: ast.expr) -> str:
+    """What stands in a placeholder: one of the words to choose from, if it says which, else a number."""
+    chosen = part.value if isinstance(part, ast.FormattedValue) else part
+    if isinstance(chosen, ast.IfExp):
+        return next(_sentences(chosen.body), "7")
+    return "7"
+
+
+def test_speakers_are_heard() -> None:
+    heard = [sentence for source in SPEAKERS for sentence in sentences_of(source)]
+    assert {"predicting", "loading 7", "simulating 7", "waiting for run 7 to finish"} <= set(heard) and len(heard) > 15
+
+
+@pytest.mark.parametrize("source", SPEAKERS, ids=lambda path: path.stem)
+def test_every_sentence_of_a_worker_is_said_in_chinese(source: Path) -> None:
+    for sentence in sentences_of(source):
+        if re.search(r"[a-z]{2,}", sentence):
+            told = said(sentence, ZH)
+            assert CHINESE.search(told) or not re.search(r"[a-z]{2,}", told), sentence
+            assert said(sentence, EN) == sentence
+
+
+def test_what_a_sentence_holds_is_said_too_and_names_are_not() -> None:
+    linears = "int8 linears with weights from a cache, pass 1 of 2"
+    assert not re.search(r"weights|cache|pass", said(linears, ZH)) and "int8" in said(linears, ZH)
+    assert "memory" in said("measuring memory", ZH), "a scenario's name is no sentence"
+    assert said("point 2 of 9, 3 of 8", ZH) == "第 2 / 9 点，3 / 8"
+    assert said("5 of 9", ZH) == "5 / 9" and said("queen of spades", ZH) == "queen of spades"
+    assert said("something that nobody expected", ZH) == "something that nobody expected"
+    assert said("", ZH) == ""
