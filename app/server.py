@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from streamlit import config
+from streamlit.auth_util import get_cookie_with_chunks
+from streamlit.runtime.secrets import secrets_singleton
+from streamlit.web.server.server_util import get_cookie_secret
+from streamlit.web.server.starlette.starlette_app_utils import decode_signed_value
 
 from membound.app import jobs
 from membound.app.home import StoreError, membound_home
@@ -43,6 +47,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 LOG_NAME = "dashboard.log"
 PORTS_TRIED = 100
 SUPERVISION_INTERVAL_S = 2.0
+USER_COOKIE = "_streamlit_user"  # in which Streamlit keeps who logged in, signed
 OPTIONS: dict[str, Any] = {
     "browser.gatherUsageStats": False,
     "client.toolbarMode": "viewer",
@@ -162,6 +167,22 @@ class SameOriginMiddleware:
             await PlainTextResponse("This page may not ask for that.", status_code=403)(scope, receive, send)
 
 
+def may_read(cookies: Mapping[str, str], host: str) -> bool:
+    """Whether who sends these cookies to `host` sees the pages: everybody, or who has logged in where that is asked."""
+    if not secrets_singleton.load_if_toml_exists() or "auth" not in secrets_singleton:
+        return True
+
+    def signed(name: str) -> bytes | None:
+        return decode_signed_value(get_cookie_secret(), name, cookies.get(name, "").encode("latin-1", "replace"))
+
+    user = get_cookie_with_chunks(signed, USER_COOKIE)
+    try:
+        found = json.loads(user or b"{}")
+    except ValueError:
+        return False
+    return bool(found.get("is_logged_in")) and urlsplit(found.get("origin", "")).netloc == host
+
+
 def show_error(error: Exception) -> bool:
     """Show an error of a page as one sentence, and keep what led to it in the log under an id."""
     if isinstance(error, MemboundError):
@@ -254,6 +275,8 @@ def _routes(store: Store) -> list[Route]:
         return FileResponse(ASSETS / "favicon.png")
 
     def run(request: Request) -> Response:
+        if not may_read(request.cookies, request.headers.get("host", "")):
+            return JSONResponse({"error": "Log in on a page of this dashboard first."}, status_code=401)
         try:
             found = store.run(request.path_params["run_id"])
             return JSONResponse(

@@ -16,6 +16,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 from streamlit.testing.v1 import AppTest
+from streamlit.web.server.starlette.starlette_app_utils import create_signed_value
 
 from membound.app import jobs, livechart, server
 from membound.app.store import Store
@@ -163,6 +164,83 @@ def test_a_run_is_served_as_json_and_an_unknown_one_is_a_sentence(served):
     assert status == 200 and (run["summary"], run["comparison"], run["tables"]) == ({"tpot_s": 0.1}, {"rows": []}, [])
     status, body, _ = get(f"{address}/api/runs/nothing")
     assert status == 404 and "There is no run 'nothing'" in json.loads(body)["error"]
+
+
+COOKIE_SECRET = "of a test, and long enough"
+SECRETS = f"""[auth]
+redirect_uri = "https://roofs.example.org/oauth2callback"
+cookie_secret = "{COOKIE_SECRET}"
+client_id = "test"
+client_secret = "of a test"
+server_metadata_url = "http://127.0.0.1:1/"
+"""
+
+
+def cookie(user: dict[str, object], secret: str = COOKIE_SECRET) -> str:
+    """A login as Streamlit keeps it."""
+    value = create_signed_value(secret, server.USER_COOKIE, json.dumps(user)).decode()
+    return f"{server.USER_COOKIE}={value}"
+
+
+@pytest.fixture(scope="module")
+def behind_a_login(tmp_path_factory: pytest.TempPathFactory):
+    """The command with --allow-host and an OIDC provider, the address and a run that is kept."""
+    folder = tmp_path_factory.mktemp("login")
+    (folder / ".streamlit").mkdir()
+    (folder / ".streamlit" / "secrets.toml").write_text(SECRETS)
+    store = Store(folder / "home")
+    (folder / "home").mkdir()
+    run_id = store.save_run(kind="compare", label="x", digest="d", scenario_yaml="a: 1\n", summary={})
+    options = ["--no-browser", "--port", "0", "--allow-host", "roofs.example.org", "--allow-host", "roofs"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "membound.app.cli", "dashboard", *options],
+        cwd=folder,
+        env={**os.environ, "MEMBOUND_HOME": str(folder / "home"), "DISPLAY": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().split("dashboard: ")[1].split()[0]
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(OSError):
+        while get(f"{address}/_stcore/health")[0] != 200 and time.monotonic() < deadline:
+            time.sleep(0.1)
+    yield address, run_id
+    process.kill()
+    process.wait()
+
+
+def test_a_name_that_is_allowed_is_served_and_no_other(behind_a_login):
+    address, _ = behind_a_login
+    for host in ("roofs.example.org", "roofs.example.org:443", "roofs", "127.0.0.1"):
+        assert get(address, Host=host)[0] == 200
+        assert " 101 " in socket_status(address, Host=host, Origin=f"https://{host}")
+    for host in ("evil.example", "roofs.example.org.evil.example", "x.roofs.example.org", "roofs2"):
+        assert get(address, Host=host)[0] == 400
+    assert " 101 " not in socket_status(address, Host="roofs", Origin="https://evil.example")
+
+
+def test_kept_runs_are_for_who_has_logged_in(behind_a_login):
+    address, run_id = behind_a_login
+    ours = {"is_logged_in": True, "origin": "https://roofs.example.org"}
+
+    def asked(host: str = "roofs.example.org", **headers: str) -> int:
+        return get(f"{address}/api/runs/{run_id}", Host=host, **headers)[0]
+
+    assert asked(Cookie=cookie(ours)) == 200
+    assert asked() == 401
+    for refused in (
+        cookie(ours, secret="of somebody else"),
+        cookie({**ours, "is_logged_in": False}),
+        cookie({**ours, "origin": "https://evil.example"}),
+        cookie({}),
+        f"{server.USER_COOKIE}=nonsense",
+        f"{server.USER_COOKIE}=",
+    ):
+        assert asked(Cookie=refused) == 401
+    assert asked(host="roofs", Cookie=cookie(ours)) == 401, "a login holds for the name that it was made at"
+    status, body, _ = get(f"{address}/api/runs/nothing", Host="roofs.example.org")
+    assert status == 401 and "nothing" not in json.loads(body)["error"], "nor is it said which runs there are"
 
 
 def test_lost_jobs_are_found_without_a_page(served):
