@@ -94,17 +94,22 @@ def rows_csv(finding: Finding) -> str:
 
 
 def page(finding: Finding) -> str:
-    """One HTML page with the figure, what it says, and under which conditions."""
+    """One HTML page with the figure, what it says, its rows, and under which conditions."""
     from membound.app.figures.experiments import experiment_figure
+    from membound.app.run_files import html_page
 
-    figure = experiment_figure(finding).to_html(full_html=False, include_plotlyjs=True)
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in [*finding.says, *finding.conditions])
-    title = html.escape(f"{finding.name.upper()}: {finding.question}")
-    return (
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title></head>"
-        f"<body style='font-family: sans-serif; max-width: 60rem; margin: 2rem auto'><h1>{title}</h1>"
-        f"{figure}{paragraphs}</body></html>"
+    figure = experiment_figure(finding).to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False})
+    says, conditions = ([f"<p>{html.escape(line)}</p>" for line in part] for part in (finding.says, finding.conditions))
+    return html_page(
+        f"{finding.name.upper()}: {finding.question}", [*says, figure, _rows(finding), *conditions], language="en"
     )
+
+
+def _rows(finding: Finding) -> str:
+    head, *rows = csv.reader(io.StringIO(rows_csv(finding)))
+    lines = (f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    return f"<div class='wide'><table><tr>{titles}</tr>{''.join(lines)}</table></div>"
 
 
 def table(finding: Finding) -> RenderableType:

@@ -134,7 +134,7 @@ def run_page(document: Mapping[str, Any], scenario_yaml: str, name: str, languag
     parts += [f"<p>{html.escape(note)}</p>" for note in [*document.get("notes", []), *provenance.get("notes", [])]]
     heading = html.escape(t("results.scenario"))
     parts.append(f"<h2>{heading}</h2><pre>{html.escape(scenario_yaml)}</pre>")
-    return _page(t("results.page_title", name=name), parts, language)
+    return html_page(t("results.page_title", name=name), parts, language)
 
 
 def _drawn(figures: Sequence[tuple[str, go.Figure, pd.DataFrame]]) -> Iterator[str]:
@@ -148,7 +148,8 @@ def _table(table: pd.DataFrame) -> str:
     return f"<div class='wide'>{table.to_html(index=False, border=0)}</div>"
 
 
-def _page(title: str, parts: Sequence[str], language: str) -> str:
+def html_page(title: str, parts: Sequence[str], language: str) -> str:
+    """A page of these parts, which asks nothing of any server; the parts are HTML, the title is text."""
     style = (
         "body{font-family:sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#0f1317;background:#fff}"
         ".wide{overflow-x:auto}td,th{padding:.2rem .8rem .2rem 0;text-align:left}pre{overflow-x:auto}"

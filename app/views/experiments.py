@@ -7,6 +7,7 @@ import json
 import pandas as pd
 import streamlit as st
 
+from membound.app import experiment
 from membound.app.experiments import EXPERIMENTS, PREDICTED
 from membound.app.experiments.finding import Finding
 from membound.app.figures.experiments import experiment_figure
@@ -60,3 +61,19 @@ def _finding(finding: Finding, t: Translate) -> None:
         caption=" ".join(finding.conditions),
         table=pd.DataFrame(rows),
     )
+    _downloads(finding, t)
+
+
+def _downloads(finding: Finding, t: Translate) -> None:
+    """The finding as a page and as a document, as `membound experiment --out` writes them; its rows are the chart's."""
+    with st.container(horizontal=True):
+        st.download_button(
+            t("download.html"),
+            lambda: experiment.page(finding).encode(),
+            f"{finding.name}.html",
+            "text/html",
+            on_click="ignore",
+            help=t("experiments.html_help"),
+        )
+        content = json.dumps(finding.to_json(), ensure_ascii=False, indent=1)
+        st.download_button(t("download.json"), content, f"{finding.name}.json", "application/json", on_click="ignore")

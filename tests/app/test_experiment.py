@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import math
@@ -60,6 +61,7 @@ def test_the_table_the_document_and_the_page_hold_every_row(stacking: Finding, t
     assert [float(row["ratio"]) for row in table] == [row["ratio"] for row in stacking.rows]
     page = (tmp_path / "x5.html").read_text()
     assert "<script src=" not in page and "Llama-3.1-8B on one H100-SXM5" in page
+    assert all(html.escape(line) in page for line in stacking.says) and page.count("<tr>") == 1 + len(stacking.rows)
 
 
 def test_a_line_for_each_value_and_none_for_what_is_unknown() -> None:

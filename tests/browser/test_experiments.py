@@ -33,6 +33,11 @@ def test_an_experiment_is_run_drawn_downloaded_and_found_in_another_session(sess
     rows = list(csv.DictReader(download.value.path().read_text("utf-8").splitlines()))
     assert rows
     assert all(row for row in rows[0].values())
+    with tab.page.expect_download(timeout=TIMEOUT_MS) as download:
+        tab.click(EN("download.html"))
+    assert download.value.suggested_filename == "x5.html"
+    report = download.value.path().read_text("utf-8")
+    assert "<script src=" not in report and report.count("<tr>") == 1 + len(rows)
     tab.settle()
 
     other = session(locale="zh-CN", color_scheme="dark", viewport={"width": 400, "height": 800}).open("/experiments")
