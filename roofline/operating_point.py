@@ -279,14 +279,20 @@ class OperatingPoint:
     def with_batch(self, batch: int) -> OperatingPoint:
         return replace(self, batch=batch)
 
-    def sweep(self) -> list[SweepPoint]:
+    @cached_property
+    def at_batches(self) -> tuple[OperatingPoint, ...]:
         """The same step over all batches, up to the first that does not fit (at least this one)."""
-        points = [self.with_batch(batch) for batch in sorted({*BATCHES, self.batch})]
-        return [SweepPoint.of(point) for point in points if point.fits or point.batch <= self.batch]
+        batches = sorted({*BATCHES, self.batch})
+        points = [self if batch == self.batch else self.with_batch(batch) for batch in batches]
+        return tuple(point for point in points if point.fits or point.batch <= self.batch)
+
+    def sweep(self) -> list[SweepPoint]:
+        """What each of those steps takes."""
+        return [SweepPoint.of(point) for point in self.at_batches]
 
     def next_bound(self) -> tuple[int, str] | None:
         """The first larger batch that fits at which another bound has the largest share."""
-        for point in self.sweep():
+        for point in self.at_batches:
             if point.batch > self.batch and point.bottleneck != self.bottleneck:
                 return point.batch, point.bottleneck
         return None

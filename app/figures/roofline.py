@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
@@ -12,6 +13,7 @@ from membound.app import text
 from membound.app.figures.template import (
     BLUE,
     BOUND_COLORS,
+    BOUND_MARKS,
     BOUND_SYMBOLS,
     GREEN,
     GREY,
@@ -28,6 +30,9 @@ STEP_COLORS, STEP_SYMBOLS = (BLUE, VERMILLION, GREEN), ("star", "star-diamond", 
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
 # markers with less of the step's time have no label, and a label names so many operators; hovering shows all
 LEAST_NAMED_SHARE, MOST_NAMES = 0.02, 3
+SLIDER_HEIGHT = 84
+# spaces that keep a name off the marker that it is anchored to
+NAME_INDENT = "\u2003" * 2
 
 
 @dataclass(frozen=True)
@@ -173,49 +178,69 @@ def _same_rates(group: Sequence[tuple[str, float]]) -> dict[str, str]:
 
 
 def _draw_operators(fig: go.Figure, cost: StepCost, t: Translate) -> None:
-    """Hollow markers, because they are predicted; an operator without FLOPs has no place on a log axis."""
+    for trace in _operator_traces(cost, list(BOUND_SYMBOLS), t):
+        if trace["x"]:
+            fig.add_trace(trace)
+
+
+def _operator_traces(cost: StepCost, bounds: Sequence[str], t: Translate) -> list[dict[str, Any]]:
+    """A trace for each bound, empty where nothing is held by it, and one that names the operators.
+
+    Hollow markers, because they are predicted; an operator without FLOPs has no place on a log axis.
+    """
     shown = [op for op in cost.operators if float(op.operator.flops) > 0]
-    for bound in dict.fromkeys(op.bound for op in shown):
-        held = [op for op in shown if op.bound == bound]
-        shares = [float(op.total_s / cost.time_s) for op in held]
-        fig.add_scatter(
-            x=[_intensity(op) for op in held],
-            y=[rate_of(op) for op in held],
-            mode="markers",
-            name=t(f"bound.{bound}"),
-            customdata=[op.operator.name for op in held],
-            marker={
-                "symbol": f"{BOUND_SYMBOLS[bound]}-open",
-                "color": BOUND_COLORS[bound],
-                "size": [SMALLEST_MARKER + LARGEST_MARKER * share**0.5 for share in shares],
-                "line": {"width": 2, "color": BOUND_COLORS[bound]},
-            },
-            hovertext=[
-                t(
-                    "roofline.operator_hover",
-                    operator=op.operator.name,
-                    share=text.percent(share),
-                    time=text.seconds(float(op.total_s)),
-                    bound=t(f"bound.{bound}"),
-                )
-                for op, share in zip(held, shares, strict=True)
-            ],
-            hoverinfo="text",
-        )
-    for cluster in _clusters(shown):
-        if sum(float(op.total_s) for op in cluster) < LEAST_NAMED_SHARE * float(cost.time_s):
-            continue
-        lowest = min(cluster, key=rate_of)
-        fig.add_annotation(
-            x=np.log10(_intensity(lowest)),
-            y=np.log10(rate_of(lowest)),
-            text=_names(cluster),
-            showarrow=False,
-            xanchor="left",
-            xshift=20,
-            yshift=-14,
-            font={"size": 11},
-        )
+    return [
+        *(_held(cost, [op for op in shown if op.bound == bound], bound, t) for bound in bounds),
+        _named(cost, shown),
+    ]
+
+
+def _held(cost: StepCost, held: Sequence[OperatorCost], bound: str, t: Translate) -> dict[str, Any]:
+    shares = [float(op.total_s / cost.time_s) for op in held]
+    return {
+        "type": "scatter",
+        "x": [_intensity(op) for op in held],
+        "y": [rate_of(op) for op in held],
+        "mode": "markers",
+        "name": t(f"bound.{bound}"),
+        "customdata": [op.operator.name for op in held],
+        "marker": {
+            "symbol": f"{BOUND_SYMBOLS[bound]}-open",
+            "color": BOUND_COLORS[bound],
+            "size": [SMALLEST_MARKER + LARGEST_MARKER * share**0.5 for share in shares],
+            "line": {"width": 2, "color": BOUND_COLORS[bound]},
+        },
+        "hovertext": [
+            t(
+                "roofline.operator_hover",
+                operator=op.operator.name,
+                share=text.percent(share),
+                time=text.seconds(float(op.total_s)),
+                bound=t(f"bound.{bound}"),
+            )
+            for op, share in zip(held, shares, strict=True)
+        ],
+        "hoverinfo": "text",
+    }
+
+
+def _named(cost: StepCost, shown: Sequence[OperatorCost]) -> dict[str, Any]:
+    """The names of the operators that take longest, right of and below their markers."""
+    least_s = LEAST_NAMED_SHARE * float(cost.time_s)
+    clusters = [cluster for cluster in _clusters(shown) if sum(float(op.total_s) for op in cluster) >= least_s]
+    lowest = [min(cluster, key=rate_of) for cluster in clusters]
+    return {
+        "type": "scatter",
+        "x": [_intensity(op) for op in lowest],
+        "y": [rate_of(op) for op in lowest],
+        "mode": "text",
+        "text": [f"{NAME_INDENT}{_names(cluster)}" for cluster in clusters],
+        "textposition": "bottom right",
+        "textfont": {"size": 11},
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
 
 
 def _names(cluster: Sequence[OperatorCost]) -> str:
@@ -244,41 +269,128 @@ def _intensity(op: OperatorCost) -> float:
 
 
 def _draw_steps(fig: go.Figure, steps: Sequence[PlacedStep], t: Translate) -> None:
-    for index, series in enumerate(dict.fromkeys(step.series for step in steps)):
-        placed = [step for step in steps if step.series == series]
-        costs = [step.cost for step in placed]
-        rates, lows, highs = (
-            [float(cost.flops / seconds(cost)) for cost in costs]
-            for seconds in (lambda c: c.time_s, lambda c: c.high_s, lambda c: c.low_s)
-        )
-        color, symbol = STEP_COLORS[index % len(STEP_COLORS)], STEP_SYMBOLS[index % len(STEP_SYMBOLS)]
-        fig.add_scatter(
-            x=[float(cost.arithmetic_intensity) for cost in costs],
-            y=rates,
-            mode="markers+text",
-            text=[step.label for step in placed],
-            textposition="bottom right",
-            textfont={"size": 12},
-            name=series,
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": [high - rate for high, rate in zip(highs, rates, strict=True)],
-                "arrayminus": [rate - low for low, rate in zip(lows, rates, strict=True)],
-                "thickness": 1.5,
-            },
-            marker={"symbol": f"{symbol}-open", "size": 15, "color": color, "line": {"width": 2.5, "color": color}},
-            hovertext=[
-                t(
-                    "roofline.step_hover",
-                    step=f"{series} {step.label}",
-                    time=text.seconds(float(step.cost.time_s)),
-                    rate=text.flop_rate(rate),
-                )
-                for step, rate in zip(placed, rates, strict=True)
-            ],
-            hoverinfo="text",
-        )
+    for trace in _step_traces(steps, t):
+        fig.add_trace(trace)
+
+
+def _step_traces(steps: Sequence[PlacedStep], t: Translate) -> list[dict[str, Any]]:
+    """A trace for each series of steps, with their intervals as error bars."""
+    series = list(dict.fromkeys(step.series for step in steps))
+    return [
+        _series(index, name, [step for step in steps if step.series == name], t) for index, name in enumerate(series)
+    ]
+
+
+def _series(index: int, series: str, placed: Sequence[PlacedStep], t: Translate) -> dict[str, Any]:
+    costs = [step.cost for step in placed]
+    rates, lows, highs = (
+        [float(cost.flops / seconds(cost)) for cost in costs]
+        for seconds in (lambda c: c.time_s, lambda c: c.high_s, lambda c: c.low_s)
+    )
+    color, symbol = STEP_COLORS[index % len(STEP_COLORS)], STEP_SYMBOLS[index % len(STEP_SYMBOLS)]
+    return {
+        "type": "scatter",
+        "x": [float(cost.arithmetic_intensity) for cost in costs],
+        "y": rates,
+        "mode": "markers+text",
+        "text": [step.label for step in placed],
+        "textposition": "bottom right",
+        "textfont": {"size": 12},
+        "name": series,
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - rate for high, rate in zip(highs, rates, strict=True)],
+            "arrayminus": [rate - low for low, rate in zip(lows, rates, strict=True)],
+            "thickness": 1.5,
+        },
+        "marker": {"symbol": f"{symbol}-open", "size": 15, "color": color, "line": {"width": 2.5, "color": color}},
+        "hovertext": [
+            t(
+                "roofline.step_hover",
+                step=f"{series} {step.label}",
+                time=text.seconds(float(step.cost.time_s)),
+                rate=text.flop_rate(rate),
+            )
+            for step, rate in zip(placed, rates, strict=True)
+        ],
+        "hoverinfo": "text",
+    }
+
+
+# --- a step that moves ---
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the slider can put the step: a batch, and the steps that are drawn there, the last with its operators."""
+
+    batch: int
+    steps: tuple[PlacedStep, ...]
+
+
+def moving_figure(roofs: Roofs, places: Sequence[Place], batch: int, t: Translate, *, height: int = 460) -> go.Figure:
+    """The roofline of the step at `batch`, with a slider that moves it to others, drawn by the browser alone.
+
+    Every place has the same traces, so that what moves is their data and not the chart.
+    """
+    at = next(index for index, place in enumerate(places) if place.batch == batch)
+    fig = roofline_figure(roofs, (), t, height=height + SLIDER_HEIGHT)
+    fixed = len(fig.data)
+    held = {op.bound for place in places for op in place.steps[-1].cost.operators}
+    bounds = [bound for bound in BOUND_SYMBOLS if bound in held]
+    moving = [_moving_traces(place, bounds, roofs, t) for place in places]
+    fig.add_traces(moving[at])
+    indices = list(range(fixed, len(fig.data)))
+    fig.frames = [
+        go.Frame(name=str(place.batch), data=[_moved(trace) for trace in traces], traces=indices)
+        for place, traces in zip(places, moving, strict=True)
+    ]
+    at_once = {"mode": "immediate", "frame": {"duration": 0, "redraw": False}, "transition": {"duration": 0}}
+    steps = [
+        {"label": str(place.batch), "method": "animate", "args": [[str(place.batch)], at_once]} for place in places
+    ]
+    prefix = t("roofline.slide") + " "
+    fig.update_layout(
+        sliders=[{"active": at, "steps": steps, "currentvalue": {"prefix": prefix}, "pad": {"t": 46, "b": 4}}],
+        margin={"b": 56 + SLIDER_HEIGHT},
+    )
+    return fig
+
+
+def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Translate) -> list[dict[str, Any]]:
+    cost = place.steps[-1].cost
+    shares = cost.shares()
+    bound = cost.bottleneck
+    words = t(
+        "roofline.at",
+        batch=place.batch,
+        time=text.seconds(float(cost.time_s)),
+        bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
+        share=text.percent(float(shares[bound])),
+    )
+    said = {
+        "type": "scatter",
+        "x": [roofs.intensity_range[0] * 1.15],
+        "y": [roofs.rate_range[1] * 0.8],
+        "mode": "text",
+        "text": [words],
+        "textposition": "bottom right",
+        "textfont": {"size": 14},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    return [*_operator_traces(cost, bounds, t), *_step_traces(place.steps, t), said]
+
+
+def _moved(trace: dict[str, Any]) -> dict[str, Any]:
+    """What of a trace differs from place to place."""
+    changed = {
+        key: trace[key] for key in ("type", "x", "y", "text", "customdata", "hovertext", "error_y") if key in trace
+    }
+    if isinstance(trace.get("marker", {}).get("size"), list):
+        changed["marker"] = {"size": trace["marker"]["size"]}
+    return changed
 
 
 def rate_of(op: OperatorCost) -> float:

@@ -106,19 +106,25 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
 
 
 def _roofline(point: OperatingPoint, t: Translate) -> None:
+    places = [roofline.Place(other.batch, tuple(_steps(other, t))) for other in point.at_batches]
+    st.header(t("explore.roofline"))
+    chart(
+        roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t),
+        key="roofline",
+        alt=roofline.alt_text(_steps(point, t), t),
+        caption=t("roofline.caption", source=point.hardware.source),
+        table=tables.operator_table(point, t),
+    )
+
+
+def _steps(point: OperatingPoint, t: Translate) -> list[roofline.PlacedStep]:
+    """The step, and before it the one of the plain engine where this one differs."""
     steps = [roofline.PlacedStep(t("explore.this_step"), "", point.cost)]
     plain_setup = EngineSetup(precision=point.model.published, parallel=point.setup.parallel)
     if point.setup != plain_setup:
         plain = replace(point, setup=plain_setup)
         steps.insert(0, roofline.PlacedStep(t("explore.plain_step"), "", plain.cost))
-    st.header(t("explore.roofline"))
-    chart(
-        roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, t),
-        key="roofline",
-        alt=roofline.alt_text(steps, t),
-        caption=t("roofline.caption", source=point.hardware.source),
-        table=tables.operator_table(point, t),
-    )
+    return steps
 
 
 def _shares(point: OperatingPoint, t: Translate) -> None:

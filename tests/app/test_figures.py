@@ -58,11 +58,41 @@ def test_labels_name_what_takes_long_and_count_the_rest() -> None:
     )
     steps = [roofline.PlacedStep("s", "", point.cost)]
     fig = roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, T)
-    bare = roofline.roofline_figure(roofline.roofs_of(point.hardware), steps, T, operators=False)
-    labels = [label.text for label in fig.layout.annotations[len(bare.layout.annotations) :]]
+    (labels,) = [trace.text for trace in fig.data if trace.mode == "text"]
     longest = max(point.cost.operators, key=lambda op: float(op.total_s))
     assert any(longest.operator.name in label for label in labels)
     assert all(label.count(",") < roofline.MOST_NAMES for label in labels)
+
+
+def _places(device: hardware.HardwareSpec) -> list[roofline.Place]:
+    points = [_point(device, batch=batch) for batch in (1, 8, 512)]
+    return [roofline.Place(point.batch, (roofline.PlacedStep("s", "", point.cost),)) for point in points]
+
+
+def test_the_slider_moves_the_step_to_where_it_would_be_drawn(device: hardware.HardwareSpec) -> None:
+    """Every frame is the figure of its batch, trace by trace."""
+    places = _places(device)
+    fig = roofline.moving_figure(roofline.roofs_of(device), places, 8, T)
+    assert [frame.name for frame in fig.frames] == ["1", "8", "512"]
+    assert [step.label for step in fig.layout.sliders[0].steps] == ["1", "8", "512"]
+    assert fig.layout.sliders[0].steps[fig.layout.sliders[0].active].label == "8"
+    for place, frame in zip(places, fig.frames, strict=True):
+        still = roofline.moving_figure(roofline.roofs_of(device), places, place.batch, T)
+        assert len(frame.data) == len(frame.traces)
+        for index, moved in zip(frame.traces, frame.data, strict=True):
+            for key in ("x", "y", "text", "hovertext", "customdata"):
+                assert moved[key] == still.data[index][key]
+            assert moved.marker.size is None or moved.marker.size == still.data[index].marker.size
+
+
+def test_the_slider_says_what_the_step_takes_and_what_binds_it(device: hardware.HardwareSpec) -> None:
+    places = _places(device)
+    fig = roofline.moving_figure(roofline.roofs_of(device), places, 1, T)
+    for place, frame in zip(places, fig.frames, strict=True):
+        (said,) = frame.data[-1].text
+        cost = place.steps[-1].cost
+        assert str(place.batch) in said and BOUND_MARKS[cost.bottleneck] in said
+        assert T(f"bound.{cost.bottleneck}") in said
 
 
 def test_axes_do_not_move_with_the_operating_point(device: hardware.HardwareSpec) -> None:
