@@ -19,6 +19,9 @@ from membound.roofline.speculation import Speculation, draft_model
 from membound.roofline.techniques import ModelDrafts, Size, Speculative, Technique
 from membound.roofline.workload import TextPrompts
 
+# Of the sizes that tables hold for the best so many are costed alone where caches make the tables coarse.
+FINALISTS = 3
+
 
 class Choice(NamedTuple):
     """The size that gains most and its gain over plain steps; no size where plain steps are at least as fast."""
@@ -30,17 +33,14 @@ class Choice(NamedTuple):
 def best_size(speculation: Speculation, times: Times, shape: StepShape, sizes: Iterable[Size]) -> Choice:
     """Of `sizes` the one with the largest gain at this step, exact for the size that is returned."""
     tried = list(sizes)
-    seconds = _each(speculation, times, shape, tried) if times.needs_working_set else None
-    if seconds is None:
-        seconds = _tabulated(speculation, times, shape, tried)
-    gains = [speculation.with_size(size).expected_tokens / s for size, s in zip(tried, seconds, strict=True)]
-    best = tried[int(np.argmax(gains))]
-    speedup = float(speculation.with_size(best).speedup(times, shape))
-    return Choice(best, speedup) if speedup > 1.0 else Choice(None, 1.0)
-
-
-def _each(speculation: Speculation, times: Times, shape: StepShape, sizes: Sequence[Size]) -> list[float]:
-    return [float(speculation.with_size(size).step_s(times, shape)) for size in sizes]
+    seconds = _tabulated(speculation, times, shape, tried)
+    sized = [speculation.with_size(size) for size in tried]
+    gains = np.array([one.expected_tokens / s for one, s in zip(sized, seconds, strict=True)])
+    finalists = np.argsort(-gains, kind="stable")[: FINALISTS if times.needs_working_set else 1]
+    plain_s = float(speculation.plain_s(times, shape))
+    exact = {int(at): sized[at].expected_tokens * plain_s / float(sized[at].step_s(times, shape)) for at in finalists}
+    best = max(exact, key=exact.__getitem__)
+    return Choice(tried[best], exact[best]) if exact[best] > 1.0 else Choice(None, 1.0)
 
 
 def _tabulated(speculation: Speculation, times: Times, shape: StepShape, sizes: Sequence[Size]) -> list[float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from membound.roofline.acceptance import AcceptanceProfile
+from membound.roofline.calibration import Calibration
 from membound.roofline.draft_choice import best_size
-from membound.roofline.hardware import get_hardware
+from membound.roofline.hardware import get_hardware, hardware_of
 from membound.roofline.models import get_model
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
@@ -40,6 +43,21 @@ def test_no_other_size_gains_more(technique, batch):
     found = best_size(drafts, H100, shape, technique.sizes())
     best = max(float(drafts.with_size(size).speedup(H100, shape)) for size in technique.sizes())
     assert found.speedup == pytest.approx(max(best, 1.0), rel=0.01)
+
+
+@pytest.mark.parametrize("technique", (NgramSpeculation(), Medusa(), Eagle()), ids=lambda technique: technique.name)
+@pytest.mark.parametrize("batch", [1.0, 16.0])
+def test_no_other_size_gains_more_where_caches_matter(technique, batch):
+    """A calibrated machine's times depend on what the whole step reads, which a table of many sizes takes as one."""
+    calibration = Calibration.load(Path(__file__).parents[1] / "app" / "calibration.json")
+    times = times_for(hardware_of(calibration))
+    drafts, shape = Speculation(get_model("SmolLM2-135M"), engine_setup((technique,))), StepShape.decode(batch, 500.0)
+    sizes = list(technique.sizes())
+    found = best_size(drafts, times, shape, sizes)
+    best = max(float(drafts.with_size(size).speedup(times, shape)) for size in sizes[:: max(1, len(sizes) // 12)])
+    assert found.speedup >= 0.995 * best
+    if found.size is not None:
+        assert found.speedup == pytest.approx(float(drafts.with_size(found.size).speedup(times, shape)))
 
 
 @pytest.mark.parametrize("technique", OPEN, ids=lambda technique: technique.name)
