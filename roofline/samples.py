@@ -40,12 +40,16 @@ class Samples:
     def from_array(cls, ramps: Column) -> Samples:
         """The samples that `to_array` wrote."""
         samples = cls()
-        samples._ramps.extend(ramps.tolist())
+        samples.add_ramps(ramps)
         return samples
 
     def add(self, first: float, weight: float = 1.0, count: int = 1, slope: float = 0.0) -> None:
         """Adds a ramp."""
         self._ramps.extend((first, slope, count, weight))
+
+    def add_ramps(self, ramps: Column) -> None:
+        """Adds rows of (first, slope, count, weight)."""
+        self._ramps.frombytes(ramps.tobytes())
 
     def extend(self, other: Samples) -> None:
         """Adds all of `other`."""

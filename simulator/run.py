@@ -20,13 +20,14 @@ from membound.roofline.times import times_for
 from membound.roofline.workload import TextPrompts
 from membound.simulator.content import Content, content_for
 from membound.simulator.executor import RooflineExecutor
+from membound.simulator.lockstep import Lockstep, is_ordinary
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Request
-from membound.simulator.scheduling.workload import request_stream
+from membound.simulator.scheduling.workload import request_columns, request_stream
 from membound.simulator.step_times import StepTimes
 
 
@@ -40,10 +41,19 @@ class VirtualClock:
         return float(self.env.now)
 
 
-def engine_process(env: simpy.Environment, waits: Waits) -> Iterator[simpy.Event]:
-    """An engine that knows its next arrival: it sleeps through each step, or run of equal steps."""
-    for until_s in waits:
-        yield env.timeout(max(0.0, until_s - env.now))
+class OwnClock:
+    """The time of an engine that is alone, so that nothing happens while it sleeps."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def sleep_through(self, waits: Waits) -> None:
+        """Lets each step pass at once, or run of equal steps."""
+        for until_s in waits:
+            self._now_s = max(self._now_s, until_s)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ def run(
     """Serves the scenario's workload in virtual time.
 
     `hardware` stands in for the scenario's; `executor` replaces the roofline, for instance by recorded step times.
-    Equal steps run as one event, unless `step_by_step`. Raises MemboundError where the scenario names something
+    Equal steps run as one event, unless `step_by_step`. Where nobody looks at single steps, `Lockstep` serves for an
+    ordinary engine: it is faster and writes the same records. Raises MemboundError where the scenario names something
     unknown or the model does not fit.
     """
     if scenario.cluster is not None:
@@ -109,15 +120,16 @@ def run(
         return run_disaggregated(deployment, requests, observer, step_by_step)
     model, times, memory = deployment.model, deployment.times, deployment.memory
     scheduler = build_scheduler(scenario, model, times, memory, deployment.content_known)
+    nobody_looks = observer is None and executor is None and recorder is None and not step_by_step
     recorder = recorder or Recorder(observer)
     recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
-    executor = executor or deployment.executor(step_by_step)
-
-    env = simpy.Environment()
-    client = client_for(scenario.workload.arrivals, requests)
-    env.process(engine_process(env, serve(scheduler, client, executor, VirtualClock(env), recorder)))  # type: ignore[arg-type]
-    env.run()
-    scheduler.check_integrity()
+    if nobody_looks and is_ordinary(scheduler, scenario.workload):
+        Lockstep(scheduler, deployment.step_times, request_columns(scenario.workload), recorder).serve()
+    else:
+        executor = executor or deployment.executor(step_by_step)
+        client, clock = client_for(scenario.workload.arrivals, requests), OwnClock()
+        clock.sleep_through(serve(scheduler, client, executor, clock, recorder))
+        scheduler.check_integrity()
     return run_result(scenario, model, times, memory.num_blocks, recorder, provenance(times))
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ _TILES = range(64, 2049, 64)
 PROMPT_TOKENS = sorted({1, 16, 34, 48, *_TILES, *(edge + 1 for edge in _TILES)})
 PROMPT_TOKENS += [2560, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536, 131072, 1048576]
 CACHED_TOKENS = [0, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 8388608]
+_KEPT_PROMPTS = 1 << 14
 
 
 class StepTimes:
@@ -54,19 +55,18 @@ class StepTimes:
         self.most_sequences = most_sequences
         self.most_tokens = most_tokens
         self._decode: dict[int, _Decode] = {}
+        self._last: dict[int, _Piece] = {}  # of each number of sequences, since the next step is near the last
         self._speculations: dict[int, Speculation] = {}
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
-        table = self._decode.get(sequences)
-        if table is None:
-            self._tabulate(sequences)
-            table = self._decode[sequences]
-        index = min(bisect_right(table.kv_tokens, kv_tokens), len(table.kv_tokens) - 1) - 1
-        at = table.kv_tokens[index]
-        low, slope = table.piece(index)
-        alike = 1 + int((table.kv_tokens[index + 1] - kv_tokens) // sequences)
-        return low + slope * (kv_tokens - at), slope * sequences, alike
+        piece = self._last.get(sequences)
+        if piece is None or not piece.begin <= kv_tokens < piece.end:
+            if sequences not in self._decode:
+                self._tabulate(sequences)
+            piece = self._last[sequences] = self._decode[sequences].piece_at(kv_tokens)
+        begin, end, low, slope = piece
+        return low + slope * (kv_tokens - begin), slope * sequences, 1 + int((end - kv_tokens) // sequences)
 
     def _tabulate(self, sequences: int) -> None:
         """Tables of this number of sequences and of those near it, which cost hardly more than one."""
@@ -139,6 +139,15 @@ class StepTimes:
         return _Parts(self)
 
 
+class _Piece(NamedTuple):
+    """Seconds of steps that attend to `begin` to `end` tokens: `low` at the first, `slope` more for each token."""
+
+    begin: float
+    end: float
+    low: float
+    slope: float
+
+
 class _Decode:
     """Steps of decode of one number of sequences, over the tokens they attend to together."""
 
@@ -147,16 +156,13 @@ class _Decode:
         self._times = times
         self._sequences = sequences
         self._seconds = seconds
-        self._pieces: dict[int, tuple[float, float]] = {}
 
-    def piece(self, index: int) -> tuple[float, float]:
-        """Seconds at entry `index`, and how many more for each attended token up to the next."""
-        piece = self._pieces.get(index)
-        if piece is None:
-            low, high = self._at(index), self._at(index + 1)
-            slope = (high - low) / (self.kv_tokens[index + 1] - self.kv_tokens[index])
-            piece = self._pieces[index] = (low, slope)
-        return piece
+    def piece_at(self, kv_tokens: float) -> _Piece:
+        """Between the two entries around `kv_tokens`, or beyond the last two."""
+        index = min(bisect_right(self.kv_tokens, kv_tokens), len(self.kv_tokens) - 1) - 1
+        begin, end = self.kv_tokens[index], self.kv_tokens[index + 1]
+        low, high = self._at(index), self._at(index + 1)
+        return _Piece(begin, end, low, (high - low) / (end - begin))
 
     def _at(self, index: int) -> float:
         seconds = self._seconds[index]
@@ -185,16 +191,17 @@ class _Parts:
         self._of_rows: list[float] = (of_rows - of_rows[0]).tolist()
         self._attention: dict[int, tuple[list[float], list[float]]] = {}
         self._prompts = self._prompt_grid()
+        self._prompt_s = lru_cache(_KEPT_PROMPTS)(self._prompt)  # most steps have one prompt, of a length seen before
         self._wait_s, self._launch_s = self._waiting()
 
     def seconds(self, sums: tuple[float, ...]) -> float:
-        tokens, sequences, kv_tokens, _, rows, *prompts = sums
+        tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs = sums
         device_s = self._tokens(tokens) + self._of_rows[int(rows)]
-        decoding = int(sequences - prompts[1])
+        decoding = int(sequences - prompts)
         if decoding:
-            device_s += self._decoding(decoding, kv_tokens - prompts[2])
-        if prompts[1]:
-            device_s += self._prompt(prompts[0], prompts[1], prompts[3])
+            device_s += self._decoding(decoding, kv_tokens - prompt_kv_tokens)
+        if prompts:
+            device_s += self._prompt_s(prompt_tokens, prompts, pairs)
         return device_s + self._wait_s + max(self._launch_s - device_s, 0.0)
 
     def _tokens(self, tokens: float) -> float:

@@ -144,9 +144,27 @@ class Recorder:
 
     def rejected(self, sequence: Sequence) -> None:
         """`sequence` was turned away."""
-        if len(self.rejections) < 100:
-            self.rejections[sequence.id] = sequence.reason or ""
+        self.refused(sequence.id, sequence.reason)
         self._request(sequence, NAN, 0.0)
+
+    def refused(self, id: int, reason: str | None) -> None:
+        """Why a request was turned away; the first ones are enough to tell."""
+        if len(self.rejections) < 100:
+            self.rejections[id] = reason or ""
+
+    def add_steps(self, table: NDArray[np.float64]) -> None:
+        """Many steps at once, as rows of COUNTED_COLUMNS that follow those before."""
+        width = 8 * len(COUNTED_COLUMNS)
+        while len(table):
+            room = _CHUNK - len(self._rows) // width if self.bounds else len(table)
+            self._rows += table[:room].tobytes()
+            table = table[room:]
+            if self.bounds and len(self._rows) >= _CHUNK * width:
+                self._flush()
+
+    def add_requests(self, table: NDArray[np.float64]) -> None:
+        """Many requests that have ended or were turned away, as rows of REQUEST_COLUMNS."""
+        self._requests += table.tobytes()
 
     @classmethod
     def joined(cls, recorders: list[Recorder]) -> Recorder:
