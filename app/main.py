@@ -31,6 +31,7 @@ SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = d
 # Streamlit leaves a third of the first screen empty, and writes chosen options in a colour of too little contrast
 DENSER = """<style>
 .stMainBlockContainer {padding-top: 4.6rem}
+@media (min-width: 768px) {.st-key-language_row {margin-bottom: -3.4rem; z-index: 1}}
 h1 {font-size: 2rem !important}
 h2 {font-size: 1.5rem !important}
 .stButtonGroup button[data-selected=true] {color: inherit !important}
@@ -45,7 +46,7 @@ def choose_language() -> None:
     """The switch at the top; the browser's own language holds until somebody uses it."""
     default = language_of(st.context.locale)
     linked.seed("lang", list(LANGUAGES), default)
-    with st.container(horizontal=True, horizontal_alignment="right"):
+    with st.container(horizontal=True, horizontal_alignment="right", key="language_row"):
         st.segmented_control(
             "Language / 语言",
             list(LANGUAGES),

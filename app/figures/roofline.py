@@ -17,6 +17,8 @@ from membound.app.figures.template import (
     BOUND_SYMBOLS,
     GREEN,
     GREY,
+    ORANGE,
+    PURPLE,
     VERMILLION,
     figure,
     log_ticks,
@@ -26,7 +28,8 @@ from membound.roofline.cost import OperatorCost, StepCost
 from membound.roofline.hardware import HardwareSpec
 
 INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
-STEP_COLORS, STEP_SYMBOLS = (BLUE, VERMILLION, GREEN), ("star", "star-diamond", "hourglass")
+STEP_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)
+STEP_SYMBOLS = ("star", "star-diamond", "hourglass", "bowtie", "cross")
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
 # markers with less of the step's time have no label, and a label names so many operators; hovering shows all
 LEAST_NAMED_SHARE, MOST_NAMES = 0.02, 3
@@ -294,7 +297,7 @@ def _series(index: int, series: str, placed: Sequence[PlacedStep], t: Translate)
         "y": rates,
         "mode": "markers+text",
         "text": [step.label for step in placed],
-        "textposition": "bottom right",
+        "textposition": "top left",
         "textfont": {"size": 12},
         "name": series,
         "error_y": {

@@ -136,6 +136,7 @@ def waterfall_figure(
                 x=furthest * 1.02, y=row, text=words, showarrow=False, xanchor="left", align="left", font={"size": 12}
             )
     fig.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=rows, ticks="", automargin=True)
+    fig.update_yaxes(showgrid=False)  # it would strike the words through
     fig.update_xaxes(title=axis_title, range=[0, furthest * 1.25], exponentformat="none", tickformat=",")
     fig.update_layout(barmode="overlay", bargap=0.35, margin={"l": 8, "b": 48, "t": 64})
     return fig
@@ -221,8 +222,8 @@ def pairs_figure(titles: Sequence[str], ratios: Sequence[Sequence[float | None]]
         xgap=2,
         ygap=2,
     )
-    fig.update_yaxes(autorange="reversed", ticks="", automargin=True)
-    fig.update_xaxes(ticks="", tickangle=0, tickfont={"size": 11}, automargin=True)
+    fig.update_yaxes(autorange="reversed", ticks="", showgrid=False, automargin=True)
+    fig.update_xaxes(ticks="", showgrid=False, tickangle=0, tickfont={"size": 11}, automargin=True)
     fig.update_layout(margin={"l": 8, "b": 32, "t": 16})
     return fig
 

@@ -44,11 +44,17 @@ def history() -> None:
         _line(entry, t)
 
 
+def scenario_name(job: Job) -> str:
+    """The name that a job's scenario has on its first line."""
+    return str(job.spec.get("scenario", "")).partition("\n")[0].removeprefix("name: ")
+
+
 def _job(job: Job, t: Translate) -> Entry:
-    name = job.spec.get("scenario", "").partition("\n")[0].removeprefix("name: ")
     took = "" if not job.finished or not job.started else f" · {text.seconds(job.finished - job.started)}"
     state = f"{STATE_MARKS[job.state]} {t(f'state.{job.state}')}{took}"
-    return Entry(job.id, job.created, f"{t(f'kind.{job.kind}')} · {name}", state, job.id == shown_job(), show_job)
+    return Entry(
+        job.id, job.created, f"{t(f'kind.{job.kind}')} · {scenario_name(job)}", state, job.id == shown_job(), show_job
+    )
 
 
 def _run(run: Run, t: Translate) -> Entry:

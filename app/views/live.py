@@ -130,11 +130,12 @@ def _shown(t: Translate) -> None:
         return
     try:
         with st.container(border=True):
-            st.header(t("live.job", job=job_id or run_id))
             if job_id is not None:
+                st.header(t("live.job", job=f"{history.scenario_name(store().job(job_id))} · {job_id}"))
                 _job(job_id)
             elif run_id is not None:
                 run = store().run(run_id)
+                st.header(t("live.job", job=f"{run.label} · {run_id}"))
                 results.outcome(run.comparison() or {"summary": run.summary}, run.scenario_yaml(), run_id)
     except StoreError as error:
         states.problem(str(error), t("live.no_job"))

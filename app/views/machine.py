@@ -77,10 +77,7 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
     answer = "machine.answer" if first.calibrated else "machine.stand_in_answer"
     held = {"bound": t(f"bound.{bound}"), "share": text.percent(share)}
     st.markdown(t(answer, device=machine.name, model=MODEL, context=CONTEXT, **held))
-    steps = [
-        roofline.PlacedStep(t("machine.series", format=point.setup.weights.name), str(point.batch), point.cost)
-        for point in points
-    ]
+    steps = [_placed(point, labelled=point.setup.weights == first.setup.weights, t=t) for point in points]
     if "pages" in st.session_state:
         chosen = {"hw": machine.name, "model": MODEL, "batch": str(BATCHES[0]), "ctx": str(CONTEXT)}
         st.page_link(
@@ -103,6 +100,13 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
         for name, rate in roofline.roofs_of(machine).rates.items():
             st.metric(t("machine.matrix", format=name), text.flop_rate(rate), help=t("help.matrix"))
         st.metric(t("machine.step", batch=first.batch), text.seconds(float(first.cost.time_s)), help=t("help.step"))
+
+
+def _placed(point: OperatingPoint, labelled: bool, t: Translate) -> roofline.PlacedStep:
+    """A step in its series; the labels of more than one would hide each other."""
+    name = "machine.labelled_series" if labelled else "machine.series"
+    label = str(point.batch) if labelled else ""
+    return roofline.PlacedStep(t(name, format=point.setup.weights.name), label, point.cost)
 
 
 def _setups(machine: HardwareSpec) -> list[EngineSetup]:

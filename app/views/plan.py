@@ -160,7 +160,7 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
         st.header(t("plan.nothing"))
     else:
         st.header(_headline(best, document["objective"], t))
-        st.write(_conditions(best, t))
+        st.write(_conditions(best, t) + _with_loss(plans, best["best"], document["objective"], t))
     _cards(plans, t)
     for plan in plans:
         if plan["best"] is None:
@@ -238,6 +238,21 @@ def _conditions(plan: Mapping[str, Any], t: Translate) -> str:
         scopes=", ".join(origin["inherited_from"]),
     )
     return said
+
+
+def _with_loss(plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any], objective: str, t: Translate) -> str:
+    """What ranks before the answer at a price in quality, which the planner does not pay unasked."""
+    lossy = [one for one in _rows(plans) if not one["deployment"]["lossless"]]
+    first = min(lossy, key=lambda one: deployments.rank(one, objective), default=None)
+    if (
+        first is None
+        or not best["deployment"]["lossless"]
+        or deployments.rank(first, objective) >= deployments.rank(best, objective)
+    ):
+        return ""
+    price = "" if first["usd_per_h"] is None else t("plan.per_hour", usd=f"{first['usd_per_h']:,.2f}")
+    precision = t(f"plan.precision_{first['deployment']['precision']}")
+    return " " + t("plan.with_loss", gpus=first["gpus"], device=first["device"], precision=precision, price=price)
 
 
 def _how(deployed: Mapping[str, Any], t: Translate) -> str:
