@@ -12,7 +12,7 @@ Column = NDArray[np.float64]
 
 # Values that are looked at together; memory stays bounded whatever the number of samples.
 _CHUNK = 1 << 20
-_BINS = 1 << 14
+_BIN_BITS = 14
 
 
 class Samples:
@@ -87,40 +87,47 @@ class Samples:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _ranked(self, ranks: list[int]) -> list[float]:
-        """The values at `ranks` of all sorted values: counted in bins, of which those that matter are then sorted."""
-        first, slope, count, _ = self._columns()
-        last = first + slope * (count - 1)
-        low, high = float(min(first.min(), last.min())), float(max(first.max(), last.max()))
-        if low == high:
-            return [low] * len(ranks)
-        # Latencies spread over decades, so bins are equal in the logarithm where they can be.
-        edges = np.geomspace(low, high, _BINS) if low > 0 else np.linspace(low, high, _BINS)
-        masses = np.zeros(_BINS + 1)
-        for values, weights in self._chunks():
-            masses += np.bincount(np.searchsorted(edges, values), weights, _BINS + 1)
+        """The values at `ranks` of all sorted values: counted in bins, of which those that matter are then sorted.
+
+        A ramp within one bin is counted as a whole, so that most are never written out.
+        """
+        first, slope, count, weight = self._columns()
+        from_key, to_key = _keys(first), _keys(first + slope * (count - 1))
+        low, high = int(min(from_key.min(), to_key.min())), int(max(from_key.max(), to_key.max()))
+        shift = max(0, (high - low).bit_length() - _BIN_BITS)
+        lowest_bin, bins = low >> shift, (high >> shift) - (low >> shift) + 1
+        from_bin, to_bin = (from_key >> shift) - lowest_bin, (to_key >> shift) - lowest_bin
+        inside = from_bin == to_bin
+        masses = np.zeros(bins)
+        masses += np.bincount(from_bin[inside], (count * weight)[inside], bins)
+        for values, weights in self._chunks(~inside):
+            masses += np.bincount((_keys(values) >> shift) - lowest_bin, weights, bins)
         below = np.concatenate(([0.0], np.cumsum(masses)))
-        bins = np.searchsorted(below, np.asarray(ranks), side="right") - 1
-        kept: dict[int, list[tuple[Column, Column]]] = {int(index): [] for index in bins}
-        for values, weights in self._chunks():
-            where = np.searchsorted(edges, values)
-            for index, parts in kept.items():
-                inside = where == index
-                parts.append((values[inside], weights[inside]))
-        found = []
-        for rank, index in zip(ranks, bins.tolist(), strict=True):
-            values, weights = (np.concatenate(columns) for columns in zip(*kept[index], strict=True))
+        found_bins = (np.searchsorted(below, ranks, side="right") - 1).tolist()
+        kept: dict[int, tuple[Column, Column]] = {}
+        for found in set(found_bins):
+            reaches = (np.minimum(from_bin, to_bin) <= found) & (found <= np.maximum(from_bin, to_bin))
+            parts = []
+            for values, weights in self._chunks(reaches):
+                there = (_keys(values) >> shift) - lowest_bin == found
+                parts.append((values[there], weights[there]))
+            values, weights = (np.concatenate(columns) for columns in zip(*parts, strict=True))
             order = np.argsort(values, kind="stable")
-            reached = below[index] + np.cumsum(weights[order])
-            found.append(float(values[order][np.searchsorted(reached, rank, side="right")]))
-        return found
+            kept[found] = values[order], below[found] + np.cumsum(weights[order])
+        ranked = []
+        for rank, found in zip(ranks, found_bins, strict=True):
+            values, reached = kept[found]
+            ranked.append(float(values[np.searchsorted(reached, rank, side="right")]))
+        return ranked
 
     def _columns(self) -> tuple[Column, Column, Column, Column]:
         table = np.frombuffer(self._ramps, dtype=np.float64).reshape(-1, 4) if self._ramps else np.zeros((0, 4))
         return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
 
-    def _chunks(self) -> Iterator[tuple[Column, Column]]:
-        """All values with their weights, some at a time."""
-        first, slope, count, weight = self._columns()
+    def _chunks(self, chosen: NDArray[np.bool_] | None = None) -> Iterator[tuple[Column, Column]]:
+        """All values (of the `chosen` ramps) with their weights, some at a time."""
+        columns = self._columns()
+        first, slope, count, weight = columns if chosen is None else (column[chosen] for column in columns)
         ends = np.cumsum(count)
         begin = 0
         while begin < len(first):
@@ -131,3 +138,12 @@ class Samples:
             values = np.repeat(first[begin:end], counts) + np.repeat(slope[begin:end], counts) * index
             yield values, np.repeat(weight[begin:end], counts)
             begin = end
+
+
+def _keys(values: Column) -> NDArray[np.int64]:
+    """Integers in the order of the values: the bits of each float, those of negative ones turned around.
+
+    Latencies spread over decades, and bins of equal leading bits spread with them.
+    """
+    bits = np.ascontiguousarray(values, dtype=np.float64).view(np.int64)
+    return bits ^ ((bits >> 63) & np.int64(2**63 - 1))

@@ -113,9 +113,15 @@ class StepShape:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def shape_sums(parts: Iterable[tuple[int, int, int]]) -> tuple[float, ...]:
-    """The fields of `StepShape` from one (cached tokens, new tokens, logits rows) for each sequence of a step."""
-    tokens = sequences = kv_tokens = attended = logits_rows = 0.0
+def shape_sums(
+    parts: Iterable[tuple[int, int, int]], decoding: int = 0, decoding_kv_tokens: int = 0
+) -> tuple[float, ...]:
+    """The fields of `StepShape` from one (cached tokens, new tokens, logits rows) for each sequence of a step.
+
+    Beside them `decoding` sequences bring a token each and attend to `decoding_kv_tokens` together.
+    """
+    tokens = sequences = logits_rows = float(decoding)
+    kv_tokens = attended = float(decoding_kv_tokens)
     prefill_tokens = prefill_sequences = prefill_kv_tokens = prefill_attended = 0.0
     for cached, new, rows in parts:
         pairs = new * cached + new * (new + 1) / 2

@@ -15,6 +15,7 @@ to the general loop's in random scenarios.
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from bisect import bisect_left
 from collections import deque
@@ -28,14 +29,15 @@ from membound.roofline.shape import shape_sums
 from membound.roofline.tasks import resolve
 from membound.roofline.workload import ClosedLoop, SessionPrompts, SyntheticPrompts, TextPrompts, Workload
 from membound.simulator.scheduling.recorder import COUNTED_COLUMNS, REQUEST_COLUMNS, SHAPE_COLUMNS, Recorder
-from membound.simulator.scheduling.request import Outcome, Request
+from membound.simulator.scheduling.request import Request, steps_before
 from membound.simulator.scheduling.scheduler import EVERYBODY, FIRST_COME, Scheduler
 from membound.simulator.scheduling.workload import RequestColumns
 from membound.simulator.step_times import StepTimes
 
 Table = NDArray[np.float64]
 
-# What is noted of each row of steps. `since_start` of those who decode had their last token when it began.
+# What is noted of each row of steps. `since_start` of those who decode had their last token when it began; attended and
+# held tokens and blocks are those of its first step.
 _NOTED = (
     "start_s",
     "end_s",
@@ -48,12 +50,10 @@ _NOTED = (
     "kv_tokens",
     "held_tokens",
     "blocks_used",
-    "growth_block_s",
 )
 # Of rows with prompts also which row it is, how many prompts ended, and the sums of its shape.
 _NOTED_OF_PROMPTS = ("row", "ended", *SHAPE_COLUMNS)
-_ROWS = 1 << 15
-_SHORT = 256  # steps that are faster looked at one by one than by numpy
+_ROWS = 1 << 15  # that are made into tables together
 _MOST_TOTAL = 1 << 40
 
 # A prompt to be computed: the id of its request, its tokens (emitted ones too, where it was preempted), and how many
@@ -85,32 +85,26 @@ class Lockstep:
     ) -> None:
         self.scheduler = scheduler
         self.step_times = step_times
+        self.columns = columns
         self.recorder = recorder
-        self.batching = scheduler.batching
         self.num_blocks = scheduler.pool.num_blocks
         self.block_size = scheduler.pool.block_size
         self.blocks_for = scheduler.pool.blocks_for
         self.most_total = self._most_total()
 
-        self.now_s = 0.0
-        self.clock = 0  # steps of decode so far
-        self.free = self.num_blocks
         self.waiting: deque[Prompt] = deque()
         self.begun: Prompt | None = None
         self.begun_tokens = 0  # of it are computed
         self.prompt_tokens = 0  # of the prompts that are being computed
-        self.ends: list[tuple[int, int, int]] = []  # (clock, id, standing) of those who decode
-        self.standing = 0  # of all of them
+        self.newest = -1  # id of the newest request that has been admitted
+        self.ends: list[tuple[int, int, int]] = []  # a heap of (clock, id, standing) of those who decode
         # How many of them need a block at each step, by the clock modulo the block size; twice, to be read in one go.
         self.growth = [0] * (2 * self.block_size)
-        self.batch_begun = False  # whether the batch has decoded since it was last empty
-        # Times of last tokens: of those who have not decoded since they joined, of the others, and of the preempted.
+        # Times of last tokens: of those who have not decoded since they joined, and of the preempted.
         self.joined: dict[int, float] = {}
-        self.decoded_s = 0.0
         self.paused: dict[int, float] = {}
 
         self.asked: list[RequestColumns] = []
-        self.newest = -1  # id of the newest request that has been admitted
         self.admitted_s = array("d")
         self.first_token_s = array("d")
         self.ended_ids = array("q")
@@ -118,78 +112,157 @@ class Lockstep:
         self.preemptions: dict[int, int] = {}
         self.rows: list[float] = []
         self.rows_of_prompts: list[float] = []
+        self.later_growth: list[int] = []  # `growth` from the second step of each row on, up to a block's length
         self.gaps: list[float] = []  # ramps of `Samples` beside those that follow from rows
 
-        self.coming = self._arrivals(columns)
-        self.next_arrival = next(self.coming)
-        self.arrival_s = self.next_arrival[0]
-
     def serve(self) -> None:
-        """Serves every request."""
-        alone, most_tokens = self.batching.prompts_alone, self.scheduler.max_batched_tokens
-        while True:
-            if self.arrival_s <= self.now_s:
-                self._queue_arrived()
-            decoding = len(self.ends)
-            if not decoding and self.begun is None:
-                self.batch_begun = False
-            parts: list[Part] = []
-            if alone and (self.waiting or self.begun is not None):
-                parts = self._plan_prompts(most_tokens)
-            if parts:
-                decoding = 0
-            preempted = False
-            if decoding:
-                self.batch_begun = True
-                if self.growth[self.clock % self.block_size] > self.free:
-                    self._make_room()
-                    preempted, decoding = True, len(self.ends)
-                self.free -= self.growth[self.clock % self.block_size]
-            if not alone and (self.waiting or self.begun is not None):
-                parts = self._plan_prompts(most_tokens - decoding, join=not preempted)
+        """Serves every request.
 
+        One long function on local variables: every row of steps comes through here, and a call costs as much as what
+        it decides. What is rare, or a matter of prompts alone, has a function of its own.
+        """
+        batching, size, blocks_for = self.scheduler.batching, self.block_size, self.blocks_for
+        alone, most_tokens, num_blocks = batching.prompts_alone, self.scheduler.max_batched_tokens, self.num_blocks
+        decode_times, seconds_of = self.step_times.decode, self.step_times.seconds
+        waiting, ends, growth, paused = self.waiting, self.ends, self.growth, self.paused
+        rows, enough = self.rows, _ROWS * len(_NOTED)
+        now_s = decoded_s = 0.0  # the time, and when those who decode had their last token
+        clock = standing = 0  # steps of decode so far, and tokens at step 0 of all who decode
+        free = num_blocks
+        batch_begun = False  # whether the batch has decoded since it was last empty
+        coming = self._arrivals()
+        arrival_s, arrival = next(coming)
+
+        while True:
+            start_s = now_s
+            while arrival_s <= start_s:
+                if arrival[1] + arrival[2] <= self.most_total:
+                    waiting.append(arrival)
+                else:
+                    self._refuse(arrival_s, arrival)
+                arrival_s, arrival = next(coming)
+
+            # Who computes: those who decode, then prompts; or prompts alone, and those who decode where there are none.
+            parts: list[Part] = []
+            decoding, preempted = len(ends), False
+            if alone and waiting:
+                batch_begun = batch_begun and decoding > 0
+                parts, free = self._plan_prompts(most_tokens, free, start_s, batching.admits(batch_begun))
+                if parts:
+                    decoding = 0
+            if decoding:
+                batch_begun = True
+                if growth[clock % size] > free:
+                    free, standing = self._make_room(clock, free, standing, decoded_s if alone else start_s)
+                    decoding, preempted = len(ends), True
+                free -= growth[clock % size]
+            if not alone and (waiting or self.begun is not None):
+                parts, free = self._plan_prompts(most_tokens - decoding, free, start_s, not preempted)
+
+            # How long it takes: a step with prompts, or equal steps of decode up to where something changes.
+            tokens = standing + len(ends) * clock
+            held, used = tokens + self.prompt_tokens, num_blocks - free
             if parts:
-                self._step_with_prompts(decoding, parts)
+                shapes = [(first, count, first + count == prompt[1]) for prompt, first, count in parts]
+                sums = shape_sums(shapes, decoding, tokens if decoding else 0)
+                steps, slope_s, ended = 1, 0.0, sum([emits for _, _, emits in shapes])
+                time_s = first_s = seconds_of(sums)
+                self.rows_of_prompts += (len(rows) // len(_NOTED), ended, *sums)
             elif decoding:
-                self._decode(decoding, preempted)
-            elif self.arrival_s < math.inf:
-                self.recorder.idle(self.arrival_s - self.now_s)
-                self.now_s = self.arrival_s
+                first_s, slope_s, alike = decode_times(decoding, tokens)
+                steps = 1 if preempted else min(ends[0][0] - clock, alike)
+                if steps > 1:
+                    if free < decoding * (1 + steps // size):
+                        steps = self._steps_with_blocks(clock, free, decoding, steps)
+                    time_s = steps * (first_s + slope_s * (steps - 1) / 2)
+                    if time_s > arrival_s - start_s:
+                        steps = steps_before(arrival_s - start_s, first_s, slope_s, steps)
+                time_s = steps * (first_s + slope_s * (steps - 1) / 2)
+                if steps > 1:
+                    after = (clock + 1) % size
+                    later = growth[after : after + min(steps - 1, size)]
+                    self.later_growth += later
+                    rounds, rest = divmod(steps - 1, size)
+                    free -= rounds * decoding + sum(later[:rest])
+            elif arrival_s < math.inf:
+                self.recorder.idle(arrival_s - start_s)
+                now_s = arrival_s
+                continue
             else:
                 break
+            now_s = start_s + time_s
+            since_start = decoding
+            if decoding:
+                if alone:
+                    first_end_s = now_s if steps == 1 else start_s + first_s
+                    since_start = self._since_start(decoding, start_s, first_end_s, decoded_s)
+                clock += steps
+                decoded_s = now_s
+            rows += (start_s, now_s, time_s, steps, first_s, slope_s, decoding, since_start, tokens, held, used)
+
+            # What came of it: some leave with their last token, some have the first and decode.
+            while ends and ends[0][0] == clock:
+                _, id, own = heappop(ends)
+                slot = (1 - own) % size
+                growth[slot] -= 1
+                growth[slot + size] -= 1
+                standing -= own
+                free += blocks_for(own + clock - 1)
+                self.ended_ids.append(id)
+                self.ended_s.append(now_s)
+            for prompt, first, count in parts:
+                id, length, left = prompt
+                if first + count < length:
+                    self.begun, self.begun_tokens = prompt, first + count
+                    break
+                self.begun = None
+                self.prompt_tokens -= length
+                last_s = paused.pop(id, None)
+                if last_s is None:
+                    self.first_token_s.append(now_s)
+                else:
+                    self.gaps += (now_s - last_s, 0.0, 1, 1)
+                if left > 1:
+                    own = length + 1 - clock
+                    slot = (1 - own) % size
+                    growth[slot] += 1
+                    growth[slot + size] += 1
+                    standing += own
+                    heappush(ends, (clock + left - 1, id, own))
+                    if alone:
+                        self.joined[id] = now_s
+                else:
+                    free += blocks_for(length)
+                    self.ended_ids.append(id)
+                    self.ended_s.append(now_s)
+            if len(rows) == enough:
+                self._write_steps()
+
         self._write_steps()
         self.recorder.add_requests(self._requests())
-        assert self.free == self.num_blocks, "a block was lost"
-        assert not (self.waiting or self.standing or self.prompt_tokens or any(self.growth)), "somebody is left"
+        assert free == num_blocks, "a block was lost"
+        assert not (waiting or standing or self.prompt_tokens or any(growth)), "somebody is left"
 
     # -- arrivals
 
-    def _arrivals(self, columns: Iterable[RequestColumns]) -> Iterator[tuple[float, Prompt]]:
+    def _arrivals(self) -> Iterator[tuple[float, Prompt]]:
         """Each request with its time, then nothing for ever."""
-        for chunk in columns:
+        last_s = 0.0
+        for chunk in self.columns:
             self.asked.append(chunk)
+            times_s = chunk.arrival_s
+            assert times_s[0] >= last_s and np.all(np.diff(times_s) >= 0), "requests must be in order of arrival"
+            last_s = times_s[-1]
             ids = range(chunk.first_id, chunk.first_id + len(chunk))
-            yield from zip(
-                chunk.arrival_s.tolist(),
-                zip(ids, chunk.prompt_tokens.tolist(), chunk.output_tokens.tolist(), strict=True),
-                strict=True,
-            )
+            prompts = zip(ids, chunk.prompt_tokens.tolist(), chunk.output_tokens.tolist(), strict=True)
+            yield from zip(times_s.tolist(), prompts, strict=True)
         while True:
             yield math.inf, (-1, 0, 0)
 
-    def _queue_arrived(self) -> None:
-        arrival_s, prompt = self.next_arrival
-        while arrival_s <= self.now_s:
-            id, prompt_tokens, output_tokens = prompt
-            if prompt_tokens + output_tokens <= self.most_total:
-                self.waiting.append(prompt)
-            else:
-                reason = self.scheduler.refusal(Request(id, arrival_s, prompt_tokens, output_tokens))
-                self.recorder.refused(id, reason)
-            arrived_s = arrival_s
-            arrival_s, prompt = self.next_arrival = next(self.coming)
-            assert arrival_s >= arrived_s, "requests must be in order of arrival"
-        self.arrival_s = arrival_s
+    def _refuse(self, arrival_s: float, prompt: Prompt) -> None:
+        id, prompt_tokens, output_tokens = prompt
+        reason = self.scheduler.refusal(Request(id, arrival_s, prompt_tokens, output_tokens))
+        self.recorder.refused(id, reason)
 
     def _most_total(self) -> int:
         """Tokens of the longest request that is not refused: whoever has more is refused, too."""
@@ -198,182 +271,73 @@ class Lockstep:
         )
         return refused - 1
 
-    # -- prompts
+    # -- what is rare, or a matter of prompts alone
 
-    def _plan_prompts(self, budget: int, join: bool = True) -> list[Part]:
-        """Parts of prompts of up to `budget` tokens: of the one that was begun, then of those that join."""
+    def _plan_prompts(self, budget: int, free: int, start_s: float, join: bool) -> tuple[list[Part], int]:
+        """Parts of prompts of up to `budget` tokens, and the blocks left: of the one begun, then of those that join."""
         parts: list[Part] = []
         running = len(self.ends)
         if self.begun is not None:
             if budget <= 0:
-                return parts
+                return parts, free
             left = self.begun[1] - self.begun_tokens
             parts.append((self.begun, self.begun_tokens, min(left, budget)))
             budget -= left
             running += 1
-        if not (join and self.batching.admits(self.batch_begun)):
-            return parts
-        while self.waiting and budget > 0 and running < self.scheduler.max_num_seqs:
+        while join and self.waiting and budget > 0 and running < self.scheduler.max_num_seqs:
             prompt = self.waiting[0]
             id, tokens, _ = prompt
             blocks = self.blocks_for(tokens)
-            if blocks > self.free or (tokens > budget and self.batching.whole_prompts):
+            if blocks > free or (tokens > budget and self.scheduler.batching.whole_prompts):
                 break
             self.waiting.popleft()
-            self.free -= blocks
+            free -= blocks
             self.prompt_tokens += tokens
             if id > self.newest:
                 self.newest = id
-                self.admitted_s.append(self.now_s)
+                self.admitted_s.append(start_s)
             parts.append((prompt, 0, min(tokens, budget)))
             budget -= tokens
             running += 1
-        return parts
+        return parts, free
 
-    def _step_with_prompts(self, decoding: int, parts: list[Part]) -> None:
-        start_s, tokens = self.now_s, self.standing + len(self.ends) * self.clock
-        kv_tokens = tokens if decoding else 0
-        ended = 0
-        listed = []
-        for (_, prompt_tokens, _), first, count in parts:
-            ends = first + count == prompt_tokens
-            ended += ends
-            listed.append((first, count, ends))
-        sums = _with_decoding(decoding, kv_tokens, shape_sums(listed))
-        time_s = self.step_times.seconds(sums)
-        end_s = self.now_s = start_s + time_s
-        since_start = self._since_start(decoding, start_s, end_s) if decoding else 0
-        self.rows_of_prompts += (len(self.rows) // len(_NOTED), ended, *sums)
-        held, used = tokens + self.prompt_tokens, self.num_blocks - self.free
-        self._note((start_s, end_s, time_s, 1, time_s, 0.0, decoding, since_start, kv_tokens, held, used, 0.0))
-        if decoding:
-            self.clock += 1
-            self._end_due()
-        for prompt, first, count in parts:
-            self._advance(prompt, first + count)
-
-    def _advance(self, prompt: Prompt, computed: int) -> None:
-        """So many tokens of `prompt` are computed; with the last its sequence emits a token and decodes."""
-        id, tokens, left = prompt
-        if computed < tokens:
-            self.begun, self.begun_tokens = prompt, computed
-            return
-        self.begun = None
-        self.prompt_tokens -= tokens
-        last_s = self.paused.pop(id, None)
-        if last_s is None:
-            self.first_token_s.append(self.now_s)
-        else:
-            self.gaps += (self.now_s - last_s, 0.0, 1, 1)
-        if left == 1:
-            self.free += self.blocks_for(tokens)
-            self._ended(id)
-            return
-        standing = tokens + 1 - self.clock
-        self._count(standing, 1)
-        heappush(self.ends, (self.clock + left - 1, id, standing))
-        self.joined[id] = self.now_s
-
-    # -- sequences that decode
-
-    def _decode(self, decoding: int, preempted: bool) -> None:
-        """Everybody's next token, and more of them up to the step at which something changes."""
-        start_s, kv_tokens = self.now_s, self.standing + decoding * self.clock
-        first_s, slope_s, alike = self.step_times.decode(decoding, kv_tokens)
-        steps = 1 if preempted else min(self.ends[0][0] - self.clock, alike)
-        if steps > 1 and self.free < decoding * (1 + steps // self.block_size):
-            steps = self._steps_with_blocks(decoding, steps)
-        time_s = steps * (first_s + slope_s * (steps - 1) / 2)
-        if steps > 1 and time_s > self.arrival_s - start_s:
-            time_s, _, steps, _ = Outcome(time_s, None, steps, slope_s).until(self.arrival_s - start_s)
-        end_s = self.now_s = start_s + time_s
-        used, growth_block_s = self.num_blocks - self.free, 0.0
-        first_end_s = end_s
-        if steps > 1:
-            growth_block_s = self._grow(steps, first_s, slope_s, time_s)
-            first_end_s = start_s + first_s
-        since_start = self._since_start(decoding, start_s, first_end_s)
-        held = kv_tokens + self.prompt_tokens
-        row = (start_s, end_s, time_s, steps, first_s, slope_s, decoding, since_start, kv_tokens, held)
-        self._note((*row, used, growth_block_s))
-        self.clock += steps
-        self._end_due()
-
-    def _grow(self, steps: int, first_s: float, slope_s: float, time_s: float) -> float:
-        """Takes the blocks of all steps but the first of a row of `time_s`; the block-seconds that they are in use."""
-        after = (self.clock + 1) % self.block_size
-        growth = self.growth[after : after + min(steps - 1, self.block_size)]
-        linear_s, square_s = first_s - slope_s / 2, slope_s / 2
-        if steps > _SHORT:
-            at, every = np.arange(1, steps), np.resize(growth, steps - 1)
-            self.free -= int(every.sum())
-            return float(every @ (time_s - at * (linear_s + square_s * at)))
-        if steps > self.block_size + 1:
-            growth = (growth * (steps // self.block_size + 1))[: steps - 1]
-        self.free -= sum(growth)
-        growth_block_s = 0.0
-        for step, blocks in enumerate(growth, start=1):
-            if blocks:
-                growth_block_s += blocks * (time_s - step * (linear_s + square_s * step))
-        return growth_block_s
-
-    def _steps_with_blocks(self, decoding: int, most: int) -> int:
-        """How many steps, up to `most`, there are free blocks for, beside those of the first."""
-        rounds, left = divmod(self.free, decoding)
-        steps = 1 + rounds * self.block_size
-        while steps < most and (needed := self.growth[(self.clock + steps) % self.block_size]) <= left:
-            left -= needed
-            steps += 1
-        return min(steps, most)
-
-    def _end_due(self) -> None:
-        """Those whose last token was emitted leave with their blocks."""
-        ends = self.ends
-        while ends and ends[0][0] == self.clock:
-            _, id, standing = heappop(ends)
-            self._count(standing, -1)
-            self.free += self.blocks_for(standing + self.clock - 1)
-            self._ended(id)
-
-    def _count(self, standing: int, one: int) -> None:
-        """A sequence of so many tokens at step 0 joins those who decode (1), or leaves them (-1)."""
-        slot = (1 - standing) % self.block_size
-        self.growth[slot] += one
-        self.growth[slot + self.block_size] += one
-        self.standing += one * standing
-
-    def _make_room(self) -> None:
-        """Preempts whoever came last until everybody else who decodes finds a block."""
-        while self.growth[self.clock % self.block_size] > self.free:
+    def _make_room(self, clock: int, free: int, standing: int, decoded_s: float) -> tuple[int, int]:
+        """Preempts whoever came last until everybody else who decodes finds a block; the blocks and `standing` left."""
+        while self.growth[clock % self.block_size] > free:
             if self.begun is not None:
-                prompt = self.begun
-                self.begun = None
+                prompt, self.begun = self.begun, None
                 self.prompt_tokens -= prompt[1]
-                self.free += self.blocks_for(prompt[1])
+                free += self.blocks_for(prompt[1])
             else:
                 last = max(self.ends, key=lambda end: end[1])
                 self.ends.remove(last)
                 heapify(self.ends)
-                ends_at, id, standing = last
-                tokens = standing + self.clock
-                self._count(standing, -1)
-                self.free += self.blocks_for(tokens - 1)
-                self.paused[id] = self.joined.pop(id, self.decoded_s)
-                prompt = (id, tokens, ends_at - self.clock)
+                ends_at, id, own = last
+                prompt = (id, own + clock, ends_at - clock)
+                slot = (1 - own) % self.block_size
+                self.growth[slot] -= 1
+                self.growth[slot + self.block_size] -= 1
+                standing -= own
+                free += self.blocks_for(own + clock - 1)
+                self.paused[id] = self.joined.pop(id, decoded_s)
             self.preemptions[prompt[0]] = self.preemptions.get(prompt[0], 0) + 1
             self.waiting.appendleft(prompt)
+        return free, standing
 
-    def _ended(self, id: int) -> None:
-        self.ended_ids.append(id)
-        self.ended_s.append(self.now_s)
+    def _steps_with_blocks(self, clock: int, free: int, decoding: int, most: int) -> int:
+        """How many steps, up to `most`, there are free blocks for, beside those of the first."""
+        rounds, left = divmod(free, decoding)
+        steps = 1 + rounds * self.block_size
+        while steps < most and (needed := self.growth[(clock + steps) % self.block_size]) <= left:
+            left -= needed
+            steps += 1
+        return min(steps, most)
 
-    # -- records
+    def _since_start(self, decoding: int, start_s: float, first_end_s: float, decoded_s: float) -> int:
+        """Of those who decode, how many had their last token when the step began; the gaps of the others are noted.
 
-    def _since_start(self, decoding: int, start_s: float, first_end_s: float) -> int:
-        """Of those who decode, how many had their last token when the step began; the gaps of the others are noted."""
-        decoded_s, self.decoded_s = self.decoded_s, self.now_s
-        if decoded_s == start_s and not self.joined:
-            return decoding
+        Only where prompts go alone others have to wait: else everybody decodes in each step.
+        """
         others = decoding - len(self.joined)
         since_start = 0
         if decoded_s == start_s:
@@ -388,20 +352,17 @@ class Lockstep:
         self.joined.clear()
         return since_start
 
-    def _note(self, row: tuple[float, ...]) -> None:
-        self.rows += row
-        if len(self.rows) == _ROWS * len(_NOTED):
-            self._write_steps()
+    # -- records
 
     def _write_steps(self) -> None:
         """Makes what was noted of steps into the recorder's rows and samples."""
-        rows = np.array(self.rows, dtype=np.float64).reshape(-1, len(_NOTED))
-        of_prompts = np.array(self.rows_of_prompts, dtype=np.float64).reshape(-1, len(_NOTED_OF_PROMPTS))
-        self.recorder.add_steps(_step_table(rows, of_prompts))
+        rows, of_prompts = _table(self.rows, len(_NOTED)), _table(self.rows_of_prompts, len(_NOTED_OF_PROMPTS))
+        self.recorder.add_steps(_step_table(rows, of_prompts, _table(self.later_growth, 1)[:, 0], self.block_size))
         self.recorder.itl_s.add_ramps(_ramps(rows))
-        self.recorder.itl_s.add_ramps(np.array(self.gaps, dtype=np.float64).reshape(-1, 4))
-        self.recorder.end_s = float(rows[-1, 1]) if len(rows) else self.recorder.end_s
-        for noted in (self.rows, self.rows_of_prompts, self.gaps):
+        self.recorder.itl_s.add_ramps(_table(self.gaps, 4))
+        if len(rows):
+            self.recorder.end_s = float(rows[-1, _NOTED.index("end_s")])
+        for noted in (self.rows, self.rows_of_prompts, self.later_growth, self.gaps):
             noted.clear()
 
     def _requests(self) -> Table:
@@ -428,25 +389,25 @@ class Lockstep:
         return _stacked(columns, REQUEST_COLUMNS, len(served))
 
 
-def _with_decoding(decoding: int, kv_tokens: int, sums: tuple[float, ...]) -> tuple[float, ...]:
-    """The sums of a step with prompts and sequences that decode a token each, see `step_sums`."""
-    tokens, sequences, kv, attended, rows, *prefill = sums
-    return (tokens + decoding, sequences + decoding, kv + kv_tokens, attended + kv_tokens, rows + decoding, *prefill)
+def _table(noted: list[float] | list[int], columns: int) -> Table:
+    # the fastest way from a list of numbers to an array
+    return np.frombuffer(struct.pack(f"{len(noted)}d", *noted)).reshape(-1, columns)
 
 
-def _step_table(rows: Table, of_prompts: Table) -> Table:
+def _step_table(rows: Table, of_prompts: Table, later_growth: Table, block_size: int) -> Table:
     """Rows of COUNTED_COLUMNS: counts as they were noted, shapes as means over steps, the rest as means over time."""
     noted = dict(zip(_NOTED, rows.T, strict=True))
     n, k, time_s, first_s, slope_s = (noted[name] for name in ("decoding", "steps", "time_s", "first_s", "slope_s"))
     later_s = first_s * k * (k - 1) / 2 + slope_s * (k - 1) * k * (2 * k - 1) / 6
     per_s = np.divide(1, time_s, out=np.zeros(len(rows)), where=time_s > 0)
     grown = n * (k - 1) / 2  # the mean step attends to so many tokens more than the first
+    growth_block_s = _growth_block_s(k, time_s, first_s, slope_s, later_growth, block_size)
     columns = {
         "start_s": noted["start_s"],
         "time_s": noted["end_s"] - noted["start_s"],
         "steps": k,
         "emitted": n * k,
-        "blocks_used": (noted["blocks_used"] * time_s + noted["growth_block_s"]) * per_s,
+        "blocks_used": (noted["blocks_used"] * time_s + growth_block_s) * per_s,
         "held_tokens": (noted["held_tokens"] * time_s + n * later_s) * per_s,
         "tokens": n,
         "sequences": n,
@@ -459,6 +420,28 @@ def _step_table(rows: Table, of_prompts: Table) -> Table:
     table[index, COUNTED_COLUMNS.index("emitted")] += of_prompts[:, 1]
     table[index, -len(SHAPE_COLUMNS) :] = of_prompts[:, 2:]
     return table
+
+
+def _growth_block_s(
+    steps: Table, time_s: Table, first_s: Table, slope_s: Table, later_growth: Table, block_size: int
+) -> Table:
+    """Block-seconds of the blocks that each row's steps after the first add.
+
+    Each row of k steps has min(k - 1, block size) entries in `later_growth`: entry j says how many blocks are taken at
+    the row's steps j, j + block size, ... (counted from 0), and used from there to the row's end.
+    """
+    entries = np.minimum(steps - 1, block_size).astype(np.int64)
+    first_entry = np.cumsum(entries) - entries
+    some = np.flatnonzero(later_growth)
+    row = np.repeat(np.arange(len(steps)), entries)[some]
+    step = some - first_entry[row] + 1.0
+    times = (steps[row] - 1 - step) // block_size + 1
+    pairs, slope_half_s = times * (times - 1) / 2, slope_s[row] / 2
+    sum_of_steps = times * step + block_size * pairs
+    sum_of_squares = step * (times * step + 2 * block_size * pairs) + block_size**2 * pairs * (2 * times - 1) / 3
+    left_s = times * time_s[row] - (first_s[row] - slope_half_s) * sum_of_steps - slope_half_s * sum_of_squares
+    total_s: Table = np.bincount(row, later_growth[some] * left_s, len(steps)).astype(np.float64)
+    return total_s
 
 
 def _ramps(rows: Table) -> Table:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from membound.roofline.speculation import Speculation, with_guesses
 from membound.roofline.techniques import EngineSetup, Size
 
 Column = NDArray[np.float64]
+# Attended tokens from which on and up to which a time is linear, seconds there, and how many more each token takes.
+Piece = tuple[float, float, float, float]
+_NOWHERE: Piece = (0.0, 0.0, 0.0, 0.0)
 
 # Tokens of one sequence at which steps of decode are tabulated: four to an octave.
 CONTEXTS = np.unique(np.round(2.0 ** np.arange(0, 23.01, 0.25)))
@@ -55,17 +58,16 @@ class StepTimes:
         self.most_sequences = most_sequences
         self.most_tokens = most_tokens
         self._decode: dict[int, _Decode] = {}
-        self._last: dict[int, _Piece] = {}  # of each number of sequences, since the next step is near the last
+        self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
         self._speculations: dict[int, Speculation] = {}
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
-        piece = self._last.get(sequences)
-        if piece is None or not piece.begin <= kv_tokens < piece.end:
+        begin, end, low, slope = self._last.get(sequences, _NOWHERE)
+        if not begin <= kv_tokens < end:
             if sequences not in self._decode:
                 self._tabulate(sequences)
-            piece = self._last[sequences] = self._decode[sequences].piece_at(kv_tokens)
-        begin, end, low, slope = piece
+            begin, end, low, slope = self._last[sequences] = self._decode[sequences].piece_at(kv_tokens)
         return low + slope * (kv_tokens - begin), slope * sequences, 1 + int((end - kv_tokens) // sequences)
 
     def _tabulate(self, sequences: int) -> None:
@@ -139,15 +141,6 @@ class StepTimes:
         return _Parts(self)
 
 
-class _Piece(NamedTuple):
-    """Seconds of steps that attend to `begin` to `end` tokens: `low` at the first, `slope` more for each token."""
-
-    begin: float
-    end: float
-    low: float
-    slope: float
-
-
 class _Decode:
     """Steps of decode of one number of sequences, over the tokens they attend to together."""
 
@@ -157,12 +150,10 @@ class _Decode:
         self._sequences = sequences
         self._seconds = seconds
 
-    def piece_at(self, kv_tokens: float) -> _Piece:
+    def piece_at(self, kv_tokens: float) -> Piece:
         """Between the two entries around `kv_tokens`, or beyond the last two."""
-        index = min(bisect_right(self.kv_tokens, kv_tokens), len(self.kv_tokens) - 1) - 1
-        begin, end = self.kv_tokens[index], self.kv_tokens[index + 1]
-        low, high = self._at(index), self._at(index + 1)
-        return _Piece(begin, end, low, (high - low) / (end - begin))
+        index = _below(self.kv_tokens, kv_tokens)
+        return _piece(self.kv_tokens[index], self.kv_tokens[index + 1], self._at(index), self._at(index + 1))
 
     def _at(self, index: int) -> float:
         seconds = self._seconds[index]
@@ -190,36 +181,47 @@ class _Parts:
         of_rows = np.broadcast_to(times.device(StepShape(zero, zero, zero, zero, rows)), rows.shape)
         self._of_rows: list[float] = (of_rows - of_rows[0]).tolist()
         self._attention: dict[int, tuple[list[float], list[float]]] = {}
+        self._last: dict[int, Piece] = {}
         self._prompts = self._prompt_grid()
         self._prompt_s = lru_cache(_KEPT_PROMPTS)(self._prompt)  # most steps have one prompt, of a length seen before
         self._wait_s, self._launch_s = self._waiting()
 
     def seconds(self, sums: tuple[float, ...]) -> float:
         tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs = sums
-        device_s = self._tokens(tokens) + self._of_rows[int(rows)]
+        device_s = self._of_tokens[int(tokens)] if tokens <= DENSE_TOKENS else self._beyond(tokens)
+        device_s += self._of_rows[int(rows)]
         decoding = int(sequences - prompts)
         if decoding:
-            device_s += self._decoding(decoding, kv_tokens - prompt_kv_tokens)
+            decode_kv_tokens = kv_tokens - prompt_kv_tokens
+            begin, end, low, slope = self._last.get(decoding, _NOWHERE)
+            if not begin <= decode_kv_tokens < end:
+                begin, end, low, slope = self._decoding(decoding, decode_kv_tokens)
+            device_s += low + slope * (decode_kv_tokens - begin)
         if prompts:
             device_s += self._prompt_s(prompt_tokens, prompts, pairs)
         return device_s + self._wait_s + max(self._launch_s - device_s, 0.0)
 
-    def _tokens(self, tokens: float) -> float:
-        if tokens <= DENSE_TOKENS:
-            return self._of_tokens[int(tokens)]
-        return _between(self._token_nodes, self._of_tokens, tokens)
+    def _beyond(self, tokens: float) -> float:
+        """Seconds of so many tokens, more than are tabulated one by one."""
+        index = _below(self._token_nodes, tokens)
+        begin, _, low, slope = _piece(*self._token_nodes[index : index + 2], *self._of_tokens[index : index + 2])
+        return low + slope * (tokens - begin)
 
-    def _decoding(self, sequences: int, kv_tokens: float) -> float:
-        """What sequences that decode add to the time of their tokens and rows."""
+    def _decoding(self, sequences: int, kv_tokens: float) -> Piece:
+        """What sequences that decode add to the time of their tokens and rows, around so many tokens."""
         found = self._attention.get(sequences)
         if found is None:
             near, shape = decode_grid(sequences)
             device_s = np.broadcast_to(self._times.device(shape), np.shape(shape.tokens)).reshape(len(near), -1)
             for n, row in zip(near, device_s, strict=True):
-                rest = row - self._tokens(n) - self._of_rows[min(n, len(self._of_rows) - 1)]
+                tokens_s = self._of_tokens[n] if n <= DENSE_TOKENS else self._beyond(n)
+                rest = row - tokens_s - self._of_rows[min(n, len(self._of_rows) - 1)]
                 self._attention[n] = ((CONTEXTS * n).tolist(), rest.tolist())
             found = self._attention[sequences]
-        return _between(*found, kv_tokens)
+        nodes, seconds = found
+        index = _below(nodes, kv_tokens)
+        piece = self._last[sequences] = _piece(*nodes[index : index + 2], *seconds[index : index + 2])
+        return piece
 
     def _prompt_grid(self) -> NDArray[np.float64]:
         """What some equal prompts of so many tokens behind so many cached ones add: [prompts, tokens, cached]."""
@@ -275,7 +277,10 @@ def _place(axis: list[int], value: float) -> tuple[int, float]:
     return index, (value - axis[index]) / (axis[index + 1] - axis[index])
 
 
-def _between(nodes: list[float], values: list[float], at: float) -> float:
-    index = min(max(bisect_right(nodes, at) - 1, 0), len(nodes) - 2)
-    share = (at - nodes[index]) / (nodes[index + 1] - nodes[index])
-    return values[index] * (1 - share) + values[index + 1] * share
+def _below(nodes: list[float], at: float) -> int:
+    """The entry below `at`, with another behind it."""
+    return min(max(bisect_right(nodes, at) - 1, 0), len(nodes) - 2)
+
+
+def _piece(begin: float, end: float, first: float, last: float) -> Piece:
+    return begin, end, first, (last - first) / (end - begin)

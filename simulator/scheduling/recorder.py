@@ -37,7 +37,7 @@ _STEP_ROW, _REQUEST_ROW = (struct.Struct(f"{len(names)}d").pack for names in (CO
 _COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class")
 
 # Rows whose bounds are worked out together, and rows that are kept at most.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 13
 MOST_ROWS = 1 << 18
 
 Observer = Callable[[Step, Outcome, float], None]

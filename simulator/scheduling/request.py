@@ -237,10 +237,7 @@ def step_sums(decoding: int, kv_tokens: int, listed: tuple[Work, ...]) -> tuple[
     n = float(decoding)
     if not listed:
         return (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0)
-    tokens, sequences, kv, attended, rows, *prefill = shape_sums(
-        [(work.start, work.tokens, work.logits_rows) for work in listed]
-    )
-    return (tokens + n, sequences + n, kv + kv_tokens, attended + kv_tokens, rows + n, *prefill)
+    return shape_sums([(work.start, work.tokens, work.logits_rows) for work in listed], decoding, kv_tokens)
 
 
 class Outcome(NamedTuple):
@@ -268,13 +265,19 @@ class Outcome(NamedTuple):
         """Only the steps that begin before `seconds`: the engine looks up after each, and then sees what arrived."""
         if self.time_s <= seconds or self.steps == 1:
             return self
-        first, slope = self.first_s, self.slope_s
-        # steps * first + slope * steps * (steps - 1) / 2 = seconds
-        linear = first - slope / 2
-        guess = 2 * seconds / (linear + math.sqrt(max(0.0, linear * linear + 2 * slope * seconds)))
-        steps = min(max(1, math.ceil(guess)), self.steps)
-        while steps > 1 and self.time_of(steps - 1) >= seconds:
-            steps -= 1
-        while steps < self.steps and self.time_of(steps) < seconds:
-            steps += 1
-        return Outcome(self.time_of(steps), None, steps, slope)
+        steps = steps_before(seconds, self.first_s, self.slope_s, self.steps)
+        return Outcome(self.time_of(steps), None, steps, self.slope_s)
+
+
+def steps_before(seconds: float, first_s: float, slope_s: float, most: int) -> int:
+    """How many of `most` steps, the first of `first_s` and each `slope_s` longer than the last, begin in `seconds`."""
+    # steps * first + slope * steps * (steps - 1) / 2 = seconds
+    half_s = slope_s / 2
+    linear_s = first_s - half_s
+    guess = 2 * seconds / (linear_s + math.sqrt(max(0.0, linear_s * linear_s + 2 * slope_s * seconds)))
+    steps = min(max(1, math.ceil(guess)), most)
+    while steps > 1 and (steps - 1) * (first_s + half_s * (steps - 2)) >= seconds:
+        steps -= 1
+    while steps < most and steps * (first_s + half_s * (steps - 1)) < seconds:
+        steps += 1
+    return steps
