@@ -34,6 +34,8 @@ REQUEST_COLUMNS = (
     "completed",
 )
 _STEP_ROW, _REQUEST_ROW = (struct.Struct(f"{len(names)}d").pack for names in (COUNTED_COLUMNS, REQUEST_COLUMNS))
+_SUMS = [COUNTED_COLUMNS.index(name) for name in (*SUMMED, "moved_blocks", "cached_tokens")]
+_SHAPES = slice(COUNTED_COLUMNS.index(SHAPE_COLUMNS[0]), COUNTED_COLUMNS.index(SHAPE_COLUMNS[-1]) + 1)
 _COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class")
 
 # Rows whose bounds are worked out together, and rows that are kept at most.
@@ -318,7 +320,9 @@ class Recorder:
             table = np.concatenate([table, bounds], axis=1)
         self._tables.append(table)
         if sum(map(len, self._tables)) > MOST_ROWS:
-            self._tables = [_joined_rows(np.concatenate(self._tables))]
+            table = np.concatenate(self._tables)
+            # in pieces that caches hold, since each column is a pass over all of a piece
+            self._tables = [_joined_rows(table[begin : begin + _CHUNK]) for begin in range(0, len(table), _CHUNK)]
 
     def _request(self, sequence: Sequence, finished_s: float, completed: float) -> None:
         self._requests += _REQUEST_ROW(
@@ -339,19 +343,16 @@ def _joined_rows(table: NDArray[np.float64]) -> NDArray[np.float64]:
     """Every two rows as one: counts and seconds summed, shapes as means over steps, the rest as means over time."""
     if len(table) % 2:
         table = np.concatenate([table, np.zeros((1, table.shape[1]))])
-    pairs = table.reshape(-1, 2, table.shape[1])
-    names = COUNTED_COLUMNS
-    steps, time_s = pairs[:, :, names.index("steps")], pairs[:, :, names.index("time_s")]
-    by_steps = steps / steps.sum(axis=1, keepdims=True)
-    by_time = time_s / time_s.sum(axis=1, keepdims=True)
-    joined = np.empty((len(pairs), table.shape[1]))
-    for index in range(table.shape[1]):
-        name = names[index] if index < len(names) else "bound"
-        column = pairs[:, :, index]
-        if name == "start_s":
-            joined[:, index] = column[:, 0]
-        elif name in SUMMED or name in ("moved_blocks", "cached_tokens"):
-            joined[:, index] = column.sum(axis=1)
-        else:
-            joined[:, index] = (column * (by_steps if name in SHAPE_COLUMNS else by_time)).sum(axis=1)
+    first, second = table[0::2], table[1::2]
+    joined = _weighted(first, second, "time_s")
+    joined[:, _SHAPES] = _weighted(first, second, "steps")[:, _SHAPES]
+    joined[:, _SUMS] = first[:, _SUMS] + second[:, _SUMS]
+    joined[:, COUNTED_COLUMNS.index("start_s")] = first[:, COUNTED_COLUMNS.index("start_s")]
     return joined
+
+
+def _weighted(first: NDArray[np.float64], second: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+    """Means of two tables, row by row, where one column is how much a row weighs."""
+    index = COUNTED_COLUMNS.index(name)
+    share = second[:, index] / (first[:, index] + second[:, index])
+    return first * (1 - share)[:, None] + second * share[:, None]
