@@ -40,8 +40,6 @@ Table = NDArray[np.float64]
 # held tokens and blocks are those of its first step.
 _NOTED = (
     "start_s",
-    "end_s",
-    "time_s",
     "steps",
     "first_s",
     "slope_s",
@@ -198,7 +196,7 @@ class Lockstep:
                     since_start = self._since_start(decoding, start_s, first_end_s, decoded_s)
                 clock += steps
                 decoded_s = now_s
-            rows += (start_s, now_s, time_s, steps, first_s, slope_s, decoding, since_start, tokens, held, used)
+            rows += (start_s, steps, first_s, slope_s, decoding, since_start, tokens, held, used)
 
             # What came of it: some leave with their last token, some have the first and decode.
             while ends and ends[0][0] == clock:
@@ -357,13 +355,16 @@ class Lockstep:
     def _write_steps(self) -> None:
         """Makes what was noted of steps into the recorder's rows and samples."""
         rows, of_prompts = _table(self.rows, len(_NOTED)), _table(self.rows_of_prompts, len(_NOTED_OF_PROMPTS))
-        self.recorder.add_steps(_step_table(rows, of_prompts, _table(self.later_growth, 1)[:, 0], self.block_size))
-        self.recorder.itl_s.add_ramps(_ramps(rows))
+        noted = dict(zip(_NOTED, np.ascontiguousarray(rows.T), strict=True))
+        noted["time_s"] = noted["steps"] * (noted["first_s"] + noted["slope_s"] * (noted["steps"] - 1) / 2)
+        noted["end_s"] = noted["start_s"] + noted["time_s"]
+        self.recorder.add_steps(_step_table(noted, of_prompts, _table(self.later_growth, 1)[:, 0], self.block_size))
+        self.recorder.itl_s.add_ramps(_ramps(noted))
         self.recorder.itl_s.add_ramps(_table(self.gaps, 4))
         if len(rows):
-            self.recorder.end_s = float(rows[-1, _NOTED.index("end_s")])
-        for noted in (self.rows, self.rows_of_prompts, self.later_growth, self.gaps):
-            noted.clear()
+            self.recorder.end_s = float(noted["end_s"][-1])
+        for written in (self.rows, self.rows_of_prompts, self.later_growth, self.gaps):
+            written.clear()
 
     def _requests(self) -> Table:
         """The recorder's table of requests. Those that are served are admitted, and begin to answer, in their order."""
@@ -394,12 +395,11 @@ def _table(noted: list[float] | list[int], columns: int) -> Table:
     return np.frombuffer(struct.pack(f"{len(noted)}d", *noted)).reshape(-1, columns)
 
 
-def _step_table(rows: Table, of_prompts: Table, later_growth: Table, block_size: int) -> Table:
+def _step_table(noted: dict[str, Table], of_prompts: Table, later_growth: Table, block_size: int) -> Table:
     """Rows of COUNTED_COLUMNS: counts as they were noted, shapes as means over steps, the rest as means over time."""
-    noted = dict(zip(_NOTED, rows.T, strict=True))
     n, k, time_s, first_s, slope_s = (noted[name] for name in ("decoding", "steps", "time_s", "first_s", "slope_s"))
     later_s = first_s * k * (k - 1) / 2 + slope_s * (k - 1) * k * (2 * k - 1) / 6
-    per_s = np.divide(1, time_s, out=np.zeros(len(rows)), where=time_s > 0)
+    per_s = np.divide(1, time_s, out=np.zeros(len(k)), where=time_s > 0)
     grown = n * (k - 1) / 2  # the mean step attends to so many tokens more than the first
     growth_block_s = _growth_block_s(k, time_s, first_s, slope_s, later_growth, block_size)
     columns = {
@@ -415,7 +415,7 @@ def _step_table(rows: Table, of_prompts: Table, later_growth: Table, block_size:
         "attended": noted["kv_tokens"] + grown,
         "logits_rows": n,
     }
-    table = _stacked(columns, COUNTED_COLUMNS, len(rows))
+    table = _stacked(columns, COUNTED_COLUMNS, len(k))
     index = of_prompts[:, 0].astype(np.int64)
     table[index, COUNTED_COLUMNS.index("emitted")] += of_prompts[:, 1]
     table[index, -len(SHAPE_COLUMNS) :] = of_prompts[:, 2:]
@@ -444,15 +444,14 @@ def _growth_block_s(
     return total_s
 
 
-def _ramps(rows: Table) -> Table:
+def _ramps(noted: dict[str, Table]) -> Table:
     """The ramps of `Samples` that the gaps within rows, and those since they began, come to."""
-    noted = dict(zip(_NOTED, rows.T, strict=True))
     n, since_start, k = noted["decoding"], noted["since_start"], noted["steps"]
     several, all_since = k > 1, since_start == n
     span_s = np.where(several, noted["first_s"], noted["end_s"] - noted["start_s"])
     slope_s = np.where(several, noted["slope_s"], 0.0)
     whole = np.stack((span_s, slope_s, k, n), axis=1)[all_since & (n > 0)]
-    first = np.stack((span_s, np.zeros(len(rows)), np.ones(len(rows)), since_start), axis=1)
+    first = np.stack((span_s, np.zeros(len(k)), np.ones(len(k)), since_start), axis=1)
     rest = np.stack((span_s + slope_s, slope_s, k - 1, n), axis=1)
     return np.concatenate((whole, first[~all_since & (since_start > 0)], rest[~all_since & several]))
 
