@@ -190,7 +190,7 @@ def controls(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any
             for _ in range(min(repeats, 2)):
                 buttons = groups.nth(group).locator("button")
                 if (option := _other_option(buttons)) is None:
-                    continue
+                    continue  # such as those of a closed expander
                 name = buttons.nth(option).inner_text()
                 tab.page.evaluate(f"window.changed = ({CHANGE})(); 0")
                 buttons.nth(option).click(timeout=TIMEOUT_MS)
@@ -208,7 +208,8 @@ def controls(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any
 def _other_option(buttons: Any) -> int | None:
     """An option that can be chosen and is not; the last such, as the first is mostly the cheapest."""
     states = [buttons.nth(at).get_attribute("data-selected") == "true" for at in range(buttons.count())]
-    usable = [at for at, selected in enumerate(states) if not selected and buttons.nth(at).is_enabled()]
+    free = (at for at, selected in enumerate(states) if not selected)
+    usable = [at for at in free if buttons.nth(at).is_visible() and buttons.nth(at).is_enabled()]
     return usable[-1] if usable else None
 
 
