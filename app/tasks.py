@@ -55,7 +55,7 @@ def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
     scenario = scenario_of(spec)
     context.progress(0.0, f"simulating {scenario.name}")
-    result = run(scenario, observer=lambda step, outcome, end_s: context.check_cancelled())
+    result = run(scenario, watch=lambda now_s: context.check_cancelled())
     return {"run_id": keep_run(context.store, "simulate", scenario, result, context.job_id), **result.to_json()}
 
 

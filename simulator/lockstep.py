@@ -19,7 +19,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -58,6 +58,8 @@ _MOST_TOTAL = 1 << 40
 # tokens are still to be emitted. A part of it: from which token on, and how many.
 Prompt = tuple[int, int, int]
 Part = tuple[Prompt, int, int]
+# Is told the virtual time now and then, and may raise to end the run.
+Watch = Callable[[float], None]
 
 
 def is_ordinary(scheduler: Scheduler, workload: Workload) -> bool:
@@ -79,12 +81,18 @@ class Lockstep:
     """
 
     def __init__(
-        self, scheduler: Scheduler, step_times: StepTimes, columns: Iterable[RequestColumns], recorder: Recorder
+        self,
+        scheduler: Scheduler,
+        step_times: StepTimes,
+        columns: Iterable[RequestColumns],
+        recorder: Recorder,
+        watch: Watch | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.step_times = step_times
         self.columns = columns
         self.recorder = recorder
+        self.watch = watch
         self.num_blocks = scheduler.pool.num_blocks
         self.block_size = scheduler.pool.block_size
         self.blocks_for = scheduler.pool.blocks_for
@@ -235,6 +243,8 @@ class Lockstep:
                     self.ended_s.append(now_s)
             if len(rows) == enough:
                 self._write_steps()
+                if self.watch is not None:
+                    self.watch(now_s)
 
         self._write_steps()
         self.recorder.add_requests(self._requests())
@@ -456,7 +466,7 @@ def _ramps(noted: dict[str, Table]) -> Table:
     return np.concatenate((whole, first[~all_since & (since_start > 0)], rest[~all_since & several]))
 
 
-def _stacked(columns: dict[str, NDArray[np.generic]], names: tuple[str, ...], rows: int) -> Table:
+def _stacked(columns: Mapping[str, NDArray[np.generic]], names: tuple[str, ...], rows: int) -> Table:
     """The columns side by side in the order of `names`; zeros where there is none."""
     table = np.zeros((rows, len(names)))
     for name, column in columns.items():

@@ -20,13 +20,13 @@ from membound.roofline.times import times_for
 from membound.roofline.workload import TextPrompts
 from membound.simulator.content import Content, content_for
 from membound.simulator.executor import RooflineExecutor
-from membound.simulator.lockstep import Lockstep, is_ordinary
+from membound.simulator.lockstep import Lockstep, Watch, is_ordinary
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
-from membound.simulator.scheduling.request import Request
+from membound.simulator.scheduling.request import Outcome, Request, Step
 from membound.simulator.scheduling.workload import request_columns, request_stream
 from membound.simulator.step_times import StepTimes
 
@@ -100,37 +100,49 @@ def run(
     executor: Executor | None = None,
     recorder: Recorder | None = None,
     step_by_step: bool = False,
+    watch: Watch | None = None,
 ) -> RunResult:
     """Serves the scenario's workload in virtual time.
 
     `hardware` stands in for the scenario's; `executor` replaces the roofline, for instance by recorded step times.
-    Equal steps run as one event, unless `step_by_step`. Where nobody looks at single steps, `Lockstep` serves for an
-    ordinary engine: it is faster and writes the same records. Raises MemboundError where the scenario names something
-    unknown or the model does not fit.
+    `watch` is told the virtual time now and then, and may raise to end the run. Equal steps run as one event, unless
+    `step_by_step`. Where nobody looks at single steps, `Lockstep` serves for an ordinary engine, faster and with the
+    same records. Raises MemboundError where the scenario names something unknown or the model does not fit.
     """
+    looking = observer if watch is None else _with_watch(observer, watch)
     if scenario.cluster is not None:
         from membound.simulator.cluster.run import run_cluster
 
         assert executor is None and recorder is None, "the replicas of a cluster have their own"
-        return run_cluster(scenario, hardware, observer, step_by_step)
+        return run_cluster(scenario, hardware, looking, step_by_step)
     deployment, requests = deploy(scenario, hardware)
     if scenario.engine.disaggregation is not None:
         from membound.simulator.disaggregated import run_disaggregated
 
-        return run_disaggregated(deployment, requests, observer, step_by_step)
+        return run_disaggregated(deployment, requests, looking, step_by_step)
     model, times, memory = deployment.model, deployment.times, deployment.memory
     scheduler = build_scheduler(scenario, model, times, memory, deployment.content_known)
     nobody_looks = observer is None and executor is None and recorder is None and not step_by_step
-    recorder = recorder or Recorder(observer)
+    ordinary = nobody_looks and is_ordinary(scheduler, scenario.workload)
+    recorder = recorder or Recorder(None if ordinary else looking)
     recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
-    if nobody_looks and is_ordinary(scheduler, scenario.workload):
-        Lockstep(scheduler, deployment.step_times, request_columns(scenario.workload), recorder).serve()
+    if ordinary:
+        Lockstep(scheduler, deployment.step_times, request_columns(scenario.workload), recorder, watch).serve()
     else:
         executor = executor or deployment.executor(step_by_step)
         client, clock = client_for(scenario.workload.arrivals, requests), OwnClock()
         clock.sleep_through(serve(scheduler, client, executor, clock, recorder))
         scheduler.check_integrity()
     return run_result(scenario, model, times, memory.num_blocks, recorder, provenance(times))
+
+
+def _with_watch(observer: Observer | None, watch: Watch) -> Observer:
+    def observed(step: Step, outcome: Outcome, end_s: float) -> None:
+        if observer is not None:
+            observer(step, outcome, end_s)
+        watch(end_s)
+
+    return observed
 
 
 def provenance(times: Times) -> Provenance:

@@ -98,7 +98,7 @@ def assert_same_records(fast: RunResult, general: RunResult) -> None:
             )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(engine=ENGINES, arrivals=ARRIVALS, seed=st.integers(0, 2**32))
 @example(engine=ENGINE, arrivals={"kind": "poisson", "rate_rps": 40.0}, seed=0)
 def test_the_fast_loop_writes_the_records_of_the_general_one(engine, arrivals, seed):
@@ -141,6 +141,24 @@ def test_what_is_written_in_pieces_is_the_same(monkeypatch):
     monkeypatch.setattr(lockstep, "_ROWS", 16)
     assert len(whole.steps["steps"]) > 32
     assert_same_records(run(chosen), whole)
+
+
+@pytest.mark.parametrize("changes", [{}, {"workload.arrivals": {"kind": "closed_loop", "concurrency": 4}}])
+def test_who_watches_a_run_is_told_the_time_and_may_end_it(monkeypatch, changes):
+    chosen = scenario(ENGINE, drawn({"kind": "poisson", "rate_rps": 40.0}))
+    for path, value in changes.items():
+        chosen = chosen.with_value(path, value)
+    monkeypatch.setattr(lockstep, "_ROWS", 16)
+    told = []
+    watched = run(chosen, watch=told.append)
+    assert_same_records(watched, run(chosen))
+    assert len(told) > 2 and told == sorted(told) and told[-1] <= watched.summary.duration_s
+
+    def end(now_s: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(chosen, watch=end)
 
 
 @pytest.mark.parametrize(
