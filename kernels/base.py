@@ -6,13 +6,18 @@ PyTorch meaning of every operation; a faster set (C++ on the CPU, Triton on a GP
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from membound.kernels.kv_formats import QuantizedKv
+from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
+
+if TYPE_CHECKING:
+    from membound.kernels.kivi import KiviBlocks
 
 # fp32 and bf16 as they are; int8 to int2: integer codes; w8a8: int8, multiplied with activations rounded to int8;
 # fp8: e4m3; sparse24: two of four numbers in bf16; q4_k and q6_k: GGUF's blocks.
@@ -95,6 +100,58 @@ class RaggedBatch:
         return self.context_len.shape[0]
 
 
+def chain_of(query_start: Tensor, tokens: int) -> Tensor:
+    """The `tree` [tokens] of drafts that follow one another: token j of a sequence sees its tokens 0 to j."""
+    rows = torch.arange(tokens, dtype=torch.int32, device=query_start.device)
+    sequence = torch.searchsorted(query_start, rows, right=True) - 1
+    place = (rows - query_start[sequence]).long()
+    # All bits up to the place's own; the 64th is the sign, and -1 has them all.
+    return -1 ^ (torch.full_like(place, -2) << place)
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2Vectors:
+    """What a Mamba-2 layer learned for each head, all [heads] in fp32; `a` is negative."""
+
+    dt_bias: Tensor
+    a: Tensor
+    d: Tensor
+
+
+class ChainVerifier(Protocol):
+    """Verifies chains of drafts, and draws, on the device."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        row_start: Tensor,
+        drafts: Tensor,
+        temperature: Tensor,
+        seed: Tensor,
+        *,
+        most_rows: int,
+        draft_probabilities: Tensor | None = None,
+    ) -> Emitted:
+        """Modified rejection sampling of chains of drafts.
+
+        Sequence i has rows `row_start[i]` to `row_start[i + 1]` (int32), at most `most_rows`, of logits [rows, vocab];
+        row r is followed by `drafts[r]` (int64), but a sequence's last by none. `temperature` is [sequences] (fp32).
+        `draft_probabilities` [rows, vocab] (fp32) are the distributions that the drafts were drawn from; without, they
+        are certain. `seed` [1] (int64) differs from call to call.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """`tokens` [sequences, most_rows] (int64): each sequence's accepted drafts and one token more, then -1.
+
+    `counts` [sequences] (int32) says how many those are; a sequence without rows has 0.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+
+
 class Kernels(Protocol):
     """One device's implementation of every operation that the decoder needs.
 
@@ -106,6 +163,8 @@ class Kernels(Protocol):
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
     emulates_quantized_kv: bool  # whether quantized K and V take a time that says nothing about their format
+    emulates_kivi: bool  # the same of KIVI's
+    chain_verifier: ChainVerifier | None  # None: the host verifies drafts and draws
     interleaved: bool  # whether `pack` lays the words of 16 rows side by side
 
     def describe(self) -> str:
@@ -173,6 +232,20 @@ class Kernels(Protocol):
         become softcap * tanh(score / softcap), as in Gemma 2.
         """
 
+    def attention_with_sinks(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        sinks: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`attention` in which each head's logit of `sinks` [heads] (fp32) joins the softmax, with a value of zero."""
+
     def rope_and_store_quantized(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
     ) -> Tensor:
@@ -209,3 +282,117 @@ class Kernels(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [tokens, 2 * intermediate]: [tokens, intermediate]."""
+
+    def latent_rope_and_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        batch: RaggedBatch,
+        blocks: Tensor,
+    ) -> Tensor:
+        """What MLA does before it attends, in one pass over the projections.
+
+        The first `rank` elements of `latents` [tokens, rank + rope] are RMS-normed with `norm` [rank] (fp32), the
+        others rotated, and both stored at `batch.slots` in `blocks` [blocks, block_size, 1, rank + rope]. Returns q
+        [tokens, heads, nope + rope] with the last `rope` elements of each head rotated; it may be changed in place.
+        """
+
+    def latent_attention(self, q: Tensor, blocks: Tensor, batch: RaggedBatch, scale: float, rank: int) -> Tensor:
+        """Attention of absorbed queries q [tokens, heads, rank + rope] over latents: [tokens, heads, rank].
+
+        A stored vector of `blocks` [blocks, block_size, 1, rank + rope] is every head's key, and its first `rank`
+        elements are every head's value. Causal, or as `batch.tree` says.
+        """
+
+    def kivi_make_room(self, kv: KiviBlocks, batch: RaggedBatch) -> None:
+        """Rounds each sequence's oldest recent tokens, until the new ones of a batch fit beside the others.
+
+        No sequence brings more than `kv.most_new`; they are then stored at `kv.slots(batch)` of the recent.
+        """
+
+    def attention_kivi(
+        self,
+        q: Tensor,
+        kv: KiviBlocks,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`attention` of a causal batch over codes and the recent, of which its new tokens are the newest."""
+
+    def grouped(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None = None) -> GroupedLinear | None:
+        """The linear layers of a mixture's experts as one, with their `biases` [n] each; None where these kernels do
+        not multiply such experts together. It holds a copy of the weights, of which its `weights` are parts."""
+
+    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+        """The `top_k` experts of tokens with `logits` [tokens, experts]; of equal scores the lowest number wins."""
+
+    def combine(self, slots: Tensor, routing: Routing) -> Tensor:
+        """The weighted sum of each token's slots, [slots, n] to [tokens, n]."""
+
+    def causal_convolution(
+        self, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RaggedBatch
+    ) -> Tensor:
+        """SiLU of a causal convolution of each channel of x [tokens, channels] by `weight` [channels, width]: fp32.
+
+        `state` [seats, width - 1, channels] (fp32) holds a sequence's inputs before x, and those after it then. It
+        counts as zero, as in all the recurrences below, for a sequence whose first new token is its first of all.
+        """
+
+    def mamba2_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        vectors: Mamba2Vectors,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        """h = exp(dt a) h + dt x B^T, y = (h C + d x) silu(z) with dt = softplus(dt + bias): y as x, in fp32.
+
+        `state` [seats, heads, head_dim, d_state] is h (fp32) and changes in place. x and z are [tokens, heads,
+        head_dim], dt [tokens, heads], b and c [tokens, groups, d_state]; only their first dimension may have gaps.
+        """
+
+    def mamba1_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        a: Tensor,
+        d: Tensor,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        """h = exp(dt a) h + dt x B^T, y = (h C + d x) silu(z) for each channel: y [tokens, d_inner] in fp32.
+
+        `state` [seats, d_inner, d_state] is h (fp32) and changes in place. x, z and dt (positive) are [tokens,
+        d_inner], b and c [tokens, d_state], a [d_inner, d_state] (negative) and d [d_inner] in fp32.
+        """
+
+    def rwkv6_scan(
+        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, u: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        """y = r (S + u k^T v), then S = diag(w) S + k^T v for each head: y as v.
+
+        `state` [seats, heads, key, value] is S (fp32) and changes in place; r, w, k [tokens, heads, key] and v
+        [tokens, heads, value] are fp32, u is [heads, key].
+        """
+
+    def delta_scan(
+        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        """S = diag(w) S + b^T (a S) + k^T v, y = r S for each head: the delta rule of RWKV-7 and of gated DeltaNet.
+
+        As `rwkv6_scan`, with a and b [tokens, heads, key].
+        """

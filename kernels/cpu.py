@@ -19,6 +19,7 @@ from torch.nn import functional
 from membound.kernels import cpu_build
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.composed import ComposedKernels
 from membound.kernels.kv_formats import KV_DTYPES, QuantizedKv
 from membound.kernels.quantize import TILE_ROWS, Packer
 
@@ -32,7 +33,7 @@ NO_WINDOW = 2**62
 KV_FORMATS = ("bf16", "fp8", "int8", "int4")  # in the order of cpu_kv.h
 
 
-class CpuKernels:
+class CpuKernels(ComposedKernels):
     """The C++ kernels: fp32 activations, weights in every format, K and V in bf16 or quantized."""
 
     name = "cpp"

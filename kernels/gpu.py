@@ -7,30 +7,46 @@ read each weight once too, and nothing is left to fuse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
-from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.base import Mamba2Vectors, PackedWeight, RaggedBatch, WeightFormat, chain_of
+from membound.kernels.composed import ComposedKernels
+from membound.kernels.kivi import KiviBlocks
 from membound.kernels.kv_formats import QuantizedKv
 from membound.kernels.quantize import Packer, dequantize
+from membound.kernels.recurrent import seats_of
 from membound.kernels.reference import TorchKernels
+from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
 from membound.kernels.triton.activation import QuantizedRows
 from membound.kernels.triton.decode_attention import decode_attention
+from membound.kernels.triton.kivi_attention import kivi_attention, kivi_round
 from membound.kernels.triton.kv_blocks import KvBlocks
+from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
 from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w8a8 import linear_w8a8
 from membound.kernels.triton.machine import INTERPRETED, machine_of
+from membound.kernels.triton.mamba1_update import mamba1_update
+from membound.kernels.triton.mamba2_update import mamba2_update
+from membound.kernels.triton.mla_decode import latents_fit, mla_decode
+from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
+from membound.kernels.triton.moe_routing import MOST_EXPERTS, route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
+from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
+from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
+from membound.kernels.triton.steps import Steps
 from membound.kernels.triton.verify_attention import LARGEST_TREE, verify_attention
+from membound.kernels.triton.verify_sampling import verify_sampling
 
 # The formats that Triton kernels or the vendor's library multiply; the others are widened first.
 NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8", "int4", "w8a8", "fp8", "sparse24")
@@ -62,7 +78,34 @@ class TritonPacker(Packer):
         return TritonWeight("sparse24", own.values, size=own.shape, kept=own.places)
 
 
-class TritonKernels:
+# How the experts of a mixture are multiplied together, by the format of their weights.
+GROUPED: dict[WeightFormat, ExpertFormat] = {"bf16": "half", "int8": "int8", "fp8": "fp8"}
+
+
+@dataclass(frozen=True, eq=False)
+class TritonExperts:
+    """The linear layers of a mixture's experts in one piece of memory, of which `weights` are parts."""
+
+    together: ExpertWeights
+    weights: tuple[PackedWeight, ...]
+
+    @classmethod
+    def of(cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> TritonExperts:
+        """Copies the experts' weights, which are alike, behind each other."""
+        data = torch.stack([weight.data for weight in weights])
+        scales = [weight.scale for weight in weights if weight.scale is not None]
+        scale = torch.stack(scales) if scales else None
+        bias = torch.stack([bias.float() for bias in biases]) if biases else None
+        parts = tuple(
+            replace(weight, data=data[i], scale=None if scale is None else scale[i]) for i, weight in enumerate(weights)
+        )
+        return cls(ExpertWeights(GROUPED[weights[0].format], data, scale, bias), parts)
+
+    def __call__(self, x: Tensor, routing: Routing, *, shared_rows: bool) -> Tensor:
+        return moe_linear(x, self.together, routing, shared_rows=shared_rows)
+
+
+class TritonKernels(ComposedKernels):
     """bf16 activations, K and V in bf16 or quantized; all weight formats, those of NATIVE read as they are packed.
 
     Rows of a batch whose `context_len` is 0 and whose slots are negative are padding: they store nothing and attend
@@ -73,11 +116,13 @@ class TritonKernels:
     activation_dtype = torch.bfloat16
     kv_dtype = torch.bfloat16
     emulates_quantized_kv = False
+    emulates_kivi = False
     interleaved = False
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = torch.device(device)
         self._torch = TorchKernels(device)
+        self.chain_verifier = verify_sampling
         self._packer = TritonPacker()
         self._chains: tuple[RaggedBatch, Tensor] | None = None
 
@@ -147,10 +192,27 @@ class TritonKernels:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if softcap is not None or (window is not None and batch.tree is not None):
-            # The Triton kernels know no capped scores and no window over a tree.
+        if window is not None and batch.tree is not None:
+            # The Triton kernels know no window over a tree.
             return self._torch.attention(q, k_blocks, v_blocks, batch, scale, window=window, softcap=softcap)
-        return self._attend(q, KvBlocks("bf16", k_blocks, v_blocks), batch, scale, window)
+        return self._attend(q, KvBlocks("bf16", k_blocks, v_blocks), batch, scale, window, softcap)
+
+    def attention_with_sinks(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        sinks: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if window is not None and batch.tree is not None:
+            where = q, k_blocks, v_blocks, batch, scale, sinks
+            return self._torch.attention_with_sinks(*where, window=window, softcap=softcap)
+        return self._attend(q, KvBlocks("bf16", k_blocks, v_blocks), batch, scale, window, softcap, sinks)
 
     def attention_quantized(
         self,
@@ -162,9 +224,9 @@ class TritonKernels:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if softcap is not None or (window is not None and batch.tree is not None):
+        if window is not None and batch.tree is not None:
             return self._torch.attention_quantized(q, kv, batch, scale, window=window, softcap=softcap)
-        return self._attend(q, KvBlocks(kv.format, kv.k, kv.v, kv.scales), batch, scale, window)
+        return self._attend(q, KvBlocks(kv.format, kv.k, kv.v, kv.scales), batch, scale, window, softcap)
 
     def attention_scores(
         self,
@@ -179,33 +241,157 @@ class TritonKernels:
     ) -> Tensor:
         return self._torch.attention_scores(q, keys, batch, scale, queries=queries, window=window, softcap=softcap)
 
-    def _attend(self, q: Tensor, kv: KvBlocks, batch: RaggedBatch, scale: float, window: int | None) -> Tensor:
-        """By the most tokens that a sequence brings: one is decode; a few share a split context, as drafts do."""
-        most = batch.most_queries or batch.num_tokens - batch.num_sequences + 1  # the others bring at least one each
+    def latent_rope_and_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        batch: RaggedBatch,
+        blocks: Tensor,
+    ) -> Tensor:
+        latent_store(q, latents, norm, eps, cos, sin, batch.positions, batch.slots, blocks.squeeze(2))
+        return q
+
+    def latent_attention(self, q: Tensor, blocks: Tensor, batch: RaggedBatch, scale: float, rank: int) -> Tensor:
+        most = _most_queries(batch)
+        if most > LARGEST_TREE or not latents_fit(rank, q.shape[2] - rank):
+            return self._torch.latent_attention(q, blocks, batch, scale, rank)
+        where = q, blocks.squeeze(2), batch.block_table, batch.context_len, scale
         if most == 1:
-            out = decode_attention(q, kv, batch.block_table, batch.context_len, scale, window=window)
+            return mla_decode(*where, rank=rank)
+        tree = self._chain(batch) if batch.tree is None else batch.tree
+        return mla_decode(*where, rank=rank, tree=tree, query_start=batch.query_start, most_queries=most)
+
+    def kivi_make_room(self, kv: KiviBlocks, batch: RaggedBatch) -> None:
+        kivi_round(kv, batch)
+
+    def attention_kivi(
+        self,
+        q: Tensor,
+        kv: KiviBlocks,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if softcap is not None or (window is not None and _most_queries(batch) > 1):
+            return super().attention_kivi(q, kv, batch, scale, window=window, softcap=softcap)
+        return kivi_attention(q, kv, batch, scale, window=window).flatten(1)
+
+    def grouped(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None = None) -> GroupedLinear | None:
+        first = weights[0]
+        alike = all(
+            type(weight) is PackedWeight
+            and (weight.format, weight.shape, weight.group_size) == (first.format, first.shape, None)
+            and len(weight.data.shape) == 2
+            for weight in weights
+        )
+        if not alike or first.format not in GROUPED or len(weights) > MOST_EXPERTS:
+            return None
+        return TritonExperts.of(weights, biases)
+
+    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+        return route(
+            logits,
+            top_k,
+            scoring=rule.scores,
+            renormalize=rule.normalized,
+            bias=bias,
+            biased=rule.bias,
+            scale=rule.scale,
+            groups=rule.groups,
+            group_top_k=rule.group_top_k,
+            group_score=rule.group_score,
+            probabilities=True,
+        )
+
+    def combine(self, slots: Tensor, chosen: Routing) -> Tensor:
+        return moe_combine(slots, chosen)
+
+    def causal_convolution(
+        self, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RaggedBatch
+    ) -> Tensor:
+        return short_conv(x, state, seats_of(batch), weight, bias, steps=_steps(batch))
+
+    def mamba2_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        vectors: Mamba2Vectors,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        v, seats = vectors, seats_of(batch)
+        return mamba2_update(state, seats, x, dt, v.dt_bias, v.a, b, c, v.d, z, steps=_steps(batch))
+
+    def mamba1_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        a: Tensor,
+        d: Tensor,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        return mamba1_update(state, seats_of(batch), x, dt, b, c, z, a, d, steps=_steps(batch))
+
+    def rwkv6_scan(
+        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, u: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        return rwkv6_update(state, seats_of(batch), r, w, k, v, u, steps=_steps(batch))
+
+    def delta_scan(
+        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        return rwkv7_update(state, seats_of(batch), r, w, k, v, a, b, steps=_steps(batch))
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv: KvBlocks,
+        batch: RaggedBatch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """By the most tokens that a sequence brings: one is decode; a few share a split context, as drafts do."""
+        most = _most_queries(batch)
+        if most == 1:
+            where = q, kv, batch.block_table, batch.context_len, scale
+            return decode_attention(*where, window=window, softcap=softcap, sinks=sinks).flatten(1)
+        ragged = kv, batch.block_table, batch.query_start, batch.context_len, scale
+        if batch.tree is not None or (most <= LARGEST_TREE and window is None):
+            tree = self._chain(batch) if batch.tree is None else batch.tree
+            out = verify_attention(q, tree, *ragged, most_queries=most, softcap=softcap, sinks=sinks)
         else:
-            where = kv, batch.block_table, batch.query_start, batch.context_len, scale
-            if batch.tree is not None or (most <= LARGEST_TREE and window is None):
-                tree = self._chain(batch) if batch.tree is None else batch.tree
-                out = verify_attention(q, tree, *where, most_queries=most)
-            else:
-                out = prefill_attention(q, *where, window=window)
+            out = prefill_attention(q, *ragged, window=window, softcap=softcap, sinks=sinks)
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
 
     def _chain(self, batch: RaggedBatch) -> Tensor:
-        """The tree [tokens] of drafts that follow one another: token j of a sequence sees its tokens 0 to j.
-
-        It is made once for all layers of a step.
-        """
+        """The tree [tokens] of drafts that follow one another, made once for all layers of a step."""
         if self._chains is None or self._chains[0] is not batch:
-            starts = batch.query_start
-            rows = torch.arange(batch.num_tokens, dtype=torch.int32, device=starts.device)
-            sequence = torch.searchsorted(starts, rows, right=True) - 1
-            place = (rows - starts[sequence]).long()
-            # All bits up to the place's own; the 64th is the sign, and -1 has them all.
-            self._chains = batch, -1 ^ (torch.full_like(place, -2) << place)
+            self._chains = batch, chain_of(batch.query_start, batch.num_tokens)
         return self._chains[1]
+
+
+def _most_queries(batch: RaggedBatch) -> int:
+    """The most tokens that a sequence brings, or may: where nobody said, the others bring at least one each."""
+    return batch.most_queries or batch.num_tokens - batch.num_sequences + 1
+
+
+def _steps(batch: RaggedBatch) -> Steps:
+    return Steps(batch.query_start, batch.positions)

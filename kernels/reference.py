@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
+from membound.kernels.composed import ComposedKernels
 from membound.kernels.kv_formats import QuantizedKv
 from membound.kernels.quantize import Packer, dequantize
+from membound.kernels.sight import visible_tokens
 
 
-class TorchKernels:
+class TorchKernels(ComposedKernels):
     """Plain PyTorch: fp32 activations on a CPU, bf16 elsewhere; K and V in bf16."""
 
     name = "torch"
@@ -199,24 +201,6 @@ def _rotated(
     q, k, v = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
     c, s = cos[batch.positions].unsqueeze(1), sin[batch.positions].unsqueeze(1)  # [tokens, 1, head_dim / 2]
     return _rotate(q, c, s), _rotate(k, c, s), v
-
-
-def visible_tokens(batch: RaggedBatch, sequence: int, window: int | None = None) -> Tensor:
-    """[new tokens, context] bool: which tokens of its sequence each new token sees."""
-    first, last = batch.query_start[sequence : sequence + 2].tolist()
-    context = int(batch.context_len[sequence])
-    device, committed = batch.positions.device, context - (last - first)
-    place = torch.arange(context, device=device)
-    position = place[committed:, None]  # of the new tokens
-    seen = place <= position
-    distance = position - place
-    if batch.tree is not None:
-        bits = batch.tree[first:last, None] >> torch.arange(last - first, device=device) & 1  # [new, new]
-        depth = bits.sum(dim=1)  # ancestors and itself
-        seen[:, committed:] = bits.bool()
-        distance[:, :committed] = committed + depth[:, None] - 1 - place[:committed]
-        distance[:, committed:] = depth[:, None] - bits.cumsum(dim=1)  # of the ancestors that it sees
-    return seen if window is None else seen & (distance < window)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:

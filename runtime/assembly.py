@@ -139,10 +139,13 @@ def assemble(
     if isinstance(decoder, Decoder):
         for statistics in decoder.router_statistics.values():
             statistics.reset()
-    graphs, capture_note = decode_graphs(decoder, kv, -(-longest // block_size), scenario.engine.max_num_seqs)
+    drafts = scenario.setup.drafts
+    graphs, capture_note = decode_graphs(
+        decoder, kv, -(-longest // block_size), scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
+    )
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
     mover = BlockMover(kv, scheduler.tables) if moves else None
-    sampler = sampler_of(scenario, decoders.device)
+    sampler = sampler_of(scenario, decoders.device, decoders.kernels)
     executor = TorchExecutor(decoder, kv, block_size, sampler, clock, graphs, proposer, mover)
     recorder.bounds = recorder.bounds or bounds_of(decoder.spec, as_one.setup, times)
     return Assembly(

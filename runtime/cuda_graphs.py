@@ -1,76 +1,114 @@
-"""How does a decode step start its hundreds of kernels without the host deciding on each of them again?
+"""How does a step start its hundreds of kernels without the host deciding on each of them again?
 
-A step in which every sequence brings one token is captured as a CUDA graph for each of a few batch sizes and replayed
-for the smallest that fits. Sequences that are not there are rows that store nothing and attend to nothing, which the
-Triton kernels understand; all other steps run kernel by kernel.
+Steps in which every sequence brings one token, or one and its drafts, are captured as CUDA graphs for each of a few
+batch sizes and replayed for the smallest that fits. Sequences and tokens that are not there are rows that store nothing
+and attend to nothing, which the Triton kernels understand; all other steps run kernel by kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from membound.kernels.base import RaggedBatch
+from membound.kernels.base import RaggedBatch, chain_of
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.parallel.leader import DividedDecoder
+from membound.runtime.ragged import MOST_IN_TREE
 
 LARGEST_BUCKET = 512  # beyond it the host keeps ahead of the kernels without graphs
+LARGEST_EXACT = 32  # as many graphs at most where each is of one batch size alone
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+NOTHING = {"token_ids": 0, "positions": 0, "slots": -1, "context_len": 0, "seats": 0, "tree": 0}  # what padding holds
 
 
-def batch_buckets(largest: int) -> list[int]:
-    """The batch sizes that are captured: powers of two, and the largest itself up to `LARGEST_BUCKET`."""
+def batch_buckets(largest: int, *, exact: bool = False) -> list[int]:
+    """The batch sizes that are captured: powers of two, and the largest itself up to `LARGEST_BUCKET`.
+
+    Where rows that are not there would do harm, each size is captured exactly, up to `LARGEST_EXACT`.
+    """
+    if exact:
+        return list(range(1, min(largest, LARGEST_EXACT) + 1))
     largest = min(largest, LARGEST_BUCKET)
     return [*(2**i for i in range((largest - 1).bit_length())), largest]
 
 
 class DecodeGraphs:
-    """Decode steps of up to `max(buckets)` sequences of up to `max_blocks` blocks, on one decoder and KV cache."""
+    """Steps of up to `max(buckets)` sequences of up to `max_blocks` blocks, on one decoder and KV cache.
+
+    `queries` are the most tokens that a sequence may bring to each kind of step; with `exact` buckets a step must fill
+    one to be replayed.
+    """
 
     def __init__(
-        self, decoder: Decoder, kv: KvCache, max_blocks: int, buckets: list[int], capture: Capture | None = None
+        self,
+        decoder: Decoder,
+        kv: KvCache,
+        max_blocks: int,
+        buckets: Sequence[int],
+        capture: Capture | None = None,
+        *,
+        queries: Sequence[int] = (1,),
+        exact: bool = False,
     ) -> None:
         """`capture` records what a function launches and returns what repeats it; a test's may just call it again."""
         capture = capture or CudaCapture(decoder.device)
         self.max_blocks = max_blocks
-        self._inputs = {bucket: _Inputs(bucket, max_blocks, decoder.device) for bucket in sorted(buckets)}
+        self.buckets = sorted(buckets)
+        self.queries = sorted(queries)
+        self.exact = exact
+        self._inputs = {
+            (most, bucket): _Inputs(bucket, most, max_blocks, decoder.device)
+            for most in self.queries
+            for bucket in self.buckets
+        }
 
         def replay_of(inputs: _Inputs) -> Replay:
             return capture(lambda: decoder.forward(inputs.token_ids, inputs.batch, kv, inputs.rows))
 
         # The largest first: the others then find room in what it allocated.
-        self._replays = {bucket: replay_of(self._inputs[bucket]) for bucket in sorted(buckets, reverse=True)}
-
-    @property
-    def buckets(self) -> list[int]:
-        return list(self._inputs)
+        self._replays = {key: replay_of(self._inputs[key]) for key in sorted(self._inputs, reverse=True)}
 
     def takes(self, batch: RaggedBatch) -> bool:
         """Whether a step is one that was captured."""
-        fits = batch.num_sequences <= self.buckets[-1] and batch.block_table.shape[1] <= self.max_blocks
-        return fits and batch.most_queries == 1
+        return batch.block_table.shape[1] <= self.max_blocks and self._key(batch) is not None
 
     def run(self, token_ids: Tensor, batch: RaggedBatch, logits_rows: Tensor) -> Tensor:
         """What `Decoder.forward` returns for a step, given on the host; valid until the next one."""
-        bucket = next(bucket for bucket in self.buckets if bucket >= batch.num_sequences)
-        self._inputs[bucket].fill(token_ids, batch)
-        logits = self._replays[bucket]()
-        if logits_rows.shape[0] == batch.num_sequences:
-            return logits[: batch.num_sequences]
+        key = self._key(batch)
+        assert key is not None, "takes said so"
+        self._inputs[key].fill(token_ids, batch)
+        logits = self._replays[key]()
+        if logits_rows.shape[0] == batch.num_tokens:
+            return logits[: batch.num_tokens]
         return logits[logits_rows.to(logits.device)]
+
+    def _key(self, batch: RaggedBatch) -> tuple[int, int] | None:
+        """The tokens a sequence and the sequences of the smallest captured step that this one fits."""
+        count, most = batch.num_sequences, batch.most_queries
+        if most is None:
+            return None
+        fitting = next((queries for queries in self.queries if queries >= most), None)
+        bucket = next((bucket for bucket in self.buckets if bucket >= count), None)
+        if fitting is None or bucket is None or (self.exact and bucket != count):
+            return None
+        return fitting, bucket
 
 
 class _Inputs:
-    """One bucket's inputs: all that changes from step to step lies in one buffer, so that one copy brings it."""
+    """One kind of step's inputs: all that changes from step to step lies in one buffer, so that one copy brings it."""
 
-    def __init__(self, bucket: int, max_blocks: int, device: torch.device) -> None:
-        fields: Fields = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (bucket,)))
+    def __init__(self, bucket: int, queries: int, max_blocks: int, device: torch.device) -> None:
+        tokens = bucket * queries
+        fields: Fields = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (tokens,)))
+        fields |= {"seats": (torch.int64, (bucket,))}
+        if queries > 1:
+            fields |= {"tree": (torch.int64, (tokens,)), "query_start": (torch.int32, (bucket + 1,))}
         fields |= {"context_len": (torch.int32, (bucket,)), "block_table": (torch.int32, (bucket, max_blocks))}
         nbytes = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in fields.values())
         on_gpu = device.type == "cuda"
@@ -78,28 +116,36 @@ class _Inputs:
         self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._host, moved = _views(self._host_bytes, fields), _views(self._bytes, fields)
         self.token_ids = moved.pop("token_ids")
-        edges = torch.arange(bucket + 1, dtype=torch.int32, device=device)
-        self.batch = RaggedBatch(query_start=edges, most_queries=1, **moved)
-        self.rows = edges[:-1].long()
-        self._clear(0)
+        if queries == 1:
+            moved["query_start"] = torch.arange(bucket + 1, dtype=torch.int32, device=device)
+        self.batch = RaggedBatch(most_queries=queries, **moved)
+        self.rows = torch.arange(tokens, device=device)
+        self._clear(0, 0)
         self._bytes.copy_(self._host_bytes)
 
     def fill(self, token_ids: Tensor, batch: RaggedBatch) -> None:
         """Brings a step's inputs to the GPU. The step before must be over, as it is when its tokens were sampled."""
-        count, width = batch.block_table.shape
+        (count, width), tokens = batch.block_table.shape, batch.num_tokens
         host = self._host
-        host["token_ids"][:count] = token_ids
-        host["positions"][:count] = batch.positions
-        host["slots"][:count] = batch.slots
+        host["token_ids"][:tokens] = token_ids
+        host["positions"][:tokens] = batch.positions
+        host["slots"][:tokens] = batch.slots
         host["context_len"][:count] = batch.context_len
         host["block_table"][:count, :width] = batch.block_table
-        self._clear(count)
+        host["seats"][:count] = torch.arange(count) if batch.seats is None else batch.seats
+        if "tree" in host:
+            host["tree"][:tokens] = chain_of(batch.query_start, tokens) if batch.tree is None else batch.tree
+            host["query_start"][: count + 1] = batch.query_start
+        self._clear(count, tokens)
         self._bytes.copy_(self._host_bytes, non_blocking=True)
 
-    def _clear(self, count: int) -> None:
-        """Makes the rows from `count` on padding."""
-        for name, nothing in (("token_ids", 0), ("positions", 0), ("slots", -1), ("context_len", 0)):
-            self._host[name][count:] = nothing
+    def _clear(self, count: int, tokens: int) -> None:
+        """Makes the sequences from `count` on and the tokens from `tokens` on padding."""
+        for name, nothing in NOTHING.items():
+            if name in self._host:
+                self._host[name][count if name in ("context_len", "seats") else tokens :] = nothing
+        if "query_start" in self._host:
+            self._host["query_start"][count + 1 :] = tokens
 
 
 def _views(buffer: Tensor, fields: Fields) -> dict[str, Tensor]:
@@ -140,9 +186,12 @@ class CudaCapture:
 
 
 def decode_graphs(
-    decoder: Decoder | DividedDecoder, kv: KvCache, max_blocks: int, max_num_seqs: int
+    decoder: Decoder | DividedDecoder, kv: KvCache, max_blocks: int, max_num_seqs: int, guesses: int = 0
 ) -> tuple[DecodeGraphs | None, str | None]:
-    """The graphs of a run's decode steps, and in words what was done; on a CPU neither."""
+    """The graphs of a run's decode steps, which verify up to `guesses` drafts a sequence, and in words what was done.
+
+    On a CPU there are neither.
+    """
     if decoder.device.type != "cuda":
         return None, None
     if isinstance(decoder, DividedDecoder):
@@ -153,9 +202,16 @@ def decode_graphs(
         return None, "decode without CUDA graphs: the host decides which tokens the KV cache keeps or reads"
     if decoder.kernels.name != "triton":
         return None, f"decode without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
+    exact = not decoder.ignores_padding
+    guesses = min(guesses, MOST_IN_TREE - 1)
+    queries = (1, 1 + guesses) if guesses and decoder.verifies_in_one_shape and not exact else (1,)
     try:
-        graphs = DecodeGraphs(decoder, kv, max_blocks, batch_buckets(max_num_seqs))
+        buckets = batch_buckets(max_num_seqs, exact=exact)
+        graphs = DecodeGraphs(decoder, kv, max_blocks, buckets, queries=queries, exact=exact)
     except RuntimeError as error:
         torch.cuda.empty_cache()
         return None, f"decode without CUDA graphs: the capture failed ({str(error).splitlines()[0]})"
-    return graphs, f"decode by CUDA graphs for batches of {', '.join(map(str, graphs.buckets))}"
+    for statistics in decoder.router_statistics.values():
+        statistics.reset()  # of the captures' warm-up
+    note = f"decode by CUDA graphs for batches of {', '.join(map(str, graphs.buckets))}"
+    return graphs, note if len(queries) == 1 else f"{note}, each also with up to {guesses} drafts a sequence"

@@ -15,6 +15,7 @@ from membound.roofline.models import ModelSpec
 from membound.runtime.blocks.attention import GroupedAttention, NewStore
 from membound.runtime.blocks.base import LayerCache, Stream
 from membound.runtime.blocks.build import BlockBuilder
+from membound.runtime.blocks.latent import LatentMixer
 from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.norms import LayerNorm
 from membound.runtime.blocks.routing import RouterStatistics
@@ -123,12 +124,23 @@ class Decoder:
     @property
     def graph_problem(self) -> str | None:
         """Why a step cannot be recorded once and replayed, in words; None where it can."""
-        if self.mixtures():
+        if any(mixture.together is None for mixture in self.mixtures().values()):
             return "which experts a step reads is decided on the host"
-        if any(block.mixer and not isinstance(block.mixer, GroupedAttention) for block in self.blocks):
-            return "rows without a sequence would change the states or latents of others"
-        sinks = any(getattr(layer.attention, "sinks", False) for layer in self.spec.stack)
-        return "attention with learned sinks waits for lengths on the host" if sinks else None
+        return None
+
+    @property
+    def ignores_padding(self) -> bool:
+        """Whether rows without a sequence do no harm: they have no seat for a state, and choose experts of their own.
+
+        It holds for the kernels that skip negative slots and empty contexts.
+        """
+        mixers = [block.mixer for block in self.blocks if block.mixer]
+        return not self.mixtures() and all(isinstance(mixer, GroupedAttention | LatentMixer) for mixer in mixers)
+
+    @property
+    def verifies_in_one_shape(self) -> bool:
+        """Whether drafts of every number and shape are attended to by one kernel: a window has no tree's."""
+        return all(getattr(layer.attention, "window", None) is None for layer in self.spec.stack)
 
     @property
     def router_statistics(self) -> dict[int, RouterStatistics]:

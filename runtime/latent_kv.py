@@ -32,11 +32,6 @@ class LatentKv:
     def nbytes(self) -> int:
         return self.blocks.nbytes
 
-    def store(self, latents: Tensor, batch: RaggedBatch) -> None:
-        """Keeps the new tokens' latents [tokens, rank + rope]."""
-        size = self.blocks.shape[1]
-        self.blocks[batch.slots // size, batch.slots % size, 0] = latents.to(self.blocks.dtype)
-
     def of_sequence(self, batch: RaggedBatch, sequence: int) -> Tensor:
         """The latents of all tokens of a sequence of the batch: [context, rank + rope]."""
         context, size = int(batch.context_len[sequence]), self.blocks.shape[1]

@@ -84,7 +84,7 @@ class LayerProbe:
                 for tokens in self.grid.tokens:
                     generator = torch.Generator().manual_seed(tokens)
                     logits = torch.randn(tokens, count, generator=generator).to(self.device)
-                    yield tokens, hidden, top_k, _Mixture(logits, top_k, self.device)
+                    yield tokens, hidden, top_k, _Mixture(logits, top_k, self.kernels, self.device)
 
     def _state_s(self, spec: Mamba2, load: Load) -> float:
         tokens, rows = load.sequences * load.new, spec.linears(spec.d_inner)[0].n
@@ -135,7 +135,7 @@ class _SameExpert:
 class _Mixture(MixtureNetwork):
     """A mixture whose router returns `logits` and whose experts return their inputs."""
 
-    def __init__(self, logits: Tensor, top_k: int, device: torch.device) -> None:
+    def __init__(self, logits: Tensor, top_k: int, kernels: Kernels, device: torch.device) -> None:
         experts = [_SameExpert() for _ in range(logits.shape[1])]
-        super().__init__(Routing(), top_k, _Given(logits), experts, device=device)
+        super().__init__(Routing(), top_k, _Given(logits), experts, kernels=kernels, device=device)
         self.touched = len(logits.topk(top_k).indices.unique())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from membound.kernels.base import Kernels, PackedWeight
+from membound.kernels.routing import GroupedLinear
 
 
 class Linear(Protocol):
@@ -70,3 +72,17 @@ class BiasedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         return y + self.bias.to(y.dtype)
+
+
+def grouped(kernels: Kernels, linears: Sequence[Linear]) -> GroupedLinear | None:
+    """The linear layers of a mixture's experts as one, whose memory theirs then is; None where they stay apart."""
+    inner = [linear.inner if isinstance(linear, BiasedLinear) else linear for linear in linears]
+    biases = [linear.bias for linear in linears if isinstance(linear, BiasedLinear)]
+    kept = [linear for linear in inner if isinstance(linear, KernelLinear)]
+    if len(kept) < len(linears) or len(biases) not in (0, len(linears)):
+        return None
+    group = kernels.grouped([linear.weight for linear in kept], biases or None)
+    if group is not None:
+        for linear, weight in zip(kept, group.weights, strict=True):
+            linear.weight = weight
+    return group

@@ -13,7 +13,8 @@ from torch import Tensor
 from membound.kernels.arena import ALIGNMENT_BYTES, Arena
 from membound.kernels.base import Kernels, PackedWeight, WeightFormat
 
-ROWS = 16
+# As many rows as the layouts of the C++ kernels and of the Triton kernels keep together.
+INTERLEAVED_ROWS, TILE_ROWS = 16, 64
 # Every byte alike, so that the same memory reads as 0.0115 in fp32 and bf16, as 1.06 in fp16, as 60 in int8, as codes 3
 # and 12 in int4, and as two kept of every four in 2:4.
 _BYTE = 0x3C
@@ -85,24 +86,26 @@ class PackedLayout:
 
     @classmethod
     def of(cls, kernels: Kernels, format: WeightFormat, n: int, k: int) -> PackedLayout:
-        """Read off a packed weight of as many rows as a kernel's tile; raises ValueError as `kernels.pack` does."""
+        """Read off packed weights of as many rows as lie together, and of twice as many.
+
+        Raises ValueError as `kernels.pack` does.
+        """
         device = getattr(kernels, "device", "cpu")
-        like = kernels.pack(torch.zeros(ROWS, k, device=device), format)
+        like, twice = (kernels.pack(torch.zeros(rows, k, device=device), format) for rows in (TILE_ROWS, 2 * TILE_ROWS))
         shapes = {}
         for name in ("data", "scale", "offset", "kept"):
             if (tensor := getattr(like, name)) is not None:
-                first, *rest = tensor.shape
-                rows = -(-n // ROWS) * first if like.interleaved else n * first // ROWS
-                shapes[name] = (rows, *rest)
+                sizes = zip(tensor.shape, getattr(twice, name).shape, strict=True)
+                shapes[name] = tuple(_grown(one, two, n, like.interleaved) for one, two in sizes)
         return cls(like, shapes, (n, k))
 
     @classmethod
     def fits(cls, kernels: Kernels, format: WeightFormat, k: int) -> bool:
-        """Whether these kernels pack the format, and each further tile of rows as the first; some lay out columns."""
-        device = getattr(kernels, "device", "cpu")
+        """Whether these kernels pack the format, and each further tile of rows as the first."""
+        rows, device = 3 * TILE_ROWS, getattr(kernels, "device", "cpu")
         try:
-            layout = cls.of(kernels, format, 2 * ROWS, k)
-            packed = kernels.pack(torch.zeros(2 * ROWS, k, device=device), format)
+            layout = cls.of(kernels, format, rows, k)
+            packed = kernels.pack(torch.zeros(rows, k, device=device), format)
         except ValueError:
             return False
         return all(tuple(getattr(packed, name).shape) == shape for name, shape in layout.shapes.items())
@@ -128,3 +131,13 @@ class PackedLayout:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _grown(one: int, two: int, n: int, interleaved: bool) -> int:
+    """A dimension's size for n rows, that has size `one` for a tile of them and `two` for two tiles."""
+    growth = two - one
+    if not growth:
+        return one
+    if interleaved:
+        return -(-n // INTERLEAVED_ROWS) * growth * INTERLEAVED_ROWS // TILE_ROWS
+    return n * growth // TILE_ROWS if growth >= TILE_ROWS else -(-n // TILE_ROWS) * growth

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from membound.kernels.base import ChainVerifier, Kernels
 from membound.roofline.errors import MemboundError
 
 TYPICAL_THRESHOLD, TYPICAL_SHARE = 0.09, 0.3
@@ -118,6 +119,41 @@ class TemperatureSampler:
         return int(torch.multinomial(weights, 1, generator=self.generator))
 
 
+class FusedSampler:
+    """`TemperatureSampler` by the device's kernels, which say what all sequences emit at once; trees are left to it.
+
+    A number of the random stream is used once: the seed of a step is the run's and the step's.
+    """
+
+    def __init__(self, plain: TemperatureSampler, verifier: ChainVerifier, seed: int) -> None:
+        self.plain = plain
+        self.verifier = verifier
+        self.seed = seed
+        self.steps = 0
+
+    def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
+        if any(guess.parents is not None for guess in guesses):
+            return self.plain.verify(logits, guesses)
+        self.steps += 1
+        device, edges = logits.device, [0]
+        followed: list[int] = []
+        for guess in guesses:
+            edges.append(edges[-1] + guess.rows)
+            followed += [*guess.tokens, 0]
+        emitted = self.verifier(
+            logits,
+            torch.tensor(edges, dtype=torch.int32, device=device),
+            torch.tensor(followed, device=device),
+            torch.full((len(guesses),), self.plain.temperature, device=device),
+            torch.tensor([(self.seed << 32) + self.steps], device=device),
+            most_rows=max(guess.rows for guess in guesses),
+            draft_probabilities=_drawn_from(guesses, logits),
+        )
+        _check_numbers(logits.logsumexp(dim=-1))
+        pairs = zip(emitted.tokens.tolist(), emitted.counts.tolist(), strict=True)
+        return [Verified(tuple(tokens[:count]), tuple(range(count - 1))) for tokens, count in pairs]
+
+
 class TypicalSampler(TemperatureSampler):
     """Accepts every guess that is typical of the model, so that the output is not distributed as without guesses.
 
@@ -159,6 +195,22 @@ def _walk(guess: Guesses, choose: Callable[[int, list[int]], tuple[int, int | No
         row = child + 1
 
 
+def _drawn_from(guesses: list[Guesses], logits: Tensor) -> Tensor | None:
+    """The distribution of the guess behind each row [rows, vocab]; None where all guesses are certain."""
+    if all(guess.drawn_from is None for guess in guesses):
+        return None
+    rows = torch.zeros(logits.shape, device=logits.device)
+    first = 0
+    for guess in guesses:
+        own = rows[first : first + len(guess.tokens)]
+        if guess.drawn_from is not None:
+            own.copy_(guess.drawn_from)
+        else:
+            own.scatter_(1, torch.tensor(guess.tokens, device=rows.device, dtype=torch.int64)[:, None], 1.0)
+        first += guess.rows
+    return rows
+
+
 def _without(p: Tensor, token: int, q: Tensor | None) -> Tensor:
     """The distribution of a token that a rejected guess leaves."""
     if q is None:
@@ -171,8 +223,19 @@ def _without(p: Tensor, token: int, q: Tensor | None) -> Tensor:
     return rest / total if total > 0 else p
 
 
-def sampler_for(temperature: float, seed: int, device: torch.device | str, *, typical: bool = False) -> Sampler:
-    """Greedy at temperature 0, else the sampler of that temperature."""
+def sampler_for(
+    temperature: float,
+    seed: int,
+    device: torch.device | str,
+    *,
+    typical: bool = False,
+    kernels: Kernels | None = None,
+) -> Sampler:
+    """Greedy at temperature 0, else the sampler of that temperature, on `kernels` where these can sample."""
     if temperature == 0:
         return GreedySampler()
-    return (TypicalSampler if typical else TemperatureSampler)(temperature, seed, device)
+    if typical:
+        return TypicalSampler(temperature, seed, device)
+    plain = TemperatureSampler(temperature, seed, device)
+    verifier = None if kernels is None else kernels.chain_verifier
+    return plain if verifier is None else FusedSampler(plain, verifier, seed)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from membound.kernels.base import RaggedBatch
 from membound.kernels.bench import peers
-from membound.kernels.bench.trial import Case, Comparison, Inputs, Trial, attended
+from membound.kernels.bench.trial import Case, Comparison, Inputs, Trial, attended, exact
+from membound.kernels.kivi import KiviBlocks, make_room
 from membound.kernels.triton.decode_attention import (
     decode_attention,
     decode_attention_bytes,
     decode_attention_reference,
+)
+from membound.kernels.triton.kivi_attention import (
+    kivi_attention,
+    kivi_attention_bytes,
+    kivi_attention_reference,
+    kivi_round,
+    kivi_round_bytes,
 )
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.mla_decode import mla_decode, mla_decode_bytes, mla_decode_reference
@@ -147,6 +157,79 @@ def _mla(inputs: Inputs, contexts: Sequence[int], heads: int, rank: int, rope: i
     return Trial(lambda: mla_decode(*where, rank=rank), compare, mla_decode_bytes(q, contexts, rank), flops)
 
 
+def _mla_drafts(inputs: Inputs, new: Sequence[int], contexts: Sequence[int], heads: int, rank: int, rope: int) -> Trial:
+    """Drafts that follow one another."""
+    blocks, table = block_table(inputs, contexts)
+    cache, starts = inputs.normal(blocks, BLOCK_SIZE, rank + rope), [sum(new[:i]) for i in range(len(new) + 1)]
+    q, edges = inputs.normal(starts[-1], heads, rank + rope), inputs.of(starts)
+    where = q, cache, table, inputs.of(contexts), 192**-0.5
+    # The masks are made on the host: those of a GPU are made once a step, not once a layer.
+    tree = inputs.of([2 ** (j + 1) - 1 for count in new for j in range(count)], torch.int64)
+
+    def compare(y: Tensor) -> list[Comparison]:
+        return [attended(y, mla_decode_reference(*where, rank=rank, tree=tree, query_start=edges))]
+
+    def run() -> Tensor:
+        return mla_decode(*where, rank=rank, tree=tree, query_start=edges, most_queries=max(new))
+
+    flops = 2 * heads * (2 * rank + rope) * sum(n * c for n, c in zip(new, contexts, strict=True))
+    return Trial(run, compare, mla_decode_bytes(q, contexts, rank) + tree.nbytes, flops)
+
+
+def _kivi(
+    inputs: Inputs, bits: int, new: Sequence[int], contexts: Sequence[int], heads: Heads
+) -> tuple[KiviBlocks, RaggedBatch]:
+    """A cache full of random numbers, as it is behind the new tokens; keys by channel, values by token."""
+    blocks, table = block_table(inputs, contexts)
+    _, kv_heads, head_dim = heads
+    seats = inputs.order(len(contexts) + 1)[:-1]
+    sizes = 32, 128, blocks, BLOCK_SIZE, kv_heads, head_dim, len(contexts) + 1
+    kv = KiviBlocks.zeros(bits, *sizes, inputs.device)
+    for codes, meta in ((kv.key_codes, kv.key_meta), (kv.value_codes, kv.value_meta)):
+        codes.copy_(inputs.integers(0, 256, *codes.shape, dtype=torch.uint8))
+        meta.copy_(0.5 * inputs.uniform(*meta.shape))
+        meta[..., 1] -= 0.75
+    for recent in (kv.recent_keys, kv.recent_values):
+        recent.copy_(inputs.normal(*recent.shape))
+    kv.rounded[seats] = inputs.of([kv.groups_before(context) for context in contexts])[:, None]
+    starts = inputs.of([sum(new[:i]) for i in range(len(new) + 1)])
+    ends = [c - n + j for n, c in zip(new, contexts, strict=True) for j in range(n)]
+    places = inputs.of(ends, torch.int64)
+    return kv, RaggedBatch(places, places, starts, inputs.of(contexts), table, max(new), seats)
+
+
+def _kivi_attention(inputs: Inputs, bits: int, new: Sequence[int], contexts: Sequence[int], heads: Heads) -> Trial:
+    kv, batch = _kivi(inputs, bits, new, contexts, heads)
+    q, scale = inputs.normal(sum(new), heads[0], heads[2]), heads[2] ** -0.5
+
+    def compare(y: Tensor) -> list[Comparison]:
+        return [attended(y, kivi_attention_reference(q, kv, batch, scale))]
+
+    flops = 4 * heads[0] * heads[2] * sum(n * c for n, c in zip(new, contexts, strict=True))
+    nbytes = kivi_attention_bytes(q, kv, contexts)
+    return Trial(lambda: kivi_attention(q, kv, batch, scale), compare, nbytes, flops)
+
+
+def _kivi_round(inputs: Inputs, bits: int, contexts: Sequence[int], heads: Heads) -> Trial:
+    """Each sequence has just so many tokens that a group must be rounded for the newest."""
+    kv, batch = _kivi(inputs, bits, [1] * len(contexts), contexts, heads)
+    group = kv.group
+    kv.rounded[batch.seats] -= group
+    plain = replace(kv, **{name: t.clone() for name, t in vars(kv).items() if isinstance(t, Tensor)})
+
+    def compare(_: None) -> list[Comparison]:
+        make_room(plain, batch)
+        close = [exact(kv.rounded, plain.rounded)]
+        for i, end in enumerate(plain.rounded[batch.seats][:, 0].tolist()):
+            both = (cache.unpacked(batch.block_table[i], end) for cache in (kv, plain))
+            for mine, theirs in zip(*both, strict=True):
+                # A tie may be rounded to the other side: by a step of the spread of normal numbers.
+                close.append(Comparison(mine[-group:], theirs[-group:], 0.0, 8.0 / (2**bits - 1)))
+        return close
+
+    return Trial(lambda: kivi_round(kv, batch), compare, kivi_round_bytes(kv, group * len(contexts)))
+
+
 FORMATS: tuple[KvFormat, ...] = ("bf16", "fp8", "int8", "int4")
 ODD = [37, 1, 130]
 LARGE: tuple[tuple[KvFormat, int, int], ...] = (  # the cache's format, sequences, context
@@ -200,7 +283,31 @@ CASES = [
         )
         for f in FORMATS
     ),
+    *(
+        Case(
+            "kivi_attention",
+            f"{bits} bits, chunks of 3, 1 and 9",
+            partial(_kivi_attention, bits=bits, new=[3, 1, 9], contexts=[37, 1, 230], heads=(6, 2, 64)),
+            True,
+        )
+        for bits in (2, 4)
+    ),
+    *(
+        Case(
+            "kivi_round",
+            f"{bits} bits, 2 sequences",
+            partial(_kivi_round, bits=bits, contexts=[129, 225], heads=(6, 2, 64)),
+            True,
+        )
+        for bits in (2, 4)
+    ),
     Case("mla_decode", "5 heads of 64 + 32", partial(_mla, contexts=ODD, heads=5, rank=64, rope=32), True),
+    Case(
+        "mla_decode",
+        "5 heads of 64 + 32, chunks of 5, 1 and 9",
+        partial(_mla_drafts, new=[5, 1, 9], contexts=[*ODD[:1], 1, 130], heads=5, rank=64, rope=32),
+        True,
+    ),
     *(
         Case(
             "decode_attention",
@@ -218,6 +325,19 @@ CASES = [
         "decode_attention",
         "bf16, MHA, batch 16, kv 4096",
         partial(_decode, format="bf16", contexts=[4096] * 16, heads=(32, 32, 128)),
+    ),
+    *(
+        Case(
+            "kivi_attention",
+            f"{bits} bits, batch 16, kv 8192",
+            partial(_kivi_attention, bits=bits, new=[1] * 16, contexts=[8192] * 16, heads=LLAMA_8B),
+        )
+        for bits in (2, 4)
+    ),
+    Case(
+        "kivi_round",
+        "2 bits, 64 sequences",
+        partial(_kivi_round, bits=2, contexts=[4097] * 64, heads=LLAMA_8B),
     ),
     Case(
         "prefill_attention",
@@ -241,5 +361,10 @@ CASES = [
     ),
     Case(
         "mla_decode", "128 heads, batch 16, kv 8192", partial(_mla, contexts=[8192] * 16, heads=128, rank=512, rope=64)
+    ),
+    Case(
+        "mla_decode",
+        "128 heads, batch 16, 4 tokens each, kv 8192",
+        partial(_mla_drafts, new=[4] * 16, contexts=[8192] * 16, heads=128, rank=512, rope=64),
     ),
 ]

@@ -14,6 +14,8 @@ from membound.kernels.bench.trial import BF16_ROUNDING, Case, Comparison, Inputs
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.block_copy import BlockPools, block_copy_reference
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
+from membound.kernels.triton.latent_store import latent_store, latent_store_bytes, latent_store_reference
+from membound.kernels.triton.mamba1_update import mamba1_update, mamba1_update_bytes, mamba1_update_reference
 from membound.kernels.triton.mamba2_update import mamba2_update, mamba2_update_bytes, mamba2_update_reference
 from membound.kernels.triton.rms_norm import rms_norm, rms_norm_bytes, rms_norm_reference
 from membound.kernels.triton.rope_store import (
@@ -30,6 +32,7 @@ from membound.kernels.triton.rwkv_update import (
     rwkv7_update_reference,
     rwkv_update_bytes,
 )
+from membound.kernels.triton.short_conv import short_conv, short_conv_bytes, short_conv_reference
 from membound.kernels.triton.silu_mul import silu_mul, silu_mul_bytes, silu_mul_reference
 from membound.kernels.triton.verify_sampling import (
     Emitted,
@@ -139,6 +142,25 @@ def _kv_store(inputs: Inputs, format: KvFormat, tokens: int, kv_heads: int, head
     return Trial(lambda: kv_store(k, v, slots, stored), compare, k.nbytes + v.nbytes + tokens * stored.token_bytes())
 
 
+def _latent_store(inputs: Inputs, tokens: int, heads: int, nope: int, rank: int, rope: int) -> Trial:
+    """Scattered slots; a token without one is not stored."""
+    q, latents = inputs.normal(tokens, heads, nope + rope), inputs.normal(tokens, rank + rope)
+    norm, positions = inputs.normal(rank, dtype=torch.float32), inputs.order(4096)[:tokens]
+    angles = 6.28 * inputs.uniform(4096, rope // 2)
+    blocks = -(-tokens // 16) + 1
+    slots = inputs.order(16 * blocks)[:tokens]
+    slots[tokens // 2] = -1
+    cache = torch.zeros(blocks, 16, rank + rope, dtype=torch.bfloat16, device=inputs.device)
+    before, expected = q.clone(), cache.clone()
+    where = latents, norm, 1e-6, angles.cos(), angles.sin(), positions, slots
+
+    def compare(_: None) -> list[Comparison]:
+        latent_store_reference(before, *where, expected)
+        return [Comparison(q, before, BF16_ROUNDING, 1e-3), Comparison(cache, expected, BF16_ROUNDING, 1e-3)]
+
+    return Trial(lambda: latent_store(q, *where, cache), compare, latent_store_bytes(q, latents, rank))
+
+
 def _block_copy(inputs: Inputs, pools: int, blocks: int, pairs: int, shape: Sequence[int]) -> Trial:
     tensors = [inputs.normal(blocks, *shape) for _ in range(pools)]
     expected = [tensor.clone() for tensor in tensors]
@@ -164,7 +186,36 @@ def _updated(
     """Of an update in place: y, and the states of all slots, those that must not change included."""
     has = slots >= 0
     before[slots[has]] = new[has].to(before.dtype)
-    return [recurrent(y, torch.where(has[:, None, None], expected, 0.0)), recurrent(state, before.float())]
+    there = has.view(-1, *[1] * (expected.dim() - 1))
+    return [recurrent(y, torch.where(there, expected, 0.0)), recurrent(state, before.float())]
+
+
+def _mamba1(inputs: Inputs, sequences: int, channels: int, size: int) -> Trial:
+    state, slots = inputs.normal(2 * sequences, channels, size, dtype=torch.float32), _slots(inputs, sequences)
+    before = state.clone()
+    x, z = (inputs.normal(sequences, channels, dtype=torch.float32) for _ in range(2))
+    b, c = (inputs.normal(sequences, size, dtype=torch.float32) for _ in range(2))
+    dt, a = inputs.uniform(sequences, channels), -inputs.uniform(channels, size)
+    vectors = x, dt, b, c, z, a, inputs.normal(channels, dtype=torch.float32)
+
+    def compare(y: Tensor) -> list[Comparison]:
+        expected, new = mamba1_update_reference(before[slots.clamp(min=0)], *vectors)
+        return _updated(y, expected, state, before, new, slots)
+
+    return Trial(lambda: mamba1_update(state, slots, *vectors), compare, mamba1_update_bytes(state, x))
+
+
+def _short_conv(inputs: Inputs, sequences: int, channels: int, width: int) -> Trial:
+    state, slots = inputs.normal(2 * sequences, width - 1, channels, dtype=torch.float32), _slots(inputs, sequences)
+    before = state.clone()
+    x, weight = inputs.normal(sequences, channels), inputs.normal(channels, width, dtype=torch.float32)
+    bias = inputs.normal(channels, dtype=torch.float32)
+
+    def compare(y: Tensor) -> list[Comparison]:
+        expected, new = short_conv_reference(x, before[slots.clamp(min=0)], weight, bias)
+        return _updated(y, expected, state, before, new, slots)
+
+    return Trial(lambda: short_conv(x, state, slots, weight, bias), compare, short_conv_bytes(x, state, weight))
 
 
 def _mamba2(inputs: Inputs, sequences: int, heads: int, head_dim: int, size: int) -> Trial:
@@ -278,6 +329,11 @@ CASES = [
         partial(_block_copy, pools=2, blocks=8, pairs=3, shape=(5, 2, 8)),
         True,
     ),
+    Case(
+        "latent_store", "9 tokens, 3 heads", partial(_latent_store, tokens=9, heads=3, nope=8, rank=48, rope=12), True
+    ),
+    Case("mamba1_update", "4 sequences, 40 channels", partial(_mamba1, sequences=4, channels=40, size=5), True),
+    Case("short_conv", "4 sequences, 300 channels", partial(_short_conv, sequences=4, channels=300, width=4), True),
     Case("mamba2_update", "4 sequences, 3 heads", partial(_mamba2, sequences=4, heads=3, head_dim=40, size=16), True),
     Case("rwkv_update", "RWKV-6, 4 sequences", partial(_rwkv, sequences=4, heads=2, size=40, delta=False), True),
     Case("rwkv_update", "RWKV-7, 4 sequences", partial(_rwkv, sequences=4, heads=2, size=40, delta=True), True),
@@ -316,6 +372,17 @@ CASES = [
     Case(
         "block_copy", "64 blocks in 64 pools", partial(_block_copy, pools=64, blocks=256, pairs=64, shape=(16, 8, 128))
     ),
+    Case(
+        "latent_store",
+        "2048 tokens, 128 heads, latents of 512",
+        partial(_latent_store, tokens=2048, heads=128, nope=128, rank=512, rope=64),
+    ),
+    Case(
+        "mamba1_update",
+        "64 sequences, 8192 channels of 16",
+        partial(_mamba1, sequences=64, channels=8192, size=16),
+    ),
+    Case("short_conv", "64 sequences, 5376 channels", partial(_short_conv, sequences=64, channels=5376, width=4)),
     Case(
         "mamba2_update",
         "64 sequences, 80 heads of 64x128",

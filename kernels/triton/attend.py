@@ -41,7 +41,7 @@ def load_tile(base, block, offset, valid, block_stride, dtype: tl.constexpr, FOR
 
 
 @triton.jit
-def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, scales, k_stride, v_stride,
+def attend(state, q_low, q_high, scale, softcap, first, last, begin, end, table, k, v, scales, k_stride, v_stride,
            MASK: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
            BLOCK_T: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
            FP8_NATIVE: tl.constexpr):  # fmt: skip
@@ -50,7 +50,7 @@ def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, sc
     `k`, `v` and int8's and int4's `scales` point at the head's first element in block 0.
     `first` and `last` say per row which tokens it sees. MASK "end": all before `end`. "range": positions `first` to
     `last`. "tree": all before position `first`, and behind it those whose bit is set in `last` (int64).
-    "full": all, and end - begin is a multiple of BLOCK_T.
+    "full": all, and end - begin is a multiple of BLOCK_T. `softcap` may be None.
     """
     peak, total, low, high = state
     factor = scale * LOG2E
@@ -71,7 +71,10 @@ def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, sc
             scores = scores * half_of(word, 0, tl.float16)[None, :]
         if FORMAT == "int4":
             scores += q_sum[:, None] * half_of(word, 1, tl.float16)[None, :]
-        scores *= factor
+        if softcap is None:
+            scores *= factor
+        else:
+            scores = capped(scores * scale, softcap) * LOG2E
         if MASK == "end":
             scores = tl.where(valid[None, :], scores, float("-inf"))
         if MASK == "range":
@@ -104,6 +107,23 @@ def attend(state, q_low, q_high, scale, first, last, begin, end, table, k, v, sc
         low = dot(weights, v_low, low)
         high = dot(weights, v_high, high)
     return peak, total, low, high
+
+
+@triton.jit
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap)."""
+    return softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+
+
+@triton.jit
+def sink_seen(sinks, head, here, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """The state before the first token, where a part of a row's weight goes to its head's sink and so to no token.
+
+    Only of the rows that are `here`: of a split context, one part begins with the sinks.
+    """
+    peak = tl.load(sinks + head, mask=here, other=float("-inf")) * LOG2E
+    zeros = tl.zeros([ROWS, BLOCK_HALF], tl.float32)
+    return peak, tl.where(here, 1.0, 0.0), zeros, zeros
 
 
 @triton.jit

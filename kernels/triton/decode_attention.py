@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check, split
-from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, store_rows
+from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, sink_seen, store_rows
 from membound.kernels.triton.kv_blocks import KvBlocks
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.scores import check_scores, shares
 
 
 @triton.jit
-def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, scale, window,
+def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, sinks, scale, softcap, window,
                             table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
@@ -44,7 +45,10 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
     STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
     if FORMAT == "fp8":
         scale *= tl.load(scales + kv_head)
-    state = attend(nothing_seen(BLOCK_R, BLOCK_HALF), q_low, q_high, scale, rows, rows, begin, end,
+    state = nothing_seen(BLOCK_R, BLOCK_HALF)
+    if sinks is not None:
+        state = sink_seen(sinks, head, rows & (tl.program_id(2) == 0), BLOCK_R, BLOCK_HALF)
+    state = attend(state, q_low, q_high, scale, softcap, rows, rows, begin, end,
                    table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
                    scales + kv_head * BLOCK_SIZE, k_stride, v_stride,
                    "end", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
@@ -68,6 +72,8 @@ def decode_attention(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
@@ -75,6 +81,7 @@ def decode_attention(
 
     Sequence i has `context_len[i]` tokens (int32), the query's own included; with 0 its result is 0. Its token t is in
     block `block_table[i, t // block_size]` (int32). With `window` it sees only its last `window` tokens.
+    With `softcap` scores become softcap * tanh(score / softcap); `sinks` [heads] (fp32) are logits of no token.
     """
     check.tensor("q", q, [None, None, None], check.HALVES)
     sequences, heads, head_dim = q.shape
@@ -82,6 +89,7 @@ def decode_attention(
     check.require(heads % kv.kv_heads == 0, "q", f"{heads} heads are not a multiple of {kv.kv_heads} KV heads")
     check.strided("block_table", block_table, [sequences, None], [torch.int32], q)
     check.tensor("context_len", context_len, [sequences], [torch.int32], q)
+    check_scores(softcap, sinks, q)
     check.require(window is None or window > 0, "window", f"is {window}, should be a positive number of tokens")
     machine = machine_for(q)
     group = heads // kv.kv_heads
@@ -102,7 +110,9 @@ def decode_attention(
         *kv.pointers,
         block_table,
         context_len,
+        sinks,
         scale,
+        softcap,
         window or split.NO_WINDOW,
         block_table.stride(0),
         *kv.strides,
@@ -119,7 +129,15 @@ def decode_attention(
 
 
 def decode_attention_reference(
-    q: Tensor, kv: KvBlocks, block_table: Tensor, context_len: Tensor, scale: float, *, window: int | None = None
+    q: Tensor,
+    kv: KvBlocks,
+    block_table: Tensor,
+    context_len: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same, sequence by sequence in fp32."""
     k_blocks, v_blocks = kv.dequantized()
@@ -131,7 +149,7 @@ def decode_attention_reference(
         k, v = (blocks[used].flatten(0, 1)[begin:context] for blocks in (k_blocks, v_blocks))
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))  # [context, heads, D]
         scores = torch.einsum("hd,thd->ht", q[i].float(), k) * scale
-        out[i] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+        out[i] = torch.einsum("ht,thd->hd", shares(scores, softcap, sinks), v)
     return out
 
 

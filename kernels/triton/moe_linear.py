@@ -14,27 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from membound.kernels.routing import Routing
 from membound.kernels.triton import check
 from membound.kernels.triton.lang import dot, fp8_to, int8_to, segment_of
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
-from membound.kernels.triton.moe_routing import Routing
 
 ExpertFormat = Literal["half", "int8", "fp8"]
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`data` [experts, n, k]: bf16 or fp16 ("half"), or int8, or e4m3 in uint8 with a `scale` [experts, n] (fp32)."""
+    """`data` [experts, n, k]: bf16 or fp16 ("half"), or int8, or e4m3 in uint8 with a `scale` [experts, n] (fp32).
+
+    What an expert computes has its `bias` [experts, n] (fp32) added, if there is one.
+    """
 
     format: ExpertFormat
     data: Tensor
     scale: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def expert_bytes(self) -> int:
         """Bytes that one expert takes."""
-        one = self.data[0].nbytes
-        return one if self.scale is None else one + self.scale[0].nbytes
+        return sum(part[0].nbytes for part in (self.data, self.scale, self.bias) if part is not None)
 
     def dequantized(self) -> Tensor:
         """[experts, n, k] in fp32."""
@@ -43,7 +46,7 @@ class ExpertWeights:
 
 
 @triton.jit
-def moe_linear_kernel(x, data, scale, out, order, offsets, slots, experts, columns, k_size, x_stride,
+def moe_linear_kernel(x, data, scale, bias, out, order, offsets, slots, experts, columns, k_size, x_stride,
                       ROWS_A_TOKEN: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                       EVEN_K: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_K: tl.constexpr):  # fmt: skip
@@ -80,6 +83,8 @@ def moe_linear_kernel(x, data, scale, out, order, offsets, slots, experts, colum
             acc = dot(weight, tl.trans(token), acc)
     if FORMAT != "half":
         acc *= tl.load(scale + row)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + row)[:, None]
     where = out + slot[:, None].to(tl.int64) * columns + n[None, :]
     tl.store(where, tl.trans(acc).to(out.dtype.element_ty), mask=here[:, None] & (n[None, :] < columns))
 
@@ -100,6 +105,8 @@ def moe_linear(
         if weight.scale is None:
             raise ValueError(f"weight.scale: is missing, {weight.format} needs it")
         check.tensor("weight.scale", weight.scale, [experts, n], [torch.float32], x)
+    if weight.bias is not None:
+        check.tensor("weight.bias", weight.bias, [experts, n], [torch.float32], x)
     slots = routing.order.shape[0]
     rows = slots // routing.top_k if shared_rows else slots
     check.require(x.shape[0] == rows, "x", f"has {x.shape[0]} rows, the routing is of {rows}")
@@ -116,6 +123,7 @@ def moe_linear(
         x,
         weight.data,
         weight.scale,
+        weight.bias,
         out,
         routing.order,
         routing.offsets,
@@ -163,7 +171,9 @@ def moe_combine(slots: Tensor, routing: Routing) -> Tensor:
 def moe_linear_reference(x: Tensor, weight: ExpertWeights, routing: Routing, *, shared_rows: bool) -> Tensor:
     """The same in fp32, slot by slot."""
     rows = x.float().repeat_interleave(routing.top_k, dim=0) if shared_rows else x.float()
-    return torch.einsum("sk,snk->sn", rows, weight.dequantized()[routing.experts.flatten().long()])
+    experts = routing.experts.flatten().long()
+    y = torch.einsum("sk,snk->sn", rows, weight.dequantized()[experts])
+    return y if weight.bias is None else y + weight.bias[experts]
 
 
 def moe_linear_bytes(x: Tensor, weight: ExpertWeights, routing: Routing) -> int:

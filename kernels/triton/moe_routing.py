@@ -1,8 +1,7 @@
-"""Which experts does each token go to, and in what order do their rows read an expert's weights once?"""
+"""Which experts does each token go to, found by one program a token?"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from membound.kernels.routing import Routing, expert_order
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import configure, launch, machine_for
 
@@ -17,41 +17,48 @@ Scoring = Literal["softmax", "sigmoid"]
 MOST_EXPERTS = 1024
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Where each of the tokens' top_k slots goes; slot = token * top_k + rank of the expert for that token.
-
-    `experts` and `weights` are [tokens, top_k] (int32, fp32); `order` [slots] lists the slots expert by expert (int32),
-    and expert e has those from `offsets[e]` to `offsets[e + 1]` (int32).
-    """
-
-    experts: Tensor
-    weights: Tensor
-    order: Tensor
-    offsets: Tensor
-
-    @property
-    def top_k(self) -> int:
-        return self.experts.shape[1]
-
-
 @triton.jit
-def moe_routing_kernel(logits, bias, experts, weights, stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-                       SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
-                       BLOCK_K: tl.constexpr):  # fmt: skip
+def moe_routing_kernel(logits, bias, experts, weights, probabilities, scale, stride, EXPERTS: tl.constexpr,
+                       TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+                       BIAS_LOGITS: tl.constexpr, GROUPS: tl.constexpr, GROUP_TOP_K: tl.constexpr,
+                       BEST_TWO: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+                       BLOCK_G: tl.constexpr):  # fmt: skip
     """Program (token): all experts' scores in registers, the best taken out TOP_K times, of equals the lowest id."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
     logit = tl.load(logits + token * stride + expert, mask=real, other=float("-inf")).to(tl.float32)
+    if BIAS_LOGITS:
+        logit += tl.load(bias + expert, mask=real, other=0.0)
     if SIGMOID:
         score = tl.where(real, tl.sigmoid(logit), 0.0)
     else:
         size = tl.exp(logit - tl.max(logit, 0))
         score = size / tl.sum(size, 0)
+    if probabilities is not None:
+        tl.store(probabilities + token * EXPERTS + expert, score / tl.sum(score, 0), mask=real)
     rank = tl.where(real, score, float("-inf"))
-    if bias is not None:
-        rank += tl.load(bias + expert, mask=real, other=0.0)
+    if not BIAS_LOGITS:  # noqa: SIM102 -- both are decided by the compiler, one after the other
+        if bias is not None:
+            rank += tl.load(bias + expert, mask=real, other=0.0)
+    if GROUPS > 1:
+        group = expert // (EXPERTS // GROUPS)
+        number = tl.arange(0, BLOCK_G)
+        best_of = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        for g in tl.static_range(GROUPS):
+            member = tl.where(group == g, rank, float("-inf"))
+            value = tl.max(member, 0)
+            if BEST_TWO:
+                winner = tl.min(tl.where(member == value, expert, BLOCK), 0)
+                value += tl.max(tl.where(expert == winner, float("-inf"), member), 0)
+            best_of = tl.where(number == g, value, best_of)
+        kept = tl.zeros([BLOCK], tl.int32)
+        for _ in tl.static_range(GROUP_TOP_K):
+            value = tl.max(best_of, 0)
+            winner = tl.min(tl.where(best_of == value, number, BLOCK_G), 0)
+            kept = tl.where(group == winner, 1, kept)
+            best_of = tl.where(number == winner, float("-inf"), best_of)
+        rank = tl.where(kept == 1, rank, float("-inf"))
     slot = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
     weight = tl.zeros([BLOCK_K], tl.float32)
@@ -62,26 +69,42 @@ def moe_routing_kernel(logits, bias, experts, weights, stride, EXPERTS: tl.const
         weight = tl.where(slot == k, tl.sum(tl.where(expert == winner, score, 0.0), 0), weight)
         rank = tl.where(expert == winner, float("-inf"), rank)
     if RENORMALIZE:
-        weight /= tl.sum(weight, 0)
+        weight /= tl.sum(weight, 0) + 1e-20
     tl.store(experts + token * TOP_K + slot, chosen, mask=slot < TOP_K)
-    tl.store(weights + token * TOP_K + slot, weight, mask=slot < TOP_K)
+    tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)
 
 
 def route(
-    logits: Tensor, top_k: int, *, scoring: Scoring = "softmax", renormalize: bool = True, bias: Tensor | None = None
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: Scoring = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    biased: Literal["logits", "selection"] = "selection",
+    scale: float = 1.0,
+    groups: int = 1,
+    group_top_k: int = 1,
+    group_score: Literal["best", "best_two"] = "best",
+    probabilities: bool = False,
 ) -> Routing:
     """The `top_k` experts of each token by logits [tokens, experts], with their scores as weights.
 
-    A `bias` [experts] (fp32) is added for the choice, but not to the weights; with `renormalize` those sum to 1.
+    A `bias` [experts] (fp32) is added for the choice, but not to the weights, or to the logits if `biased` says so;
+    with `renormalize` the weights sum to 1, and they are multiplied by `scale`. Of `groups` of experts a token chooses
+    within the `group_top_k` whose best expert, or best two, score most.
     """
     check.strided("logits", logits, [None, None], [torch.float32, *check.HALVES])
     tokens, experts = logits.shape
     check.require(experts <= MOST_EXPERTS, "logits", f"{experts} experts are more than {MOST_EXPERTS}")
     check.require(1 <= top_k <= experts, "top_k", f"is {top_k}, should be 1 to {experts}")
+    even = groups > 0 and experts % groups == 0 and 1 <= group_top_k <= groups
+    check.require(even, "groups", f"are {groups}, of which {group_top_k} are kept, for {experts} experts")
     if bias is not None:
         check.tensor("bias", bias, [experts], [torch.float32], logits)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    shares = torch.empty(tokens, experts, dtype=torch.float32, device=logits.device) if probabilities else None
     launch(
         moe_routing_kernel,
         (tokens,),
@@ -89,23 +112,23 @@ def route(
         bias,
         chosen,
         weights,
+        shares,
+        float(scale),
         logits.stride(0),
         config=configure("moe_routing", machine_for(logits)),
         EXPERTS=experts,
         TOP_K=top_k,
         SIGMOID=scoring == "sigmoid",
         RENORMALIZE=renormalize,
+        BIAS_LOGITS=bias is not None and biased == "logits",
+        GROUPS=groups,
+        GROUP_TOP_K=group_top_k,
+        BEST_TWO=group_score == "best_two",
         BLOCK=triton.next_power_of_2(experts),
         BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_G=triton.next_power_of_2(groups),
     )
-    return Routing(chosen, weights, *expert_order(chosen, experts))
-
-
-def expert_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The slots of `chosen` [tokens, top_k] expert by expert, each expert's in order, and where each expert begins."""
-    ordered, order = torch.sort(chosen.flatten(), stable=True)
-    edges = torch.arange(experts + 1, dtype=torch.int32, device=chosen.device)
-    return order.int(), torch.searchsorted(ordered, edges, out_int32=True)
+    return Routing(chosen, weights, *expert_order(chosen, experts), shares)
 
 
 def route_reference(

@@ -14,16 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, store_rows
+from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, sink_seen, store_rows
 from membound.kernels.triton.kv_blocks import BITS, KvBlocks
 from membound.kernels.triton.lang import segment_of
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.scores import check_scores, shares
 from membound.kernels.triton.split import NO_WINDOW
 
 
 @triton.jit
-def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_len, scale, window,
-                             sequences, table_stride, k_stride, v_stride,
+def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_len, sinks,
+                             scale, softcap, window, sequences, table_stride, k_stride, v_stride,
                              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                              BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                              BLOCK_HALF: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
@@ -63,14 +64,16 @@ def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_l
     if FORMAT != "fp8":
         scales += kv_head * BLOCK_SIZE
     state = nothing_seen(BLOCK_M, BLOCK_HALF)
+    if sinks is not None:
+        state = sink_seen(sinks, kv_head * GROUP + member, rows, BLOCK_M, BLOCK_HALF)
     oldest = position - window + 1
     if not WINDOW:
         full = seen_by_all // BLOCK_T * BLOCK_T
-        state = attend(state, q_low, q_high, scale, oldest, position, start, full, table, k, v, scales,
+        state = attend(state, q_low, q_high, scale, softcap, oldest, position, start, full, table, k, v, scales,
                        k_stride, v_stride, "full", FORMAT, HALF, BLOCK_HALF,
                        BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
         start = full
-    state = attend(state, q_low, q_high, scale, oldest, position, start, end, table, k, v, scales,
+    state = attend(state, q_low, q_high, scale, softcap, oldest, position, start, end, table, k, v, scales,
                    k_stride, v_stride, "range", FORMAT, HALF, BLOCK_HALF,
                    BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
     low, high, _ = normalized(state)
@@ -90,13 +93,15 @@ def prefill_attention(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Causal attention of q [tokens, heads, head_dim] over `kv`: the shape of q.
 
     Sequence i brings tokens `query_start[i] : query_start[i + 1]` (int32), the last of its `context_len[i]` (int32);
     its token t is in block `block_table[i, t // block_size]` (int32). With `window` a token sees itself and the
-    window - 1 before it.
+    window - 1 before it. `softcap` and `sinks` are those of `decode_attention`.
     """
     check.tensor("q", q, [None, None, None], check.HALVES)
     tokens, heads, head_dim = q.shape
@@ -106,6 +111,7 @@ def prefill_attention(
     sequences = context_len.shape[0]
     check.tensor("query_start", query_start, [sequences + 1], [torch.int32], q)
     check.strided("block_table", block_table, [sequences, None], [torch.int32], q)
+    check_scores(softcap, sinks, q)
     check.require(window is None or window > 0, "window", f"is {window}, should be a positive number of tokens")
     machine = machine_for(q)
     config = config or configure("prefill_attention", machine, head_dim=head_dim, kv_bits=BITS[kv.format])
@@ -122,7 +128,9 @@ def prefill_attention(
         block_table,
         query_start,
         context_len,
+        sinks,
         scale,
+        softcap,
         window or NO_WINDOW,
         sequences,
         block_table.stride(0),
@@ -145,6 +153,8 @@ def prefill_attention_reference(
     scale: float,
     *,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same, sequence by sequence in fp32."""
     k_blocks, v_blocks = kv.dequantized()
@@ -159,7 +169,7 @@ def prefill_attention_reference(
         token = torch.arange(context, device=q.device)
         seen = (token <= position) & (token > position - (window or context))
         scores = torch.einsum("qhd,thd->hqt", q[new].float(), k) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = shares(scores, softcap, sinks, seen)
         out[new] = torch.einsum("hqt,thd->qhd", weights, v)
     return out
 

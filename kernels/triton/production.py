@@ -7,10 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from membound.kernels.base import RaggedBatch
+from membound.kernels.kivi import KiviBlocks
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.block_copy import BlockPools
 from membound.kernels.triton.decode_attention import decode_attention
+from membound.kernels.triton.kivi_attention import kivi_attention, kivi_round
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
+from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.launch import Launch, recording
 from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
@@ -18,6 +22,7 @@ from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
 from membound.kernels.triton.linear_sparse import HALF_CHUNK, SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.machine import Machine
+from membound.kernels.triton.mamba1_update import mamba1_update
 from membound.kernels.triton.mamba2_update import mamba2_update
 from membound.kernels.triton.mla_decode import mla_decode
 from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
@@ -26,7 +31,9 @@ from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import kv_store, rope_store
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
+from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
+from membound.kernels.triton.steps import Steps
 from membound.kernels.triton.verify_attention import verify_attention
 from membound.kernels.triton.verify_sampling import verify_sampling
 
@@ -60,6 +67,20 @@ def _verify(format: KvFormat, drafts: int) -> None:
     q, tree, table = _of(tokens, 32, 128), _of(tokens, dtype=torch.int64), _ints(SEQUENCES, BLOCKS_A_SEQUENCE)
     starts, lengths = _ints(SEQUENCES + 1), _ints(SEQUENCES)
     verify_attention(q, tree, kv, table, starts, lengths, 128**-0.5, most_queries=drafts + 1)
+
+
+def _kivi(bits: int, drafts: int = 0) -> tuple[KiviBlocks, RaggedBatch]:
+    kv = KiviBlocks.zeros(bits, 32, 128, 8192, BLOCK_SIZE, 8, 128, 64, META)
+    tokens = SEQUENCES * (drafts + 1)
+    places, seats = _of(tokens, dtype=torch.int64), _of(SEQUENCES, dtype=torch.int64)
+    table = _ints(SEQUENCES, BLOCKS_A_SEQUENCE)
+    batch = RaggedBatch(places, places, _ints(SEQUENCES + 1), _ints(SEQUENCES), table, drafts + 1, seats)
+    return kv, batch
+
+
+def _kivi_attention(bits: int, drafts: int = 0) -> None:
+    kv, batch = _kivi(bits, drafts)
+    kivi_attention(_of(batch.num_tokens, 32, 128), kv, batch, 128**-0.5)
 
 
 def _linear_int4(m: int, *, zero: bool) -> None:
@@ -103,6 +124,13 @@ def _linear_mxfp4(m: int) -> None:
     linear_mxfp4(_of(m, k), Mxfp4Weight(data, scale, n))
 
 
+def _route_in_groups() -> None:
+    """DeepSeek-V3: 8 of 256 experts, of the 4 best of 8 groups."""
+    groups = dict(groups=8, group_top_k=4)
+    bias = _of(256, dtype=torch.float32)
+    route(_of(SEQUENCES, 256), 8, scoring="sigmoid", bias=bias, group_score="best_two", probabilities=True, **groups)
+
+
 def _moe(format: ExpertFormat, tokens: int) -> None:
     """8 of 128 experts of width 768 and hidden 2048, as in Qwen3-30B-A3B."""
     experts, top_k, n, k = 128, 8, 1536, 2048
@@ -116,6 +144,20 @@ def _moe(format: ExpertFormat, tokens: int) -> None:
 def _mla(heads: int) -> None:
     q, cache = _of(SEQUENCES, heads, 576), _of(8192, BLOCK_SIZE, 576)
     mla_decode(q, cache, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), 192**-0.5, rank=512)
+
+
+def _mla_drafts(heads: int, drafts: int) -> None:
+    tokens = SEQUENCES * (drafts + 1)
+    q, cache, tree = _of(tokens, heads, 576), _of(8192, BLOCK_SIZE, 576), _of(tokens, dtype=torch.int64)
+    where = q, cache, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), 192**-0.5
+    mla_decode(*where, rank=512, tree=tree, query_start=_ints(SEQUENCES + 1), most_queries=drafts + 1)
+
+
+def _latent_store() -> None:
+    """DeepSeek-V3: 128 heads of 128 + 64, a latent of 512."""
+    places, table = _of(SEQUENCES, dtype=torch.int64), _of(131072, 32, dtype=torch.float32)
+    q, latents, norm = _of(SEQUENCES, 128, 192), _of(SEQUENCES, 576), _of(512, dtype=torch.float32)
+    latent_store(q, latents, norm, 1e-6, table, table, places, places, _of(8192, BLOCK_SIZE, 576))
 
 
 def _verify_sampling(most_rows: int) -> None:
@@ -133,17 +175,38 @@ def _mamba2() -> None:
     state, slots = _of(64, heads, head_dim, size, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
     x, dt, b = _of(SEQUENCES, heads, head_dim), _of(SEQUENCES, heads), _of(SEQUENCES, 1, size)
     vector = _of(heads, dtype=torch.float32)
-    mamba2_update(state, slots, x, dt, vector, vector, b, b, vector, x)
+    mamba2_update(state, slots, x, dt, vector, vector, b, b, vector, x, steps=_steps())
 
 
-def _rwkv(*, delta: bool) -> None:
-    """32 heads of 64."""
-    state, slots = _of(64, 32, 64, 64, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
-    x = _of(SEQUENCES, 32, 64)
+def _mamba1() -> None:
+    """Falcon-Mamba-7B: 8192 channels, a state of 16."""
+    channels, size = 8192, 16
+    state, slots = _of(64, channels, size, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
+    x, b = _of(SEQUENCES, channels, dtype=torch.float32), _of(SEQUENCES, size, dtype=torch.float32)
+    a, d = _of(channels, size, dtype=torch.float32), _of(channels, dtype=torch.float32)
+    mamba1_update(state, slots, x, x, b, b, x, a, d, steps=_steps())
+
+
+def _short_conv() -> None:
+    """Mamba-2-2.7B: 5120 channels and 256 of B and C, 4 taps."""
+    channels = 5376
+    state, slots = _of(64, 3, channels, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
+    weight, bias = _of(channels, 4, dtype=torch.float32), _of(channels, dtype=torch.float32)
+    short_conv(_of(SEQUENCES, channels), state, slots, weight, bias, steps=_steps())
+
+
+def _steps() -> Steps:
+    return Steps(_ints(SEQUENCES + 1), _of(SEQUENCES, dtype=torch.int64))
+
+
+def _rwkv(*, delta: bool, size: int = 64) -> None:
+    """32 heads of 64; or, as gated DeltaNet in Qwen3-Next, of 128."""
+    state, slots = _of(64, 32, size, size, dtype=torch.float32), _of(SEQUENCES, dtype=torch.int64)
+    x = _of(SEQUENCES, 32, size, dtype=torch.float32)
     if delta:
-        rwkv7_update(state, slots, x, x, x, x, x, x)
+        rwkv7_update(state, slots, x, x, x, x, x, x, steps=_steps())
     else:
-        rwkv6_update(state, slots, x, x, x, x, _of(32, 64, dtype=torch.float32))
+        rwkv6_update(state, slots, x, x, x, x, _of(32, size, dtype=torch.float32), steps=_steps())
 
 
 def _block_copy() -> None:
@@ -195,6 +258,11 @@ CASES: dict[str, Callable[[], None]] = {
     "verify_attention bf16 63 drafts": lambda: _verify("bf16", 63),
     "verify_attention int4 7 drafts": lambda: _verify("int4", 7),
     "verify_attention int8 63 drafts": lambda: _verify("int8", 63),
+    "kivi_attention 2 bits": lambda: _kivi_attention(2),
+    "kivi_attention 4 bits": lambda: _kivi_attention(4),
+    "kivi_attention 2 bits 7 drafts": lambda: _kivi_attention(2, 7),
+    "kivi_round 2 bits": lambda: kivi_round(*_kivi(2)),
+    "kivi_round 4 bits": lambda: kivi_round(*_kivi(4)),
     "linear_int4 m 1": lambda: _linear_int4(1, zero=False),
     "linear_int4 m 16 with zeros": lambda: _linear_int4(16, zero=True),
     "linear_int4 m 64": lambda: _linear_int4(64, zero=False),
@@ -217,12 +285,18 @@ CASES: dict[str, Callable[[], None]] = {
     "moe_linear fp8": lambda: _moe("fp8", SEQUENCES),
     "moe_linear half 512 tokens": lambda: _moe("half", 512),
     "moe_linear half 8192 tokens": lambda: _moe("half", 8192),
+    "moe_routing in groups": _route_in_groups,
     "mla_decode 128 heads": lambda: _mla(128),
     "mla_decode 16 heads": lambda: _mla(16),
+    "mla_decode 128 heads 3 drafts": lambda: _mla_drafts(128, 3),
+    "latent_store": _latent_store,
     "verify_sampling 4 drafts": lambda: _verify_sampling(5),
     "mamba2_update": _mamba2,
+    "mamba1_update": _mamba1,
+    "short_conv": _short_conv,
     "rwkv_update 7": lambda: _rwkv(delta=True),
     "rwkv_update 6": lambda: _rwkv(delta=False),
+    "rwkv_update gated delta net": lambda: _rwkv(delta=True, size=128),
     "block_copy": _block_copy,
     "rms_norm": lambda: _rms_norm(SEQUENCES, 4096, None),
     "rms_norm of heads": lambda: _rms_norm(512, 128, None),

@@ -15,16 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check, split
-from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, store_rows
+from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, sink_seen, store_rows
 from membound.kernels.triton.kv_blocks import BITS, KvBlocks
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.scores import check_scores, shares
 
 LARGEST_TREE = 64
 
 
 @triton.jit
-def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_start, context_len, scale,
-                            tokens, table_stride, k_stride, v_stride,
+def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_start, context_len,
+                            sinks, scale, softcap, tokens, table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                             BLOCK_HALF: tl.constexpr, ROW_BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
@@ -50,7 +51,10 @@ def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_st
     STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
     if FORMAT == "fp8":
         scale *= tl.load(scales + kv_head)
-    state = attend(nothing_seen(BLOCK_R, BLOCK_HALF), q_low, q_high, scale, committed, bits, begin, end,
+    state = nothing_seen(BLOCK_R, BLOCK_HALF)
+    if sinks is not None:
+        state = sink_seen(sinks, head, rows & (tl.program_id(2) == 0), BLOCK_R, BLOCK_HALF)
+    state = attend(state, q_low, q_high, scale, softcap, committed, bits, begin, end,
                    table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
                    scales + kv_head * BLOCK_SIZE, k_stride, v_stride,
                    "tree", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
@@ -76,6 +80,8 @@ def verify_attention(
     scale: float,
     *,
     most_queries: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
     config: Config | None = None,
 ) -> Tensor:
@@ -83,7 +89,7 @@ def verify_attention(
 
     Sequence i brings tokens `query_start[i] : query_start[i + 1]` (int32), at most `most_queries` of its
     `context_len[i]` (int32), stored as its last. Each sees all tokens before those, and the j-th of them if bit j of
-    its `tree` [tokens] (int64) is set; its own bit should be.
+    its `tree` [tokens] (int64) is set; its own bit should be. `softcap` and `sinks` are those of `decode_attention`.
     """
     check.tensor("q", q, [None, None, None], check.HALVES)
     tokens, heads, head_dim = q.shape
@@ -94,6 +100,7 @@ def verify_attention(
     sequences = context_len.shape[0]
     check.tensor("query_start", query_start, [sequences + 1], [torch.int32], q)
     check.strided("block_table", block_table, [sequences, None], [torch.int32], q)
+    check_scores(softcap, sinks, q)
     check.require(0 < most_queries <= LARGEST_TREE, "most_queries", f"is {most_queries}, should be 1 to {LARGEST_TREE}")
     machine = machine_for(q)
     rows = heads // kv.kv_heads * most_queries
@@ -115,7 +122,9 @@ def verify_attention(
         block_table,
         query_start,
         context_len,
+        sinks,
         scale,
+        softcap,
         tokens,
         block_table.stride(0),
         *kv.strides,
@@ -140,6 +149,9 @@ def verify_attention_reference(
     query_start: Tensor,
     context_len: Tensor,
     scale: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same, sequence by sequence in fp32."""
     k_blocks, v_blocks = kv.dequantized()
@@ -153,7 +165,7 @@ def verify_attention_reference(
         behind = torch.arange(context, device=q.device) - (context - (new.stop - new.start))
         seen = (behind < 0) | ((tree[new, None] >> behind.clamp(min=0)) & 1).bool()
         scores = torch.einsum("qhd,thd->hqt", q[new].float(), k) * scale
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = shares(scores, softcap, sinks, seen)
         out[new] = torch.einsum("hqt,thd->qhd", weights, v)
     return out
 

@@ -8,26 +8,14 @@ kernel, by many programs. At temperature 0 a draft is accepted when it is the mo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from membound.kernels.base import Emitted
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """`tokens` [sequences, most_rows] (int64): each sequence's accepted drafts and one token more, then -1.
-
-    `counts` [sequences] (int32) says how many those are; a sequence without rows has 0.
-    """
-
-    tokens: Tensor
-    counts: Tensor
 
 
 @triton.jit

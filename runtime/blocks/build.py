@@ -198,6 +198,7 @@ class BlockBuilder:
                 self._network(parts, f"experts.{e}.", gated=ffn.gated) if f"experts.{e}.down" in parts.weights else None
                 for e in range(ffn.experts)
             ],
+            kernels=self.kernels,
             by_expert=ffn.choice == "expert",
             router_bias=parts.weights.get("router_bias"),
             shared=self._network(parts, "shared_", gated=ffn.gated) if ffn.shared_intermediate else None,

@@ -15,14 +15,14 @@ from torch.nn import functional
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models.recurrent import GatedDeltaNet
 from membound.runtime.blocks.base import LayerCache
-from membound.runtime.blocks.states import SeatStates, segments, short_convolution
+from membound.runtime.blocks.states import SeatStates
 from membound.runtime.linear import Linear
 
 _LENGTH_EPS = 1e-6
 
 
 class DeltaNetMixer:
-    """A layer of Qwen3-Next, one token after the other."""
+    """A layer of Qwen3-Next."""
 
     def __init__(
         self,
@@ -42,29 +42,19 @@ class DeltaNetMixer:
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
-        spec, weights = self.spec, self.weights
-        cache.begin(batch)
+        spec, weights, states = self.spec, self.weights, cache.parts
         width = spec.value_heads * spec.value_head_dim
-        qkv, z = self._linears["qkvz"](x).float().split([spec.conv_channels, width], dim=-1)
+        qkv, z = self._linears["qkvz"](x).split([spec.conv_channels, width], dim=-1)
         b, a = self._linears["ba"](x).float().chunk(2, dim=-1)  # [tokens, value_heads]
         beta, kept = b.sigmoid(), (weights["a"] * functional.softplus(a + weights["dt_bias"])).exp()
-        mixed = torch.empty_like(qkv)
-        for segment in segments(batch):
-            before = cache.parts["conv"][segment.seats]
-            y, cache.parts["conv"][segment.seats] = short_convolution(qkv[segment.rows], before, weights["conv"], None)
-            mixed[segment.rows] = functional.silu(y)
+        mixed = self.kernels.causal_convolution(states["conv"], qkv, weights["conv"], None, batch)
         q, k, v = self._heads(mixed)
-        out = torch.empty_like(v)
-        for segment in segments(batch):
-            s = cache.parts["state"][segment.seats]  # [sequences, value_heads, key, value]
-            for at in segment.rows.unbind(1):
-                s = s * kept[at][..., None, None]
-                known = (k[at][..., None] * s).sum(-2)
-                s = s + k[at][..., None] * ((v[at] - known) * beta[at][..., None])[..., None, :]
-                out[at] = (q[at][..., None] * s).sum(-2)
-            cache.parts["state"][segment.seats] = s
+        # What k finds in the state is removed from it at the rate beta: S = g S + k^T beta (v - g k S).
+        gate = kept[..., None].expand_as(k).contiguous()
+        removed = -(beta * kept)[..., None] * k
+        out = self.kernels.delta_scan(states["state"], q, gate, k, beta[..., None] * v, k, removed, batch)
         normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self.eps) * weights["gated_norm"]
-        y = normed.flatten(1) * functional.silu(z)
+        y = normed.flatten(1) * functional.silu(z.float())
         return self._linears["o"](y.to(self.kernels.activation_dtype))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> SeatStates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,14 @@ def gating(kernels: Kernels, activation: str, limit: float | None = None) -> Act
     return partial(_gated, ACTIVATIONS[activation])
 
 
+class TwoLayers(NamedTuple):
+    """A network of a linear layer, what joins or bends its rows, and another linear layer."""
+
+    first: Linear
+    between: Activation
+    second: Linear
+
+
 class GatedNetwork:
     """down(gate(x) * up(x)), gate and up as one matrix, joined by `gate`."""
 
@@ -53,6 +62,10 @@ class GatedNetwork:
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield f"{self.prefix}gate_up", self.gate_up
         yield f"{self.prefix}down", self.down
+
+    @property
+    def layers(self) -> TwoLayers:
+        return TwoLayers(self.gate_up, self.gate, self.down)
 
 
 class DenseNetwork:
@@ -70,6 +83,10 @@ class DenseNetwork:
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield f"{self.prefix}up", self.up
         yield f"{self.prefix}down", self.down
+
+    @property
+    def layers(self) -> TwoLayers:
+        return TwoLayers(self.up, self.act, self.down)
 
 
 def _gated(act: Activation, gate_up: Tensor) -> Tensor:

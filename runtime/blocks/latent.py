@@ -19,7 +19,7 @@ from torch.nn import functional
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import LatentAttention
 from membound.runtime.blocks.base import LayerCache
-from membound.runtime.blocks.norms import Norm
+from membound.runtime.blocks.norms import Norm, RmsNorm
 from membound.runtime.latent_kv import LatentKv
 from membound.runtime.linear import Linear
 from membound.runtime.rope import RopeTables
@@ -68,7 +68,7 @@ class LatentMixer:
         kernels: Kernels,
         rope: RopeTables,
         linears: LatentLinears,
-        latent_norm: Norm,
+        latent_norm: RmsNorm,
         scale: float,
         *,
         absorbed: bool = True,
@@ -105,11 +105,10 @@ class LatentMixer:
         else:
             assert parts.kv_a is not None, "the latent comes from somewhere"
             q, latents = parts.q(x), parts.kv_a(x)
-        latent, key = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        key = self.rope.rotate(key.unsqueeze(1), batch.positions).squeeze(1)
-        cache.store(torch.cat([self.latent_norm(latent.contiguous()), key], dim=-1), batch)
-        q_nope, q_rope = q.unflatten(1, (spec.heads, -1)).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
-        q = torch.cat([q_nope, self.rope.rotate(q_rope, batch.positions)], dim=-1)  # [tokens, heads, nope + rope]
+        norm, rope = self.latent_norm, self.rope
+        q = self.kernels.latent_rope_and_store(
+            q.unflatten(1, (spec.heads, -1)), latents, norm.weight, norm.eps, rope.cos, rope.sin, batch, cache.blocks
+        )  # [tokens, heads, nope + rope]
         return parts.o(self._attend(q, batch, cache).flatten(1))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> LatentKv:
@@ -142,8 +141,7 @@ class LatentMixer:
         nope, rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
         latent = torch.bmm(nope.transpose(0, 1).to(q_absorb.dtype), q_absorb).transpose(0, 1)
         q = torch.cat([latent.to(q.dtype), rope], dim=-1)  # [tokens, heads, rank + rope]
-        seen = self.kernels.attention(q.contiguous(), cache.blocks, cache.blocks, batch, self.scale)
-        seen = seen.unflatten(1, (spec.heads, -1))[..., : spec.kv_lora_rank]  # of the latents, not of the keys
+        seen = self.kernels.latent_attention(q, cache.blocks, batch, self.scale, spec.kv_lora_rank)
         out = torch.bmm(seen.transpose(0, 1).to(v_absorb.dtype), v_absorb)
         return out.transpose(0, 1).to(q.dtype)
 

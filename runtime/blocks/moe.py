@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from membound.kernels.base import Kernels
+from membound.kernels.routing import GroupedLinear
 from membound.runtime.arithmetic import Routing
 from membound.runtime.blocks.base import FeedForward
+from membound.runtime.blocks.ffn import Activation, TwoLayers
 from membound.runtime.blocks.routing import RouterStatistics, route
-from membound.runtime.linear import Linear
+from membound.runtime.linear import Linear, grouped
+
+
+class GroupedExperts(NamedTuple):
+    """All experts of a mixture, each of their two layers multiplied by one kernel."""
+
+    first: GroupedLinear
+    between: Activation
+    second: GroupedLinear
 
 
 class MixtureNetwork:
     """The weighted sum of the experts that the router chooses, beside a shared one that every token takes.
 
     Each expert's matrices are read once a step, for all of its tokens, and those of an expert without tokens not at
-    all. `latent` leads to the width on which the routed experts work, and back. Experts that another device holds are
+    all; where the kernels can, by one launch for all experts, without which the host must know who has tokens. `latent`
+    leads to the width on which the routed experts work, and back. Experts that another device holds are
     None here, and `summed` then makes of this device's part the sum over all. `chosen` is told of each expert's number
     of slots and of the hidden state [tokens, hidden] before any of them computes.
     """
@@ -29,6 +43,7 @@ class MixtureNetwork:
         router: Linear,
         experts: Sequence[FeedForward | None],
         *,
+        kernels: Kernels,
         by_expert: bool = False,
         router_bias: Tensor | None = None,
         shared: FeedForward | None = None,
@@ -39,6 +54,7 @@ class MixtureNetwork:
         self.rule = rule
         self.top_k = top_k
         self.router = router
+        self.kernels = kernels
         self.by_expert = by_expert
         self.router_bias = router_bias
         self.experts = experts
@@ -50,9 +66,39 @@ class MixtureNetwork:
         self.chosen: Callable[[Sequence[int], Tensor], None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        routed = route(self.router(x), self.top_k, self.rule, self.router_bias, by_expert=self.by_expert)
-        self.statistics.add(routed)
+        logits = self.router(x)
         inner = x if self.latent is None else self.latent[0](x)
+        if self.together is not None:
+            out = self._by_groups(inner, logits, self.together)
+        else:
+            out = self._one_by_one(x, inner, logits)
+        if self.latent is not None:
+            out = self.latent[1](out)
+        out = out if self.shared is None else out + self._shared(self.shared, x)
+        return out if self.summed is None else self.summed(out)
+
+    @cached_property
+    def together(self) -> GroupedExperts | None:
+        """The experts as the kernels group them, made when they are first needed; None where each is computed apart."""
+        layers = [expert.layers for expert in self.experts if hasattr(expert, "layers")]
+        if self.by_expert or self.chosen is not None or len(layers) < len(self.experts):
+            return None
+        first = self._group(layers, "first")
+        second = self._group(layers, "second") if first is not None else None
+        return None if first is None or second is None else GroupedExperts(first, layers[0].between, second)
+
+    def _group(self, layers: Sequence[TwoLayers], which: str) -> GroupedLinear | None:
+        return grouped(self.kernels, [getattr(layer, which) for layer in layers])
+
+    def _by_groups(self, inner: Tensor, logits: Tensor, experts: GroupedExperts) -> Tensor:
+        routing = self.kernels.route(logits, self.top_k, self.rule, self.router_bias)
+        self.statistics.add(routing)
+        slots = experts.between(experts.first(inner, routing, shared_rows=True))
+        return self.kernels.combine(experts.second(slots, routing, shared_rows=False), routing)
+
+    def _one_by_one(self, x: Tensor, inner: Tensor, logits: Tensor) -> Tensor:
+        routed = route(logits, self.top_k, self.rule, self.router_bias, by_expert=self.by_expert)
+        self.statistics.add(routed)
         out = torch.zeros_like(inner)
         counts, start = routed.counts.tolist(), 0
         if self.chosen is not None:
@@ -63,10 +109,7 @@ class MixtureNetwork:
                 y = expert(inner[rows]) * routed.weights[start : start + count, None].to(x.dtype)
                 out.index_add_(0, rows, y)
             start += count
-        if self.latent is not None:
-            out = self.latent[1](out)
-        out = out if self.shared is None else out + self._shared(self.shared, x)
-        return out if self.summed is None else self.summed(out)
+        return out
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         yield "router", self.router

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from membound.kernels import routing
 from membound.runtime.arithmetic import Routing
 
 
@@ -29,36 +30,13 @@ def route(logits: Tensor, top_k: int, rule: Routing, bias: Tensor | None = None,
     A token chooses its `top_k` experts, or, `by_expert`, each expert its even share of the tokens * top_k slots (Zhou
     et al. 2022, arXiv 2202.09368, section 3.2).
     """
-    logits = logits.float()
-    if bias is not None and rule.bias == "logits":
-        logits = logits + bias
-    scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
-    probabilities = scores if rule.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
     if by_expert:
+        scores, probabilities = routing.expert_scores(logits, rule, bias)
         return _experts_choose(scores, probabilities, top_k, rule)
-    ranked = scores if bias is None or rule.bias == "logits" else scores + bias
-    if rule.groups > 1:
-        ranked = _within_best_groups(ranked, rule)
-    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]  # [tokens, top_k]
-    weights = scores.gather(1, chosen)
-    if rule.normalized:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    experts = chosen.flatten()
-    order = experts.argsort(stable=True)
-    return Routed(
-        tokens=order // top_k,
-        weights=(weights * rule.scale).flatten()[order],
-        counts=torch.bincount(experts, minlength=logits.shape[1]),
-        probabilities=probabilities,
-    )
-
-
-def _within_best_groups(ranked: Tensor, rule: Routing) -> Tensor:
-    """The scores, with -inf for all experts outside the best groups."""
-    groups = ranked.unflatten(1, (rule.groups, -1))  # [tokens, groups, experts of a group]
-    best = groups.topk(2 if rule.group_score == "best_two" else 1, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(rule.group_top_k, dim=-1).indices, True)
-    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    chosen = routing.route(logits, top_k, rule, bias)
+    assert chosen.probabilities is not None, "the plain router says them"
+    order = chosen.order.long()
+    return Routed(order // top_k, chosen.weights.flatten()[order], chosen.counts, chosen.probabilities)
 
 
 def _experts_choose(scores: Tensor, probabilities: Tensor, top_k: int, rule: Routing) -> Routed:
@@ -74,21 +52,25 @@ def _experts_choose(scores: Tensor, probabilities: Tensor, top_k: int, rule: Rou
 
 
 class RouterStatistics:
-    """How often each expert of one layer was chosen since the beginning or the last `reset`."""
+    """How often each expert of one layer was chosen since the beginning or the last `reset`.
+
+    All is counted on the device, so that a captured step counts each time it is replayed.
+    """
 
     def __init__(self, experts: int, device: torch.device) -> None:
-        self.tokens = 0
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
         self.load = torch.zeros(experts, dtype=torch.int64, device=device)  # slots
         self.probability = torch.zeros(experts, dtype=torch.float64, device=device)  # sums over tokens
 
-    def add(self, routed: Routed) -> None:
+    def add(self, routed: Routed | routing.Routing) -> None:
         """Counts a step."""
+        assert routed.probabilities is not None, "a router that is counted says them"
         self.tokens += routed.probabilities.shape[0]
         self.load += routed.counts
         self.probability += routed.probabilities.double().sum(0)
 
     def reset(self) -> None:
-        self.tokens = 0
+        self.tokens.zero_()
         self.load.zero_()
         self.probability.zero_()
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.recurrent import fresh_of, seats_of
 from membound.roofline.models.recurrent import Rwkv6, Rwkv7
 from membound.runtime.blocks.base import LayerCache, ShiftedFeedForward
-from membound.runtime.blocks.states import SeatStates, seats_of, segments
+from membound.runtime.blocks.states import SeatStates
 from membound.runtime.linear import Linear
 
 GROUP_NORM_EPS = 64e-5  # 1e-5 times the square of the divisor 8, `ln_x` in BlinkDL/RWKV-LM
@@ -53,7 +54,6 @@ class Rwkv6Mixer:
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
         spec, weights = self.spec, self.weights
-        cache.begin(batch)
         x = x.float()
         back = _token_before(x, batch, cache.parts["mix_shift"]) - x
         mixed = torch.tanh((x + back * weights["shift"][0]) @ self._shift_a.T).unflatten(1, (5, -1))
@@ -63,16 +63,8 @@ class Rwkv6Mixer:
         kind = self.kernels.activation_dtype
         parts = {"r": r, "k": k, "v": v, "g": g}
         r, k, v, g = (self.rkvg[name](parts[name].to(kind)).float() for name in "rkvg")
-        heads = [part.unflatten(1, (spec.heads, -1)) for part in (r, torch.exp(-decay.exp()), k, v)]
-        out = torch.empty_like(heads[0])
-        for segment in segments(batch):
-            s = cache.parts["state"][segment.seats]  # [sequences, heads, key, value]
-            for at in segment.rows.unbind(1):
-                rr, ww, kk, vv = (part[at] for part in heads)
-                new = kk[..., None] * vv[..., None, :]
-                out[at] = (rr[..., None] * (weights["bonus"][..., None] * new + s)).sum(-2)
-                s = ww[..., None] * s + new
-            cache.parts["state"][segment.seats] = s
+        r, decay, k, v = (part.unflatten(1, (spec.heads, -1)) for part in (r, torch.exp(-decay.exp()), k, v))
+        out = self.kernels.rwkv6_scan(cache.parts["state"], r, decay, k, v, weights["bonus"], batch)
         y = _group_norm(out, weights) * functional.silu(g)
         return self.o(y.to(kind))
 
@@ -114,7 +106,6 @@ class Rwkv7Mixer:
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
         spec, weights = self.spec, self.weights
-        cache.begin(batch)
         x = x.float()
         back = _token_before(x, batch, cache.parts["mix_shift"]) - x
         inputs = {name: x + back * shift for name, shift in zip("rwkvag", weights["shift"], strict=True)}
@@ -131,18 +122,7 @@ class Rwkv7Mixer:
         removed = functional.normalize((k * weights["k_k"]).unflatten(1, (spec.heads, -1)), dim=-1)
         k = k * (1 + (rate - 1) * weights["k_a"])
         r, k, v, w, rate = (part.unflatten(1, (spec.heads, -1)) for part in (r, k, v, decay, rate))
-        out = torch.empty_like(r)
-        for segment in segments(batch):
-            s = cache.parts["state"][segment.seats]  # [sequences, heads, key, value]
-            for at in segment.rows.unbind(1):
-                gone = (removed[at][..., None] * s).sum(-2, keepdim=True)  # [sequences, heads, 1, value]
-                s = (
-                    w[at][..., None] * s
-                    - (removed[at] * rate[at])[..., None] * gone
-                    + k[at][..., None] * v[at][..., None, :]
-                )
-                out[at] = (r[at][..., None] * s).sum(-2)
-            cache.parts["state"][segment.seats] = s
+        out = self.kernels.delta_scan(cache.parts["state"], r, w, k, v, -removed, removed * rate, batch)
         bonus = (r * k * weights["r_k"].unflatten(0, (spec.heads, -1))).sum(-1, keepdim=True) * v
         y = (_group_norm(out, weights) + bonus.flatten(1)) * gate
         return self.o(y.to(kind))
@@ -185,7 +165,7 @@ def _token_before(x: Tensor, batch: RaggedBatch, state: Tensor) -> Tensor:
     """The x [tokens, hidden] of each token's predecessor; `state` [seats, hidden] holds those of the step before."""
     edges, seats = batch.query_start.long(), seats_of(batch)
     before = x.roll(1, dims=0)
-    before[edges[:-1]] = state[seats]
+    before[edges[:-1]] = torch.where(fresh_of(batch)[:, None], 0, state[seats])
     state[seats] = x[edges[1:] - 1]
     return before
 

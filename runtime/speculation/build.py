@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from membound.kernels.base import Kernels
 from membound.roofline.errors import MemboundError
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
@@ -100,11 +101,11 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     raise AssertionError(f"nothing drafts as {drafts.kind}")
 
 
-def sampler_of(scenario: Scenario, device: str) -> Sampler:
+def sampler_of(scenario: Scenario, device: str, kernels: Kernels) -> Sampler:
     """The sampler that verifies the scenario's drafts as its technique says."""
     drafts = scenario.setup.drafts
     typical = isinstance(drafts, HeadDrafts) and drafts.typical
-    return sampler_for(scenario.temperature, scenario.workload.seed, device, typical=typical)
+    return sampler_for(scenario.temperature, scenario.workload.seed, device, typical=typical, kernels=kernels)
 
 
 def _head(scenario: Scenario, drafts: HeadDrafts, spec: ModelSpec) -> Head:

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from membound.kernels.base import RaggedBatch  # noqa: E402
 from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
+from membound.roofline.models import ModelSpec  # noqa: E402
 from membound.runtime.cuda_graphs import (  # noqa: E402
     LARGEST_BUCKET,
     CudaCapture,
@@ -25,7 +26,7 @@ from membound.runtime.cuda_graphs import (  # noqa: E402
     decode_graphs,
 )
 from membound.runtime.decoder import Decoder  # noqa: E402
-from membound.runtime.weights import load_safetensors  # noqa: E402
+from membound.runtime.weights import load_safetensors, random_weights  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "data" / "reference"
 BLOCK_SIZE = 4
@@ -82,6 +83,71 @@ def test_captured_steps_are_the_steps_and_their_padding_stores_nothing(decoder, 
                 assert torch.equal(blocks == 0, other == 0)
     few = graphs.run(ids, batch, torch.tensor([1]))
     assert torch.equal(few, graphs.run(ids, batch, torch.tensor([0, 1]))[1:])
+
+
+def verify_batch(parts):
+    """On the host, tokens `start` to `end` of each sequence, of which the last are drafts."""
+    positions = torch.cat([torch.arange(start, end) for start, end in parts])
+    sizes = torch.tensor([end - start for start, end in parts])
+    rows = torch.arange(len(parts)).repeat_interleave(sizes)
+    slots = TABLE[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+    starts = torch.cat([torch.zeros(1, dtype=torch.int32), sizes.cumsum(0).int()])
+    lengths = torch.tensor([end for _, end in parts], dtype=torch.int32)
+    return RaggedBatch(positions, slots, starts, lengths, TABLE[: len(parts)], int(sizes.max()))
+
+
+def test_captured_steps_with_drafts_are_the_steps_however_many_a_sequence_brings(decoder, device):
+    capture = CudaCapture(device) if device.type == "cuda" else call_again
+    plain, captured = (decoder.new_cache(8, BLOCK_SIZE) for _ in range(2))
+    graphs = DecodeGraphs(decoder, captured, max_blocks=2, buckets=[2, 3], capture=capture, queries=(1, 4))
+    assert all((store.k_blocks == 0).all() for store in captured)
+    tree = torch.tensor([1, 3, 5, 1, 3, 7])  # two children of the first token; a chain
+    steps = [[(0, 4), (0, 2), (0, 1)], [(4, 6), (2, 5)], [(5, 6), (3, 4)], [(5, 8), (4, 7)]]
+    for step, parts in enumerate(steps):
+        batch = verify_batch(parts)
+        if step == 3:
+            batch = RaggedBatch(**{**vars(batch), "tree": tree})
+        count = batch.num_tokens
+        ids, rows = torch.arange(count) + 11 * step, torch.arange(count)
+        logits = decoder.forward(ids.to(device), batch.to(device), plain, rows.to(device))
+        assert graphs.takes(batch)
+        assert torch.allclose(graphs.run(ids, batch, rows), logits, atol=0.12)
+        assert torch.equal(graphs.run(ids, batch, rows[1:2]), graphs.run(ids, batch, rows)[1:2])
+        for store, expected in zip(captured, plain, strict=True):
+            assert torch.equal(store.k_blocks == 0, expected.k_blocks == 0)
+    assert not graphs.takes(verify_batch([(0, 5)]))
+
+
+def test_a_models_states_and_experts_are_captured_without_padding(device):
+    spec = ModelSpec(
+        name="tiny",
+        layers=1,
+        hidden=32,
+        vocab=64,
+        attention={"kind": "mamba2", "heads": 4, "head_dim": 16, "d_state": 8, "groups": 2},
+        ffn={"kind": "moe", "experts": 4, "top_k": 2, "intermediate": 24},
+        tie_embeddings=True,
+        max_context=64,
+        source="a test",
+    )
+    decoder = Decoder(spec, random_weights(spec, 3).to(device), TritonKernels(device.type), "bf16")
+    assert decoder.graph_problem is None and not decoder.ignores_padding
+    plain, captured = (decoder.new_cache(8, BLOCK_SIZE, seats=3) for _ in range(2))
+    capture = CudaCapture(device) if device.type == "cuda" else call_again
+    graphs = DecodeGraphs(
+        decoder, captured, max_blocks=2, buckets=batch_buckets(2, exact=True), capture=capture, exact=True
+    )
+    statistics = decoder.router_statistics[0]
+    for step, seats in enumerate([[2, 0], [2, 0], [2], [1, 2]]):
+        contexts = [step + 1, step + 1] if step < 3 else [1, step + 1]
+        batch = RaggedBatch(**{**vars(decode_batch(contexts[: len(seats)])), "seats": torch.tensor(seats)})
+        ids, rows = torch.arange(len(seats)) + 5 * step, torch.arange(len(seats))
+        logits = decoder.forward(ids.to(device), batch.to(device), plain, rows.to(device))
+        statistics.reset()
+        assert graphs.takes(batch)
+        assert torch.allclose(graphs.run(ids, batch, rows), logits, atol=0.05)
+        assert statistics.tokens == len(seats) and statistics.load.sum() == 2 * len(seats)
+    assert not graphs.takes(decode_batch([3, 3, 3]))
 
 
 def test_drafts_prompts_and_what_is_too_large_run_kernel_by_kernel(decoder):

@@ -48,6 +48,31 @@ def test_mla_decode_is_the_softmax_of_the_fp32_reference(device, contexts, heads
     assert (y.float() - reference).abs().max() <= TOLERANCE[dtype] * max(float(reference.abs().max()), 1.0)
 
 
+@settings(deadline=None, max_examples=15)
+@given(
+    new=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    before=st.integers(0, 40),
+    heads=st.sampled_from([1, 5, 16]),
+    splits=st.sampled_from([1, 2, 5]),
+    seed=st.integers(0, 99),
+)
+def test_drafts_see_the_context_and_their_ancestors(device, new, before, heads, splits, seed):
+    """Each token's ancestors are itself and a random half of those before it."""
+    contexts = [before * (i + 1) + count for i, count in enumerate(new)]
+    cache, table, lengths = make_latents(contexts, 5, 48, torch.bfloat16, device)
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(new), heads, 48, generator=random).to(device, torch.bfloat16)
+    own = torch.tensor([1 << token for count in new for token in range(count)])
+    tree = ((torch.randint(0, 2**40, own.shape, generator=random) & (own - 1)) | own).to(device)
+    starts = torch.tensor([0, *new]).cumsum(0).int().to(device)
+    where = q, cache, table, lengths, 0.1
+    config = Config({"BLOCK_R": 16, "BLOCK_T": 16})
+    drafts = dict(rank=32, tree=tree, query_start=starts)
+    y = mla_decode(*where, **drafts, most_queries=max(new), splits=splits, config=config)
+    reference = mla_decode_reference(*where, **drafts)
+    assert (y.float() - reference).abs().max() <= 2e-2 * max(float(reference.abs().max()), 1.0)
+
+
 def test_its_stored_configuration_gives_the_same_at_deepseeks_sizes(device):
     cache, table, lengths = make_latents([90, 0, 33], 16, 576, torch.bfloat16, device)
     q = torch.randn(3, 24, 576, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)

@@ -1,0 +1,185 @@
+"""What does a device do for layers that it has no kernels of its own for? It composes them of the others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from membound.kernels import kivi, recurrent, routing
+from membound.kernels.base import ChainVerifier, Mamba2Vectors, PackedWeight, RaggedBatch
+from membound.kernels.kivi import KiviBlocks
+from membound.kernels.recurrent import seats_of
+from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
+from membound.kernels.sight import visible_tokens
+
+
+class ComposedKernels(ABC):
+    """Latents, mixtures and recurrences of `Kernels`, by its attention, its norm and plain PyTorch."""
+
+    kv_dtype: torch.dtype
+    emulates_kivi = True
+    chain_verifier: ChainVerifier | None = None
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Kernels.rms_norm`."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `Kernels.attention`."""
+
+    def attention_with_sinks(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        sinks: Tensor,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """In plain PyTorch, because fused kernels keep no sum of weights."""
+        _, block_size, kv_heads, _ = k_blocks.shape
+        starts, own = batch.query_start.tolist(), sinks.unflatten(0, (kv_heads, -1))[..., None, None]
+        out = torch.empty_like(q)
+        for i, context in enumerate(batch.context_len.tolist()):
+            new = slice(starts[i], starts[i + 1])
+            seen = visible_tokens(batch, i, window)  # [queries, context]
+            table = batch.block_table[i, : -(-context // block_size)].long()
+            k, v = (blocks[table].flatten(0, 1)[:context].float() for blocks in (k_blocks, v_blocks))
+            grouped = q[new].float().unflatten(1, (kv_heads, -1))  # [queries, kv_heads, group, head_dim]
+            scores = torch.einsum("qhgd,thd->hgqt", grouped, k) * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            with_sink = torch.cat([scores, own.expand(*scores.shape[:-1], 1)], dim=-1)
+            shares = with_sink.softmax(-1)[..., :-1]  # [kv_heads, group, queries, context]
+            out[new] = torch.einsum("hgqt,thd->qhgd", shares, v).flatten(1, 2).to(out.dtype)
+        return out.flatten(1)
+
+    def latent_rope_and_store(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        batch: RaggedBatch,
+        blocks: Tensor,
+    ) -> Tensor:
+        rank, rope = norm.shape[0], 2 * cos.shape[1]
+        latent, key = latents.split([rank, rope], dim=-1)
+        nope, turned = q.split([q.shape[-1] - rope, rope], dim=-1)
+        c, s = cos[batch.positions].unsqueeze(1), sin[batch.positions].unsqueeze(1)  # [tokens, 1, rope / 2]
+        key = rotated(key.unsqueeze(1), c, s).squeeze(1)
+        kept = torch.cat([self.rms_norm(latent.contiguous(), norm, eps), key], dim=-1)
+        size = blocks.shape[1]
+        blocks[batch.slots // size, batch.slots % size, 0] = kept.to(blocks.dtype)
+        return torch.cat([nope, rotated(turned, c, s)], dim=-1)
+
+    def latent_attention(self, q: Tensor, blocks: Tensor, batch: RaggedBatch, scale: float, rank: int) -> Tensor:
+        seen = self.attention(q.contiguous(), blocks, blocks, batch, scale)
+        return seen.unflatten(1, (q.shape[1], -1))[..., :rank]  # of the latents, not of the keys
+
+    def kivi_make_room(self, kv: KiviBlocks, batch: RaggedBatch) -> None:
+        kivi.make_room(kv, batch)
+
+    def attention_kivi(
+        self,
+        q: Tensor,
+        kv: KiviBlocks,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        contexts, seats, size = batch.context_len.tolist(), seats_of(batch).tolist(), kv.block_size
+        counts = [-(-context // size) for context in contexts]
+        k, v = (
+            torch.zeros(sum(counts), size, *kv.recent_keys.shape[2:], dtype=self.kv_dtype, device=q.device)
+            for _ in range(2)
+        )
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=q.device)
+        for i, (seat, context, count) in enumerate(zip(seats, contexts, counts, strict=True)):
+            first = sum(counts[:i])
+            table[i, :count] = torch.arange(first, first + count)
+            keys, values = kv.tokens(batch.block_table[i], seat, context)
+            k[first : first + count].flatten(0, 1)[:context] = keys.to(k.dtype)
+            v[first : first + count].flatten(0, 1)[:context] = values.to(v.dtype)
+        unpacked = replace(batch, block_table=table)
+        return self.attention(q, k, v, unpacked, scale, window=window, softcap=softcap)
+
+    def grouped(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None = None) -> GroupedLinear | None:
+        return None
+
+    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+        return routing.route(logits, top_k, rule, bias)
+
+    def combine(self, slots: Tensor, chosen: Routing) -> Tensor:
+        return routing.combined(slots, chosen)
+
+    def causal_convolution(
+        self, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RaggedBatch
+    ) -> Tensor:
+        return recurrent.causal_convolution(state, x, weight, bias, batch)
+
+    def mamba2_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        vectors: Mamba2Vectors,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        return recurrent.mamba2_scan(state, x, dt, b, c, z, vectors, batch)
+
+    def mamba1_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        a: Tensor,
+        d: Tensor,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        return recurrent.mamba1_scan(state, x, dt, b, c, z, a, d, batch)
+
+    def rwkv6_scan(
+        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, u: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        return recurrent.rwkv6_scan(state, r, w, k, v, u, batch)
+
+    def delta_scan(
+        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, batch: RaggedBatch
+    ) -> Tensor:
+        return recurrent.delta_scan(state, r, w, k, v, a, b, batch)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [tokens, heads, D], whose pairs are (i, i + D / 2), turned by [tokens, 1, D / 2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,431 @@
+"""How do the newest tokens attend to KIVI's cache, whose codes are read as they are stored?
+
+As in `decode_attention` a program serves the query heads that share a KV head, and the context is split. A group of
+keys shares a scale and a minimum a channel, so these are multiplied into q once for all of its tokens: q k is
+(q scale) code + q minimum. The codes of one byte belong to channels that lie far apart, so each of a byte's lanes is a
+product of its own. What is not rounded yet follows in bf16. Source: Liu et al., KIVI, ICML 2024, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.kernels.kivi import KiviBlocks
+from membound.kernels.recurrent import seats_of
+from membound.kernels.triton import check, split
+from membound.kernels.triton.lang import LOG2E, dot, half_of, small_to
+from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+
+
+@triton.jit
+def lane_of(byte, LANE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """The codes in bits BITS * LANE and up of each byte, as numbers."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    return small_to((byte >> (BITS * LANE)) & MASK, dtype, tl.zeros([1, 1], tl.float32))
+
+
+@triton.jit
+def key_meta_at(table, begin, channel, kv_head, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Where the scale and the minimum of each channel lie for the group of tokens from `begin` on, in words."""
+    SPAN: tl.constexpr = GROUP // BLOCK_SIZE if GROUP > BLOCK_SIZE else 1  # blocks of a group
+    PLACES: tl.constexpr = BLOCK_SIZE // GROUP if BLOCK_SIZE > GROUP else 1  # groups of a block
+    EACH: tl.constexpr = HEAD_DIM // SPAN
+    inside = channel < HEAD_DIM
+    block = tl.load(table + begin // BLOCK_SIZE + tl.where(inside, channel // EACH, 0)).to(tl.int64)
+    place = begin % BLOCK_SIZE // GROUP
+    return ((block * PLACES + place) * KV_HEADS + kv_head) * EACH + channel % EACH
+
+
+@triton.jit
+def lane_scores(scores, shift, q, byte, words, table, begin, kv_head, LANE: tl.constexpr, BITS: tl.constexpr,
+                PART: tl.constexpr, BLOCK_PART: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Adds one lane's channels of q [R, BLOCK_PART] times keys to `scores` [R, GROUP], and their minima to `shift`."""
+    c = tl.arange(0, BLOCK_PART)
+    at = key_meta_at(table, begin, LANE * PART + c, kv_head, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)
+    word = tl.load(words + at, mask=c < PART, other=0)
+    wide = q.to(tl.float32)
+    shift += tl.sum(wide * half_of(word, 1, tl.float16)[None, :], 1)
+    scaled = (wide * half_of(word, 0, tl.float16)[None, :]).to(q.dtype)
+    return dot(scaled, tl.trans(lane_of(byte, LANE, BITS, q.dtype)), scores), shift
+
+
+@triton.jit
+def lane_values(acc, p, byte, words, LANE: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr,
+                BLOCK_PART: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+    """acc + p [R, T] times one lane's channels of the values, whose `words` point at each token's scales [T]."""
+    c = tl.arange(0, BLOCK_PART)
+    at = words[:, None] + (LANE * PART + c)[None, :] // GROUP
+    word = tl.load(at, mask=(c < PART)[None, :], other=0)
+    code = lane_of(byte, LANE, BITS, dtype).to(tl.float32)
+    value = code * half_of(word, 0, tl.float16) + half_of(word, 1, tl.float16)
+    return dot(p, value.to(dtype), acc)
+
+
+@triton.jit
+def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, value_words, recent_keys, recent_values,
+                          rounded, seats, table, query_start, context_len, scale, window, tokens, table_stride,
+                          HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+                          GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
+                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+                          SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * query heads + query head."""
+    sequence = tl.program_id(0).to(tl.int64)
+    MEMBERS: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(1) // ROW_BLOCKS
+    row = (tl.program_id(1) % ROW_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    first = tl.load(query_start + sequence)
+    queries = tl.load(query_start + sequence + 1) - first
+    context = tl.load(context_len + sequence)
+    begin, end = split.part_of(tl.maximum(context - window, 0), context, tl.program_id(2), SPLITS, SHORTEST)
+    rows = row < queries * MEMBERS
+    if ((tl.program_id(1) % ROW_BLOCKS) * BLOCK_R >= queries * MEMBERS) | ((SPLITS > 1) & (begin >= end)):
+        return
+    seat = tl.load(seats + sequence)
+    codes = tl.load(rounded + seat * KV_HEADS + kv_head)
+    token = first.to(tl.int64) + row // MEMBERS
+    head = kv_head * MEMBERS + row % MEMBERS
+    position = context - queries + row // MEMBERS
+    oldest = position - window + 1
+    c = tl.arange(0, BLOCK_PART)
+    here = (c < PART)[None, :]
+    at = q + (token * HEADS + head)[:, None] * HEAD_DIM + c[None, :]
+    FOUR: tl.constexpr = BITS == 2
+    q0 = tl.load(at, mask=rows[:, None] & here, other=0.0)
+    q1 = tl.load(at + PART, mask=rows[:, None] & here, other=0.0)
+    if FOUR:
+        q2 = tl.load(at + 2 * PART, mask=rows[:, None] & here, other=0.0)
+        q3 = tl.load(at + 3 * PART, mask=rows[:, None] & here, other=0.0)
+    table += sequence * table_stride
+    factor = scale * LOG2E
+    peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    acc0 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
+    acc1 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
+    acc2 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
+    acc3 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
+    for start in range(begin // GROUP * GROUP, tl.minimum(end, codes), GROUP):
+        t = start + tl.arange(0, GROUP)
+        block = tl.load(table + t // BLOCK_SIZE).to(tl.int64)
+        vector = (block * BLOCK_SIZE + t % BLOCK_SIZE) * KV_HEADS + kv_head
+        byte = tl.load(key_codes + vector[:, None] * PART + c[None, :], mask=here, other=0)
+        scores = tl.zeros([BLOCK_R, GROUP], tl.float32)
+        shift = tl.zeros([BLOCK_R], tl.float32)
+        scores, shift = lane_scores(scores, shift, q0, byte, key_words, table, start, kv_head, 0, BITS, PART,
+                                    BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+        scores, shift = lane_scores(scores, shift, q1, byte, key_words, table, start, kv_head, 1, BITS, PART,
+                                    BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+        if FOUR:
+            scores, shift = lane_scores(scores, shift, q2, byte, key_words, table, start, kv_head, 2, BITS, PART,
+                                        BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+            scores, shift = lane_scores(scores, shift, q3, byte, key_words, table, start, kv_head, 3, BITS, PART,
+                                        BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+        scores = (scores + shift[:, None]) * factor
+        seen = (t[None, :] >= oldest[:, None]) & (t >= begin)[None, :] & (t < end)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - safe)
+        p = tl.exp2(scores - safe[:, None])
+        total = total * decay + tl.sum(p, 1)
+        peak = new_peak
+        weights = p.to(q0.dtype)
+        byte = tl.load(value_codes + vector[:, None] * PART + c[None, :], mask=here, other=0)
+        words = value_words + vector * (HEAD_DIM // GROUP)
+        acc0 = lane_values(acc0 * decay[:, None], weights, byte, words, 0, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+        acc1 = lane_values(acc1 * decay[:, None], weights, byte, words, 1, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+        if FOUR:
+            acc2 = lane_values(acc2 * decay[:, None], weights, byte, words, 2, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+            acc3 = lane_values(acc3 * decay[:, None], weights, byte, words, 3, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+    for start in range(tl.maximum(begin, codes), end, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        valid = t < end
+        vector = ((seat * WINDOW + t % WINDOW) * KV_HEADS + kv_head) * HEAD_DIM
+        inside = valid[:, None] & here
+        keys = recent_keys + vector[:, None] + c[None, :]
+        scores = dot(q0, tl.trans(tl.load(keys, mask=inside, other=0.0)), tl.zeros([BLOCK_R, BLOCK_T], tl.float32))
+        scores = dot(q1, tl.trans(tl.load(keys + PART, mask=inside, other=0.0)), scores)
+        if FOUR:
+            scores = dot(q2, tl.trans(tl.load(keys + 2 * PART, mask=inside, other=0.0)), scores)
+            scores = dot(q3, tl.trans(tl.load(keys + 3 * PART, mask=inside, other=0.0)), scores)
+        seen = (t[None, :] >= oldest[:, None]) & (t[None, :] <= position[:, None]) & valid[None, :]
+        scores = tl.where(seen, scores * factor, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - safe)
+        p = tl.exp2(scores - safe[:, None])
+        total = total * decay + tl.sum(p, 1)
+        peak = new_peak
+        weights = p.to(q0.dtype)
+        values = recent_values + vector[:, None] + c[None, :]
+        acc0 = dot(weights, tl.load(values, mask=inside, other=0.0), acc0 * decay[:, None])
+        acc1 = dot(weights, tl.load(values + PART, mask=inside, other=0.0), acc1 * decay[:, None])
+        if FOUR:
+            acc2 = dot(weights, tl.load(values + 2 * PART, mask=inside, other=0.0), acc2 * decay[:, None])
+            acc3 = dot(weights, tl.load(values + 3 * PART, mask=inside, other=0.0), acc3 * decay[:, None])
+    sums = tl.where(total == 0.0, 1.0, total)
+    place = token * HEADS + head
+    if SPLITS > 1:
+        place += tl.program_id(2).to(tl.int64) * tokens * HEADS
+        tl.store(log_sum + place, peak + tl.log2(sums), mask=rows)
+    to = out + place[:, None] * HEAD_DIM + c[None, :]
+    inside = rows[:, None] & here
+    tl.store(to, (acc0 / sums[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(to + PART, (acc1 / sums[:, None]).to(out.dtype.element_ty), mask=inside)
+    if FOUR:
+        tl.store(to + 2 * PART, (acc2 / sums[:, None]).to(out.dtype.element_ty), mask=inside)
+        tl.store(to + 3 * PART, (acc3 / sums[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rounded_group(x, axis: tl.constexpr, BITS: tl.constexpr):
+    """The scale and the minimum, in fp16, of each group of x [tokens, channels] along `axis`."""
+    low = tl.min(x, axis).to(tl.float16)
+    spread = tl.maximum(tl.max(x, axis) - low.to(tl.float32), 0.0)
+    return (spread / ((1 << BITS) - 1)).to(tl.float16), low
+
+
+@triton.jit
+def codes_of(x, scale, low, BITS: tl.constexpr):
+    """x in codes of the scale and the minimum beside it, all fp32."""
+    steps = (x - low) / tl.where(scale > 0.0, scale, 1.0)
+    return tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), 1.0 * ((1 << BITS) - 1)).to(tl.int32)
+
+
+@triton.jit
+def kivi_round_kernel(key_codes, key_meta, value_codes, value_meta, recent_keys, recent_values, rounded, seats, table,
+                      query_start, context_len, table_stride,
+                      KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+                      WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
+                      BLOCK_PART: tl.constexpr):  # fmt: skip
+    """Program (sequence, KV head): rounds the oldest recent tokens, until those of this step fit into the window."""
+    sequence, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    context = tl.load(context_len + sequence)
+    start = context - (tl.load(query_start + sequence + 1) - tl.load(query_start + sequence))
+    if context == 0:
+        return
+    seat = tl.load(seats + sequence)
+    before = tl.where(start == 0, 0, tl.load(rounded + seat * KV_HEADS + kv_head))
+    beyond = tl.maximum(before, tl.cdiv(tl.maximum(context - WINDOW, 0), GROUP) * GROUP)
+    table += sequence * table_stride
+    c = tl.arange(0, BLOCK_PART)
+    g = tl.arange(0, GROUP)
+    LANES: tl.constexpr = 8 // BITS
+    for begin in range(before, beyond, GROUP):
+        t = begin + g
+        recent = ((seat * WINDOW + t % WINDOW) * KV_HEADS + kv_head) * HEAD_DIM
+        block = tl.load(table + t // BLOCK_SIZE).to(tl.int64)
+        vector = (block * BLOCK_SIZE + t % BLOCK_SIZE) * KV_HEADS + kv_head
+        key_byte = tl.zeros([GROUP, BLOCK_PART], tl.int32)
+        value_byte = tl.zeros([GROUP, BLOCK_PART], tl.int32)
+        for lane in tl.static_range(LANES):
+            channel = lane * PART + c
+            here = (c < PART)[None, :]
+            at = recent[:, None] + channel[None, :]
+            x = tl.load(recent_keys + at, mask=here, other=0.0).to(tl.float32)
+            scale, low = rounded_group(x, 0, BITS)
+            meta = key_meta + 2 * key_meta_at(table, begin, channel, kv_head, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)
+            tl.store(meta, scale, mask=c < PART)
+            tl.store(meta + 1, low, mask=c < PART)
+            key_byte |= codes_of(x, scale.to(tl.float32)[None, :], low.to(tl.float32)[None, :], BITS) << (BITS * lane)
+            x = tl.load(recent_values + at, mask=here, other=0.0).to(tl.float32)
+            scales = tl.zeros([GROUP, BLOCK_PART], tl.float32)
+            lows = tl.zeros([GROUP, BLOCK_PART], tl.float32)
+            for number in tl.static_range(HEAD_DIM // GROUP):
+                whole = tl.load(recent_values + recent[:, None] + (number * GROUP + g)[None, :]).to(tl.float32)
+                scale, low = rounded_group(whole, 1, BITS)
+                if lane == 0:
+                    meta = value_meta + 2 * (vector * (HEAD_DIM // GROUP) + number)
+                    tl.store(meta, scale)
+                    tl.store(meta + 1, low)
+                own = channel[None, :] // GROUP == number
+                scales = tl.where(own, scale.to(tl.float32)[:, None], scales)
+                lows = tl.where(own, low.to(tl.float32)[:, None], lows)
+            value_byte |= codes_of(x, scales, lows, BITS) << (BITS * lane)
+        to = vector[:, None] * PART + c[None, :]
+        tl.store(key_codes + to, key_byte.to(tl.uint8), mask=(c < PART)[None, :])
+        tl.store(value_codes + to, value_byte.to(tl.uint8), mask=(c < PART)[None, :])
+    tl.store(rounded + seat * KV_HEADS + kv_head, beyond)
+
+
+def kivi_round(kv: KiviBlocks, batch: RaggedBatch, config: Config | None = None) -> None:
+    """Rounds each sequence's oldest recent tokens, until the new ones of a batch, at most `kv.most_new`, fit."""
+    _check(kv, batch, kv.recent_keys)
+    machine = machine_for(kv.recent_keys)
+    launch(
+        kivi_round_kernel,
+        (batch.num_sequences, kv.kv_heads),
+        *kv.parts,
+        kv.recent_keys,
+        kv.recent_values,
+        kv.rounded,
+        seats_of(batch),
+        batch.block_table,
+        batch.query_start,
+        batch.context_len,
+        batch.block_table.stride(0),
+        config=config or configure("kivi_round", machine),
+        **_constants(kv),
+    )
+
+
+def kivi_attention(
+    q: Tensor,
+    kv: KiviBlocks,
+    batch: RaggedBatch,
+    scale: float,
+    *,
+    window: int | None = None,
+    splits: int | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Causal attention of q [tokens, heads, head_dim] over `kv`: the shape of q.
+
+    The new tokens are among the recent already. With `window` a token sees itself and the window - 1 before it; then
+    no sequence brings more than one.
+    """
+    check.tensor("q", q, [batch.num_tokens, None, None], [torch.bfloat16])
+    tokens, heads, head_dim = q.shape
+    check.require(head_dim == kv.head_dim, "q", f"head_dim is {head_dim}, should be the cache's {kv.head_dim}")
+    check.require(heads % kv.kv_heads == 0, "q", f"{heads} heads are not a multiple of {kv.kv_heads} KV heads")
+    _check(kv, batch, q)
+    most = batch.most_queries or batch.num_tokens - batch.num_sequences + 1
+    one = window is None or (window > 0 and most == 1)
+    check.require(one, "window", f"is {window} for up to {most} tokens of a sequence, should be positive and for one")
+    machine = machine_for(q)
+    rows = heads // kv.kv_heads * most
+    config = config or configure("kivi_attention", machine, rows=rows, head_dim=head_dim)
+    row_blocks = -(-rows // config.tiles["BLOCK_R"])
+    programs = batch.num_sequences * kv.kv_heads * row_blocks
+    longest = min(batch.block_table.shape[1] * kv.block_size, window or split.NO_WINDOW)
+    shortest = 4 * kv.group
+    splits = splits or splits_for(programs, longest, shortest, machine)
+    out = torch.empty_like(q)
+    partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
+    words = (t.flatten(-2).view(torch.int32) for t in (kv.key_meta, kv.value_meta))
+    key_words, value_words = words
+    launch(
+        kivi_attention_kernel,
+        (batch.num_sequences, kv.kv_heads * row_blocks, splits),
+        q,
+        partial,
+        log_sum,
+        kv.key_codes,
+        key_words,
+        kv.value_codes,
+        value_words,
+        kv.recent_keys,
+        kv.recent_values,
+        kv.rounded,
+        seats_of(batch),
+        batch.block_table,
+        batch.query_start,
+        batch.context_len,
+        scale,
+        window or split.NO_WINDOW,
+        tokens,
+        batch.block_table.stride(0),
+        config=config,
+        HEADS=heads,
+        **_constants(kv),
+        ROW_BLOCKS=row_blocks,
+        SPLITS=splits,
+        SHORTEST=shortest,
+    )
+    if splits > 1:
+        assert log_sum is not None
+        seen = window or split.NO_WINDOW
+        starts = batch.query_start
+        split.combine(partial, log_sum, out, batch.context_len, shortest=shortest, window=seen, query_start=starts)
+    return out
+
+
+def _constants(kv: KiviBlocks) -> dict[str, Any]:
+    part = kv.key_codes.shape[3]
+    return dict(
+        KV_HEADS=kv.kv_heads,
+        HEAD_DIM=kv.head_dim,
+        BITS=kv.bits,
+        GROUP=kv.group,
+        WINDOW=kv.window,
+        BLOCK_SIZE=kv.block_size,
+        PART=part,
+        BLOCK_PART=max(16, triton.next_power_of_2(part)),
+    )
+
+
+def _check(kv: KiviBlocks, batch: RaggedBatch, like: Tensor) -> None:
+    """Raises ValueError, which names the argument, unless the kernels can read and write these safely."""
+    check.require(kv.bits in (2, 4), "kv.bits", f"is {kv.bits}, should be 2 or 4")
+    power = kv.group >= 16 and kv.group & (kv.group - 1) == 0
+    check.require(power, "kv.group", f"is {kv.group}, should be a power of two from 16")
+    check.require(batch.tree is None, "batch.tree", "codes are attended to causally, leave it out")
+    fitting = max(kv.group, kv.block_size) % min(kv.group, kv.block_size) == 0 == kv.head_dim % kv.group
+    check.require(fitting, "kv.group", f"is {kv.group} for blocks of {kv.block_size} and heads of {kv.head_dim}")
+    blocks, size, heads, stored = kv.key_codes.shape
+    check.require(stored * 8 == kv.head_dim * kv.bits, "kv.key_codes", f"has {stored} bytes for {kv.head_dim} channels")
+    unit = min(size, kv.group)
+    shapes: list[tuple[str, Tensor, Sequence[int | None], torch.dtype]] = [
+        ("kv.key_codes", kv.key_codes, kv.key_codes.shape, torch.uint8),
+        ("kv.value_codes", kv.value_codes, kv.key_codes.shape, torch.uint8),
+        ("kv.key_meta", kv.key_meta, [blocks, size // unit, heads, kv.head_dim * unit // kv.group, 2], torch.float16),
+        ("kv.value_meta", kv.value_meta, [blocks, size, heads, kv.head_dim // kv.group, 2], torch.float16),
+        ("kv.recent_keys", kv.recent_keys, [None, None, heads, kv.head_dim], torch.bfloat16),
+        ("kv.recent_values", kv.recent_values, kv.recent_keys.shape, torch.bfloat16),
+        ("kv.rounded", kv.rounded, [kv.recent_keys.shape[0], heads], torch.int32),
+    ]
+    for name, value, shape, dtype in shapes:
+        check.tensor(name, value, shape, [dtype], like)
+    sequences = batch.num_sequences
+    check.tensor("batch.query_start", batch.query_start, [sequences + 1], [torch.int32], like)
+    check.tensor("batch.context_len", batch.context_len, [sequences], [torch.int32], like)
+    check.strided("batch.block_table", batch.block_table, [sequences, None], [torch.int32], like)
+    check.tensor("batch.seats", seats_of(batch), [sequences], [torch.int64], like)
+
+
+def kivi_attention_reference(
+    q: Tensor, kv: KiviBlocks, batch: RaggedBatch, scale: float, *, window: int | None = None
+) -> Tensor:
+    """The same, sequence by sequence in fp32."""
+    out = torch.zeros(q.shape, device=q.device)
+    starts, seats = batch.query_start.tolist(), seats_of(batch).tolist()
+    for i, context in enumerate(batch.context_len.tolist()):
+        new = slice(starts[i], starts[i + 1])
+        codes = min(int(kv.rounded[seats[i], 0]), context)
+        recent = torch.arange(codes, context, device=q.device) % kv.window
+        k, v = (
+            torch.cat([old, newest[seats[i], recent].float()])
+            for old, newest in zip(
+                kv.unpacked(batch.block_table[i], codes), (kv.recent_keys, kv.recent_values), strict=True
+            )
+        )
+        k, v = (t.repeat_interleave(q.shape[1] // kv.kv_heads, dim=1) for t in (k, v))  # [context, heads, D]
+        position = torch.arange(context - (new.stop - new.start), context, device=q.device)[:, None]
+        token = torch.arange(context, device=q.device)
+        seen = (token <= position) & (token > position - (window or context))
+        scores = torch.einsum("qhd,thd->hqt", q[new].float(), k) * scale
+        out[new] = torch.einsum("hqt,thd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return out
+
+
+def kivi_attention_bytes(q: Tensor, kv: KiviBlocks, context: Sequence[int]) -> int:
+    """Bytes that must move: q and the result once, the codes with their scales, and the recent tokens in bf16."""
+    token = sum(part[0].nbytes for part in kv.parts) // kv.block_size
+    recent = 2 * kv.kv_heads * kv.head_dim * kv.recent_keys.itemsize
+    codes = [kv.groups_before(tokens) for tokens in context]
+    return 2 * q.nbytes + sum(c * token + (t - c) * recent for c, t in zip(codes, context, strict=True))
+
+
+def kivi_round_bytes(kv: KiviBlocks, tokens: int) -> int:
+    """Bytes that must move to round so many tokens: K and V in bf16 in, their codes with scales out."""
+    token = sum(part[0].nbytes for part in kv.parts) // kv.block_size
+    return tokens * (token + 2 * kv.kv_heads * kv.head_dim * kv.recent_keys.itemsize)
