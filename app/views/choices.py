@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import streamlit as st
@@ -72,10 +73,15 @@ def choose_model(t: Translate) -> models.ModelSpec:
         list(known),
         key="model",
         persist_state="session",
-        format_func=lambda name: f"{name} · {text.digits(known[name].params / 1e9)} B",
+        format_func=_model_title,
     )
     linked.keep("model", MODEL)
     return known[name or MODEL]
+
+
+@cache
+def _model_title(name: str) -> str:
+    return f"{name} · {text.digits(models.catalog()[name].params / 1e9)} B"
 
 
 def choose_device(t: Translate) -> str:

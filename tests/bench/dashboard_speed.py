@@ -1,12 +1,13 @@
 """How quickly does the dashboard answer a person, measured in the browser, and does it stay so?
 
     .venv/bin/python tests/bench/dashboard_speed.py [paint frames controls sessions live] [--json FILE]
-        [--home FOLDER] [--repeats 5] [--sessions 20] [--seconds 60] [--minutes 5]
+        [--home FOLDER] [--pages explore ..] [--repeats 5] [--sessions 20] [--seconds 60] [--minutes 5]
 
 - `paint`: from the start of navigation to the answer and the first chart of each page; the server has served it before.
 - `frames`: from pressing the slider of Explore's roofline to the frame that shows the step at its new place.
 - `controls`: from clicking an option of each page's groups of buttons to the last change that it brings. What a page
-  shows while worker processes compute is its answer at first (`shown`), theirs comes after (`answered`).
+  shows while worker processes compute is its answer at first (`shown`), theirs comes after (`answered`). `busy` is the
+  processor time of browser, server and worker processes together, which other programs do not lengthen.
 - `sessions`: the server's answers to so many sessions, each of which changes a control every few seconds; one is a
   browser, the others speak Streamlit's protocol, because all their browsers would not fit on this machine.
 - `live`: memory of the server while a page watches a run for so many minutes, at one sample a second.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -142,10 +144,10 @@ def opened(tab: Tab, page: str) -> Tab:
 # --- what is measured ---
 
 
-def paint(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any]:
+def paint(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int) -> dict[str, Any]:
     """Navigation to the answer, and to the chart where the page answers unasked."""
     found: dict[str, Any] = {}
-    for page in PAGES:
+    for page in pages:
         context, tab = new_tab(chromium, dashboard)
         opened(tab, page)
         times = []
@@ -178,13 +180,13 @@ def frames(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any]:
     return {"explore": spread(times)}
 
 
-def controls(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any]:
+def controls(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int) -> dict[str, Any]:
     """An option that is not chosen of each group of buttons of each page, and the one before it again."""
     found: dict[str, Any] = {}
-    for page in PAGES:
+    for page in pages:
         context, tab = new_tab(chromium, dashboard)
         opened(tab, page)
-        shown, answered, slowest = [], [], ("", 0.0)
+        shown, answered, busy, slowest = [], [], [], ("", 0.0)
         groups = tab.page.locator(".stMainBlockContainer [data-testid=stButtonGroup]")
         for group in range(min(groups.count(), MOST_GROUPS)):
             for _ in range(min(repeats, 2)):
@@ -192,14 +194,17 @@ def controls(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any
                 if (option := _other_option(buttons)) is None:
                     continue  # such as those of a closed expander
                 name = buttons.nth(option).inner_text()
+                before_s = _all_cpu_s()
                 tab.page.evaluate(f"window.changed = ({CHANGE})(); 0")
                 buttons.nth(option).click(timeout=TIMEOUT_MS)
                 seen = tab.page.evaluate("window.changed")
+                busy.append(1e3 * (_all_cpu_s() - before_s))
                 shown.append(seen["shown"])
                 answered.append(seen["answered"])
                 slowest = max(slowest, (name, seen["answered"]), key=lambda item: item[1])
         if shown:
-            found[page] = {"shown": spread(shown), "answered": spread(answered), "slowest": slowest}
+            times = {"shown": shown, "answered": answered, "busy": busy}
+            found[page] = {name: spread(values) for name, values in times.items()} | {"slowest": slowest}
         tab.check()
         context.close()
     return found
@@ -237,6 +242,9 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float) -> dict[str, Any]:
                 rss.append(_rss_mib(dashboard.process.pid))
             if reports % 60 == 0:
                 heap.append(tab.page.evaluate("performance.memory.usedJSHeapSize / 2**20"))
+                print(
+                    f"{reports} reports: server {rss[-1]:.0f} MiB, page {heap[-1]:.0f} MiB", file=sys.stderr, flush=True
+                )
             tab.page.wait_for_timeout(500)
         drawn = tab.page.evaluate("document.querySelector('.membound-live-chart')._fullData[0].y.length")
     finally:
@@ -377,11 +385,29 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def _all_cpu_s() -> float:
+    """Processor time of all that this process started and that still runs: browser, server, worker processes."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family, grown = {os.getpid()}, True
+    while grown:
+        children = {pid for pid, parent in parents.items() if parent in family} - family
+        family, grown = family | children, bool(children)
+    total = 0.0
+    for pid in family - {os.getpid()}:
+        with contextlib.suppress(OSError):
+            total += _cpu_s(pid)
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = ("paint", "frames", "controls", "sessions", "live")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all but live where none is named")
     parser.add_argument("--home", type=Path)
+    parser.add_argument("--pages", nargs="+", choices=PAGES, default=list(PAGES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -394,9 +420,9 @@ def main() -> None:
         shutil.copy(CALIBRATION, calibration)
     dashboard = Dashboard(home, MEMBOUND_SLOT=str(home / "slot.lock"))
     ways: dict[str, Callable[[Any], dict[str, Any]]] = {
-        "paint": lambda chromium: paint(chromium, dashboard, options.repeats),
+        "paint": lambda chromium: paint(chromium, dashboard, options.pages, options.repeats),
         "frames": lambda chromium: frames(chromium, dashboard, options.repeats),
-        "controls": lambda chromium: controls(chromium, dashboard, options.repeats),
+        "controls": lambda chromium: controls(chromium, dashboard, options.pages, options.repeats),
         "sessions": lambda chromium: sessions(chromium, dashboard, options.sessions, options.seconds),
         "live": lambda chromium: live(chromium, dashboard, options.minutes),
     }
