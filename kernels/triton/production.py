@@ -55,6 +55,24 @@ def _decode(format: KvFormat, heads: int, kv_heads: int, head_dim: int) -> None:
     decode_attention(q, kv, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), head_dim**-0.5)
 
 
+def _sunk(tokens: int) -> None:
+    """gpt-oss-20b: 64 query heads with a sink each, 8 KV heads of 64; every other layer has a window."""
+    kv, sinks = KvBlocks.zeros("bf16", 8192, BLOCK_SIZE, 8, 64, META), _of(64, dtype=torch.float32)
+    q, table, lengths = _of(tokens, 64, 64), _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES)
+    if tokens == SEQUENCES:
+        decode_attention(q, kv, table, lengths, 0.125, sinks=sinks)
+    else:
+        prefill_attention(q, kv, table, _ints(SEQUENCES + 1), lengths, 0.125, window=128, sinks=sinks)
+
+
+def _capped(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Gemma-2-9B caps its scores at 50."""
+    kv = KvBlocks.zeros("bf16", 8192, BLOCK_SIZE, kv_heads, head_dim, META)
+    q = _of(SEQUENCES, heads, head_dim)
+    where = kv, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), 0.0625
+    decode_attention(q, *where, softcap=50.0)
+
+
 def _prefill(format: KvFormat, heads: int, kv_heads: int, head_dim: int, window: int | None = None) -> None:
     kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, kv_heads, head_dim, META)
     q, table, starts = _of(8192, heads, head_dim), _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES + 1)
@@ -249,11 +267,14 @@ CASES: dict[str, Callable[[], None]] = {
     "decode_attention int4": lambda: _decode("int4", 32, 8, 128),
     "decode_attention bf16 head_dim 256": lambda: _decode("bf16", 16, 8, 256),
     "decode_attention bf16 one KV head": lambda: _decode("bf16", 64, 1, 128),
+    "decode_attention bf16 sinks": lambda: _sunk(SEQUENCES),
+    "decode_attention bf16 head_dim 256, capped": lambda: _capped(16, 8, 256),
     "prefill_attention bf16": lambda: _prefill("bf16", 32, 8, 128),
     "prefill_attention int8": lambda: _prefill("int8", 32, 8, 128),
     "prefill_attention fp8": lambda: _prefill("fp8", 32, 8, 128),
     "prefill_attention int4": lambda: _prefill("int4", 32, 8, 128),
     "prefill_attention bf16 head_dim 256 window 4096": lambda: _prefill("bf16", 16, 8, 256, 4096),
+    "prefill_attention bf16 sinks, window 128": lambda: _sunk(8192),
     "verify_attention bf16 3 drafts": lambda: _verify("bf16", 3),
     "verify_attention bf16 63 drafts": lambda: _verify("bf16", 63),
     "verify_attention int4 7 drafts": lambda: _verify("int4", 7),

@@ -37,16 +37,20 @@ def random_q(sequences, heads, head_dim, dtype, device):
     block_size=st.sampled_from([1, 5, 16, 32]),
     splits=st.sampled_from([1, 2, 9]),
     window=st.none() | st.integers(1, 80),
+    softcap=st.sampled_from([None, None, 0.7]),
+    sunk=st.booleans(),
 )
 def test_decode_attention_is_the_softmax_of_the_fp32_reference(
-    make_cache, device, format, contexts, heads, head_dim, block_size, splits, window
+    make_cache, device, format, contexts, heads, head_dim, block_size, splits, window, softcap, sunk
 ):
     cache = make_cache(format, contexts, block_size, heads[1], head_dim)
     dtype = torch.float16 if format == "fp16" else torch.bfloat16
     q = random_q(len(contexts), heads[0], head_dim, dtype, device)
     arguments = (q, cache.kv, cache.block_table, cache.context_len, head_dim**-0.5)
-    y = decode_attention(*arguments, window=window, splits=splits, config=SMALL_TILES)
-    reference = decode_attention_reference(*arguments, window=window)
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(3)).to(device) if sunk else None
+    options = dict(window=window, softcap=softcap, sinks=sinks)
+    y = decode_attention(*arguments, **options, splits=splits, config=SMALL_TILES)
+    reference = decode_attention_reference(*arguments, **options)
     assert y.shape == q.shape
     assert close(y, reference)
 
@@ -91,6 +95,8 @@ def test_bad_arguments_are_named(make_cache, device):
         "block_table": [cache.block_table.long(), cache.block_table[:1], cache.block_table.t()],
         "context_len": [cache.context_len.long(), cache.context_len[:1]],
         "window": [0],
+        "softcap": [0.0],
+        "sinks": [torch.zeros(3, device=device), torch.zeros(4, device=device).half()],
     }
     for name, values in wrong.items():
         for value in values:

@@ -48,7 +48,7 @@ KINDS = {
     "mla": ({"attention": MLA}, {"latent_store_kernel", "mla_decode_kernel"}),
     "moe": ({"ffn": MOE}, {"moe_routing_kernel", "moe_linear_kernel", "moe_combine_kernel"}),
     "moe like deepseek's": (
-        {"ffn": MOE | {"shared_intermediate": 20}, "routing": DEEPSEEK},
+        {"ffn": MOE | {"shared_intermediate": 20}, "arithmetic": {"routing": DEEPSEEK}},
         {"moe_routing_kernel", "moe_linear_kernel", "moe_combine_kernel"},
     ),
     "mamba2": (
@@ -92,6 +92,14 @@ KINDS = {
             }
         },
         {"short_conv_kernel", "rwkv_update_kernel"},
+    ),
+    "attention with sinks and a window": (
+        {"attention": ATTENTION | {"sinks": True, "window": 6}},
+        {"prefill_attention_kernel", "decode_attention_kernel"},
+    ),
+    "capped scores": (
+        {"arithmetic": {"attention_softcap": 2.0}},
+        {"verify_attention_kernel", "decode_attention_kernel"},
     ),
     "dense": (
         {},
@@ -179,10 +187,9 @@ def tiny(**changes):
 def test_a_decoder_of_every_kind_computes_on_its_kernels_what_the_plain_one_does(kind, kernels, device, launched):
     changes, wanted = KINDS[kind]
     changes = dict(changes)
-    rule = changes.pop("routing", None)
+    choices = changes.pop("arithmetic", {})
     spec = tiny(**changes)
-    arithmetic = None if rule is None else Arithmetic.typical(spec).model_copy(update={"routing": rule})
-    weights = random_weights(spec, 3, arithmetic=arithmetic)
+    weights = random_weights(spec, 3, arithmetic=Arithmetic.typical(spec).model_copy(update=choices))
     fast = all_logits(Decoder(spec, weights.to(device), kernels, "bf16"))
     exact = all_logits(Decoder(spec, weights, ExactKernels(), "bf16"))
     assert wanted <= launched

@@ -34,11 +34,18 @@ SEQUENCES = st.lists(
     min_size=1,
     max_size=3,
 )
+SCORES = st.tuples(st.sampled_from([None, 0.7]), st.booleans())  # a cap, and whether there are sinks
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}  # of the largest value, for q, probabilities and result
 
 
 def close(y, reference):
     return (y.float() - reference).abs().max() <= TOLERANCE[y.dtype] * max(float(reference.abs().max()), 1.0)
+
+
+def scores_of(scores, heads, device):
+    softcap, sunk = scores
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(3)).to(device) if sunk else None
+    return {"softcap": softcap, "sinks": sinks}
 
 
 def step_of(make_cache, device, sequences, format, heads, head_dim, block_size):
@@ -73,15 +80,17 @@ def random_tree(sequences, device):
     head_dim=HEAD_DIMS,
     block_size=st.sampled_from([1, 5, 16]),
     window=st.none() | st.integers(1, 50),
+    scores=SCORES,
 )
 def test_prefill_attention_is_the_causal_softmax_for_any_mix_of_chunks(
-    make_cache, device, sequences, format, heads, head_dim, block_size, window
+    make_cache, device, sequences, format, heads, head_dim, block_size, window, scores
 ):
     q, where = step_of(make_cache, device, sequences, format, heads, head_dim, block_size)
-    y = prefill_attention(q, *where, window=window, config=Config({"BLOCK_M": 32, "BLOCK_T": 16}))
+    options = dict(window=window, **scores_of(scores, heads[0], device))
+    y = prefill_attention(q, *where, **options, config=Config({"BLOCK_M": 32, "BLOCK_T": 16}))
     assert y.shape == q.shape
     if len(q):
-        assert close(y, prefill_attention_reference(q, *where, window=window))
+        assert close(y, prefill_attention_reference(q, *where, **options))
 
 
 def test_prefill_with_its_stored_configuration_gives_the_same(make_cache, device):
@@ -97,17 +106,19 @@ def test_prefill_with_its_stored_configuration_gives_the_same(make_cache, device
     head_dim=HEAD_DIMS,
     block_size=st.sampled_from([1, 5, 16]),
     splits=st.sampled_from([1, 3]),
+    scores=SCORES,
 )
 def test_verification_sees_the_context_and_each_drafts_own_ancestors(
-    make_cache, device, sequences, format, heads, head_dim, block_size, splits
+    make_cache, device, sequences, format, heads, head_dim, block_size, splits, scores
 ):
     q, where = step_of(make_cache, device, sequences, format, heads, head_dim, block_size)
     tree = random_tree(sequences, device)
     config = Config({"BLOCK_R": 32, "BLOCK_T": 16})
     most = max(1, *(new for new, _ in sequences))
-    y = verify_attention(q, tree, *where, most_queries=most, splits=splits, config=config)
+    options = scores_of(scores, heads[0], device)
+    y = verify_attention(q, tree, *where, most_queries=most, **options, splits=splits, config=config)
     if len(q):
-        assert close(y, verify_attention_reference(q, tree, *where))
+        assert close(y, verify_attention_reference(q, tree, *where, **options))
 
 
 def test_a_chain_of_drafts_is_verified_as_prefill_attends(make_cache, device):
