@@ -6,7 +6,8 @@
 Starts the dashboard on a free port with the store of `--home` (that of MEMBOUND_HOME), opens each page at 1440 x 1000
 in English and, once, in Chinese, and at 420 pixels of width, and writes a PNG of each after it has settled. Live shows
 the newest comparison of this store that was measured; without one it shows its empty state. `--whole` takes the whole
-page in the place of its first screen, and `--readme` writes the three pictures of the README.
+page in the place of its first screen, and `--readme` writes the three pictures of the README, which are as high as
+what they show.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PAGES = (
 # Pages that answer unasked; Live does so where it is given a run.
 ANSWERING = ("start", "explore", "techniques", "stack", "advisor", "simulate", "plan", "validate")
 WIDE, NARROW = (1440, 1000), (420, 1000)
-README = ("explore", "stack", "live")
+README = {"explore": (1440, 1415), "stack": (1440, 1372), "live": (1440, 1500)}
 README_FOLDER = Path(__file__).parent / "screenshots"
 ANSWER_TIMEOUT_MS = 240_000
 # Charts move into place, and fonts come, for so long after all is there.
@@ -115,11 +116,10 @@ def smaller(png: bytes) -> bytes:
     return written.getvalue()
 
 
-def pictures(dashboard: Dashboard, names: list[str], views: list[View], whole: bool) -> Iterator[tuple[str, bytes]]:
+def pictures(dashboard: Dashboard, wanted: list[tuple[str, View]], whole: bool) -> Iterator[tuple[str, bytes]]:
     with opened_chromium() as chromium:
-        for view in views:
-            for name in names:
-                yield f"{name}-{view.name}", picture(chromium, dashboard, name, view, whole)
+        for name, view in wanted:
+            yield f"{name}-{view.name}", picture(chromium, dashboard, name, view, whole)
 
 
 def main() -> None:
@@ -131,12 +131,15 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="the whole page, not its first screen")
     parser.add_argument("--readme", action="store_true", help="the three pictures of the README, and no others")
     options = parser.parse_args()
-    names, folder = (list(README), README_FOLDER) if options.readme else (options.only, options.out)
-    views = [view for view in VIEWS if view.name in (["en"] if options.readme else options.views)]
+    views = [view for view in VIEWS if view.name in options.views]
+    wanted = [(name, view) for view in views for name in options.only]
+    if options.readme:
+        wanted = [(name, View("en", size, "en-US")) for name, size in README.items()]
+    folder = README_FOLDER if options.readme else options.out
     folder.mkdir(parents=True, exist_ok=True)
     dashboard = Dashboard(options.home or membound_home())
     try:
-        for name, png in pictures(dashboard, names, views, options.whole):
+        for name, png in pictures(dashboard, wanted, options.whole and not options.readme):
             path = folder / f"{name.removesuffix('-en') if options.readme else name}.png"
             path.write_bytes(smaller(png))
             print(f"{path}  {path.stat().st_size / 1000:.0f} kB", flush=True)
