@@ -67,7 +67,8 @@ class KiviBlocks:
             empty(blocks, block_size // unit, kv_heads, head_dim * unit // group, 2, dtype=META),
             empty(blocks, block_size, kv_heads, stored),
             empty(blocks, block_size, kv_heads, head_dim // group, 2, dtype=META),
-            *(empty(seats, window, kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(2)),
+            empty(seats, window, kv_heads, head_dim, dtype=torch.bfloat16),
+            empty(seats, window, kv_heads, head_dim, dtype=torch.bfloat16),
             empty(seats, kv_heads, dtype=torch.int32),
         )
 
@@ -75,6 +76,11 @@ class KiviBlocks:
     def parts(self) -> tuple[Tensor, ...]:
         """What lies in blocks."""
         return self.key_codes, self.key_meta, self.value_codes, self.value_meta
+
+    def clone(self) -> KiviBlocks:
+        """A copy that is written apart."""
+        tensors = *self.parts, self.recent_keys, self.recent_values, self.rounded
+        return KiviBlocks(self.bits, self.group, *(tensor.clone() for tensor in tensors))
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -215,7 +214,7 @@ def _kivi_round(inputs: Inputs, bits: int, contexts: Sequence[int], heads: Heads
     kv, batch = _kivi(inputs, bits, [1] * len(contexts), contexts, heads)
     group = kv.group
     kv.rounded[batch.seats] -= group
-    plain = replace(kv, **{name: t.clone() for name, t in vars(kv).items() if isinstance(t, Tensor)})
+    plain = kv.clone()
 
     def compare(_: None) -> list[Comparison]:
         make_room(plain, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -144,9 +145,9 @@ def _linear_mxfp4(m: int) -> None:
 
 def _route_in_groups() -> None:
     """DeepSeek-V3: 8 of 256 experts, of the 4 best of 8 groups."""
-    groups = dict(groups=8, group_top_k=4)
-    bias = _of(256, dtype=torch.float32)
-    route(_of(SEQUENCES, 256), 8, scoring="sigmoid", bias=bias, group_score="best_two", probabilities=True, **groups)
+    logits, bias = _of(SEQUENCES, 256), _of(256, dtype=torch.float32)
+    rule = partial(route, scoring="sigmoid", groups=8, group_top_k=4, group_score="best_two", probabilities=True)
+    rule(logits, 8, bias=bias)
 
 
 def _moe(format: ExpertFormat, tokens: int) -> None:

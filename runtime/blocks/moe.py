@@ -80,7 +80,8 @@ class MixtureNetwork:
     @cached_property
     def together(self) -> GroupedExperts | None:
         """The experts as the kernels group them, made when they are first needed; None where each is computed apart."""
-        layers = [expert.layers for expert in self.experts if hasattr(expert, "layers")]
+        found = [getattr(expert, "layers", None) for expert in self.experts]
+        layers = [layers for layers in found if isinstance(layers, TwoLayers)]
         if self.by_expert or self.chosen is not None or len(layers) < len(self.experts):
             return None
         first = self._group(layers, "first")
