@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from membound.roofline.techniques import TECHNIQUES
 # More pairs do not fit side by side: they lie below each other then.
 MOST_UPRIGHT = 6
 ROW_PX = 30
+# A longer title goes on in a second line: on a phone it would leave no place for the pairs.
+TITLE_CHARACTERS = 40
 
 
 def technique_title(name: str, t: Translate) -> str:
@@ -90,15 +93,23 @@ def _lying(
     for column, group in enumerate(groups.values(), start=1):
         _pair(fig, column, [places[row.technique] for row in group], group, 1.0, t, lying=True)
         fig.add_vline(x=1, line={"color": GREY, "dash": "dash"}, row=1, col=column)
-        fig.update_xaxes(range=[0, _highest(rows) * 1.05], ticksuffix="×", title=t("comparison.gain_y"), col=column)
+        fig.update_xaxes(range=[0, _highest(rows) * 1.05], ticksuffix="×", nticks=4, tickangle=0, col=column)
+    fig.add_annotation(text=t("comparison.gain_y"), x=0.5, y=0, xref="paper", yref="paper", yshift=-52, showarrow=False)
+    titles = [technique_title(name, t) for name in names]
     fig.update_yaxes(
         tickvals=list(places.values()),
-        ticktext=[technique_title(name, t) for name in names],
+        ticktext=[_in_two_lines(title) for title in titles],
         tickfont={"size": 11},
         range=[-0.6, len(names) - 0.4],
         automargin=True,
     )
     return fig
+
+
+def _in_two_lines(title: str) -> str:
+    """A long title in two lines of about the same length."""
+    half = -(-len(title) // 2) + 6
+    return title if len(title) <= TITLE_CHARACTERS else "<br>".join(textwrap.wrap(title, half))
 
 
 def _in_lines(title: str) -> str:

@@ -33,7 +33,7 @@ STEP_SYMBOLS = ("star", "star-diamond", "hourglass", "bowtie", "cross")
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
 # markers with less of the step's time have no label, and a label names so many operators; hovering shows all
 LEAST_NAMED_SHARE, MOST_NAMES = 0.02, 3
-SLIDER_HEIGHT = 84
+SLIDER_HEIGHT = 104
 # spaces that keep a name off the marker that it is anchored to
 NAME_INDENT = "\u2003" * 2
 
@@ -355,7 +355,7 @@ def moving_figure(roofs: Roofs, places: Sequence[Place], batch: int, t: Translat
     ]
     prefix = t("roofline.slide") + " "
     fig.update_layout(
-        sliders=[{"active": at, "steps": steps, "currentvalue": {"prefix": prefix}, "pad": {"t": 46, "b": 4}}],
+        sliders=[{"active": at, "steps": steps, "currentvalue": {"prefix": prefix}, "pad": {"t": 66, "b": 4}}],
         margin={"b": 56 + SLIDER_HEIGHT},
     )
     return fig
@@ -374,12 +374,13 @@ def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Transla
     )
     said = {
         "type": "scatter",
-        "x": [roofs.intensity_range[0] * 1.15],
-        "y": [roofs.rate_range[1] * 0.8],
+        "x": [roofs.intensity_range[1]],
+        "y": [roofs.rate_range[0] * 1.5],
         "mode": "text",
         "text": [words],
-        "textposition": "bottom right",
+        "textposition": "top left",
         "textfont": {"size": 14},
+        "cliponaxis": False,
         "hoverinfo": "skip",
         "showlegend": False,
     }

@@ -29,6 +29,7 @@ def page() -> None:
         names,
         key="experiment",
         required=True,
+        wrap=True,
         format_func=lambda one: t(f"experiments.{one}"),
     )
     linked.keep("experiment", "x5")

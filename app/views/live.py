@@ -62,6 +62,7 @@ def _choose(t: Translate) -> None:
                 KINDS,
                 key="kind",
                 required=True,
+                wrap=True,
                 persist_state="session",
                 format_func=lambda kind: t(f"kind.{kind}"),
                 help=t("help.kind"),
