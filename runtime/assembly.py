@@ -139,9 +139,9 @@ def assemble(
     if isinstance(decoder, Decoder):
         for statistics in decoder.router_statistics.values():
             statistics.reset()
-    drafts = scenario.setup.drafts
+    drafts, most_blocks = scenario.setup.drafts, -(-longest // block_size) + memory.fixed_blocks
     graphs, capture_note = decode_graphs(
-        decoder, kv, -(-longest // block_size), scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
+        decoder, kv, most_blocks, scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
     )
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
     mover = BlockMover(kv, scheduler.tables) if moves else None
