@@ -113,6 +113,24 @@ def test_a_link_to_explore_is_the_page(session: Session) -> None:
     other.check()
 
 
+def test_the_step_moves_along_the_roofs_without_the_server(session: Session) -> None:
+    tab = session().open("/explore")
+    chart = "document.querySelector('.js-plotly-plot')"
+    star = f"{chart}._fullData.find(({{ name }}) => name === '{EN('explore.this_step')}')"
+    tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
+    answer = tab.answer
+    before, at = tab.page.evaluate(f"[{star}.x[0], {chart}.layout.sliders[0].active]")
+    rail = tab.page.locator(".slider-rail-touch-rect").first
+    rail.scroll_into_view_if_needed()
+    box = rail.bounding_box()
+    tab.page.mouse.click(box["x"] + box["width"] - 8, box["y"] + box["height"] / 2)
+    tab.page.wait_for_function(f"{star}.x[0] > {before}", timeout=PAGE_TIMEOUT_MS)
+    assert tab.page.evaluate(f"{chart}.layout.sliders[0].active") > at
+    said = EN("roofline.at", batch=128, time="#", bound="#", share="#").partition("#")[0]
+    assert tab.page.locator(".js-plotly-plot .textpoint", has_text=said).count() == 1
+    assert tab.settle().answer == answer, "the page itself is still that of its own batch"
+
+
 def test_a_wrong_scenario_is_one_sentence_in_an_error_box(session: Session) -> None:
     tab = session().open("/live?scenario=own")
     draft = tab.page.get_by_label(EN("live.paste"))
