@@ -15,8 +15,8 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.memory import kv_bytes
 from membound.roofline.parallel import Parallelism
 from membound.roofline.result import RunResult
-from membound.simulator.inbox import Inbox
-from membound.simulator.run import Deployment, VirtualClock, deploy, provenance
+from membound.simulator.inbox import Inbox, VirtualClock
+from membound.simulator.run import Deployment, deploy, provenance
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve

@@ -14,6 +14,16 @@ from membound.simulator.scheduling.request import Request, Sequence
 Ended = Callable[[Sequence, float], None]
 
 
+class VirtualClock:
+    """SimPy's time."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.env = env
+
+    def now_s(self) -> float:
+        return float(self.env.now)
+
+
 class Inbox:
     """What other processes send to an engine, each piece from a known time on; wakes the engine that sleeps."""
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-import simpy
-
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
@@ -29,16 +27,6 @@ from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Step
 from membound.simulator.scheduling.workload import request_columns, request_stream
 from membound.simulator.step_times import StepTimes
-
-
-class VirtualClock:
-    """SimPy's time."""
-
-    def __init__(self, env: simpy.Environment) -> None:
-        self.env = env
-
-    def now_s(self) -> float:
-        return float(self.env.now)
 
 
 class OwnClock:
