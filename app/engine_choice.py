@@ -100,10 +100,24 @@ class EngineChoice:
     @property
     def key(self) -> tuple[object, ...]:
         """What tells its answers from those of others; a calibration that is measured again is another device."""
+        return (*self.effects_key, self.metric)
+
+    @property
+    def effects_key(self) -> tuple[object, ...]:
+        """What effects depend on: they hold the gains of every metric."""
+        return (*self._engine_key, self.batch, self.context)
+
+    def sweep_key(self, axis: str) -> tuple[object, ...]:
+        """What a sweep depends on: the points of it, whichever of them is the chosen one."""
+        points = self.over(axis)
+        return (*self._engine_key, *((point.batch, point.context) for point in points))
+
+    @property
+    def _engine_key(self) -> tuple[object, ...]:
         calibration = self.device.calibration
         created = calibration.created if calibration else ""
         engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.techniques)
-        return (*engine, self.task, self.weights, self.kv, self.batch, self.context, self.metric)
+        return (*engine, self.task, self.weights, self.kv)
 
     def at(self, *, batch: int | None = None, context: int | None = None) -> EngineChoice:
         """The same engine elsewhere."""

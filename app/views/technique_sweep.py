@@ -45,7 +45,7 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
         return
     points = choice.over(axis)
     xs = [point.batch if axis == "batch" else point.context for point in points]
-    asked = (choice.key, axis, tuple(names), drafts)
+    asked = (choice.sweep_key(axis), tuple(names), drafts)
     found = background.answer(background.ask(asked, swept, points, names, drafts == "fixed"), "techniques_sweep")
     if found is None:
         return

@@ -43,7 +43,7 @@ def page() -> None:
     try:
         with st.container(border=True):
             choice = choose_formats(choose_engine(t), t)
-        known = background.ask(choice.key, effects_of, choice, tuple(TECHNIQUES))
+        known = background.ask(choice.effects_key, effects_of, choice, tuple(TECHNIQUES))
         effects = background.answer(known, "techniques")
     except MemboundError as error:
         states.problem(str(error), t("techniques.error_help"))

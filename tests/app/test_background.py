@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,18 @@ def test_an_answer_comes_from_another_process_once_and_is_that_of_this_one(
     (effect,) = first.result(timeout=120).values()
     (here,) = effects_of(LLAMA, ("weight_quantization",)).values()
     assert effect.gain("tpot_s") == here.gain("tpot_s") and effect.technique == here.technique
+
+
+def test_a_sweep_is_the_same_question_at_each_of_its_points_and_for_each_metric() -> None:
+    other = LLAMA.at(batch=64)
+    assert (
+        LLAMA.sweep_key("batch")
+        == other.sweep_key("batch")
+        == replace(other, metric="output_tokens_per_s").sweep_key("batch")
+    )
+    assert LLAMA.sweep_key("ctx") != other.sweep_key("ctx") and LLAMA.sweep_key("ctx") != LLAMA.sweep_key("batch")
+    assert LLAMA.at(context=4096).sweep_key("batch") != LLAMA.sweep_key("batch")
+    assert LLAMA.effects_key != other.effects_key and LLAMA.key != replace(LLAMA, metric="output_tokens_per_s").key
 
 
 def test_what_cannot_be_is_refused_with_its_sentence() -> None:
