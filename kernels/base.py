@@ -118,6 +118,13 @@ class Mamba2Vectors:
     d: Tensor
 
 
+class BlockCopier(Protocol):
+    """Copies blocks of several tensors."""
+
+    def __call__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies, in every tensor, the first block of each pair to the second; all are read before any is written."""
+
+
 class ChainVerifier(Protocol):
     """Verifies chains of drafts, and draws, on the device."""
 
@@ -307,6 +314,9 @@ class Kernels(Protocol):
         A stored vector of `blocks` [blocks, block_size, 1, rank + rope] is every head's key, and its first `rank`
         elements are every head's value. Causal, or as `batch.tree` says.
         """
+
+    def block_copier(self, pools: Sequence[Tensor]) -> BlockCopier:
+        """What copies blocks of all `pools` [blocks, ...] at once."""
 
     def kivi_make_room(self, kv: KiviBlocks, batch: RaggedBatch) -> None:
         """Rounds each sequence's oldest recent tokens, until the new ones of a batch fit beside the others.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels import kivi, recurrent, routing
-from membound.kernels.base import ChainVerifier, Mamba2Vectors, PackedWeight, RaggedBatch
+from membound.kernels.base import BlockCopier, ChainVerifier, Mamba2Vectors, PackedWeight, RaggedBatch
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -97,6 +97,14 @@ class ComposedKernels(ABC):
     def latent_attention(self, q: Tensor, blocks: Tensor, batch: RaggedBatch, scale: float, rank: int) -> Tensor:
         seen = self.attention(q.contiguous(), blocks, blocks, batch, scale)
         return seen.unflatten(1, (q.shape[1], -1))[..., :rank]  # of the latents, not of the keys
+
+    def block_copier(self, pools: Sequence[Tensor]) -> BlockCopier:
+        def copy(pairs: Sequence[tuple[int, int]]) -> None:
+            sources, targets = ([pair[side] for pair in pairs] for side in range(2))
+            for pool in pools:
+                pool[targets] = pool[sources]
+
+        return copy
 
     def kivi_make_room(self, kv: KiviBlocks, batch: RaggedBatch) -> None:
         kivi.make_room(kv, batch)

@@ -7,7 +7,7 @@ read each weight once too, and nothing is left to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from membound.kernels.base import Mamba2Vectors, PackedWeight, RaggedBatch, WeightFormat, chain_of
+from membound.kernels.base import BlockCopier, Mamba2Vectors, PackedWeight, RaggedBatch, WeightFormat, chain_of
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.kv_formats import QuantizedKv
@@ -24,6 +24,7 @@ from membound.kernels.recurrent import seats_of
 from membound.kernels.reference import TorchKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
 from membound.kernels.triton.activation import QuantizedRows
+from membound.kernels.triton.block_copy import BlockPools, copied_in_words
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kivi_attention import kivi_attention, kivi_round
 from membound.kernels.triton.kv_blocks import KvBlocks
@@ -103,6 +104,28 @@ class TritonExperts:
 
     def __call__(self, x: Tensor, routing: Routing, *, shared_rows: bool) -> Tensor:
         return moe_linear(x, self.together, routing, shared_rows=shared_rows)
+
+
+class TritonCopier:
+    """One launch for all tensors of a shape; what the kernel does not take is left to `plain`."""
+
+    def __init__(self, plain: Callable[[Sequence[Tensor]], BlockCopier], pools: Sequence[Tensor]) -> None:
+        alike: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        for pool in pools:
+            alike.setdefault((pool.shape, pool.stride(), pool.dtype), []).append(pool)
+        self._together = [BlockPools(group) for group in alike.values() if copied_in_words(group)]
+        self._apart = plain([pool for group in alike.values() if not copied_in_words(group) for pool in group])
+        self._all = plain(pools)
+        self._device = pools[0].device if pools else None
+
+    def __call__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if {source for source, _ in pairs} & {target for _, target in pairs}:
+            self._all(pairs)  # which reads all before it writes, as programs that know nothing of each other do not
+            return
+        table = torch.tensor(pairs, dtype=torch.int64, device=self._device).view(-1, 2)
+        for group in self._together:
+            group.copy(table)
+        self._apart(pairs)
 
 
 class TritonKernels(ComposedKernels):
@@ -264,6 +287,9 @@ class TritonKernels(ComposedKernels):
             return mla_decode(*where, rank=rank)
         tree = self._chain(batch) if batch.tree is None else batch.tree
         return mla_decode(*where, rank=rank, tree=tree, query_start=batch.query_start, most_queries=most)
+
+    def block_copier(self, pools: Sequence[Tensor]) -> BlockCopier:
+        return TritonCopier(super().block_copier, pools)
 
     def kivi_make_room(self, kv: KiviBlocks, batch: RaggedBatch) -> None:
         kivi_round(kv, batch)

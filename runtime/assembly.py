@@ -144,7 +144,7 @@ def assemble(
         decoder, kv, most_blocks, scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
     )
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
-    mover = BlockMover(kv, scheduler.tables) if moves else None
+    mover = BlockMover(kv, scheduler.tables, decoders.kernels) if moves else None
     sampler = sampler_of(scenario, decoders.device, decoders.kernels)
     executor = TorchExecutor(decoder, kv, block_size, sampler, clock, graphs, proposer, mover)
     recorder.bounds = recorder.bounds or bounds_of(decoder.spec, as_one.setup, times)

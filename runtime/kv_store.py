@@ -11,6 +11,7 @@ from torch import Tensor
 from membound.kernels.arena import Arena
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
+from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.rope import RopeTables
 
 
@@ -28,6 +29,10 @@ class KvStore(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, whether or not they are in use."""
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """What lies in blocks, [blocks, ...] each."""
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
@@ -83,16 +88,15 @@ class PlainKv:
         k, v = self.k_blocks, self.v_blocks
         return self.kernels.attention(q, k, v, batch, scale, window=self.window, softcap=softcap)
 
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        return self.k_blocks, self.v_blocks
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        rows = torch.as_tensor(blocks, device=self.k_blocks.device)
-        kept = torch.stack([self.k_blocks[rows], self.v_blocks[rows]], dim=1)  # [blocks, 2, block_size, kv_heads, D]
-        return kept.flatten(1).view(torch.uint8)
+        return content_of(self.parts, blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        rows = torch.as_tensor(blocks, device=self.k_blocks.device)
-        shape = (len(blocks), 2, *self.k_blocks.shape[1:])
-        kept = content.to(self.k_blocks.device).view(self.k_blocks.dtype).view(shape)
-        self.k_blocks[rows], self.v_blocks[rows] = kept[:, 0], kept[:, 1]
+        put_content(self.parts, blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
         move_slots([self.k_blocks, self.v_blocks], sources, targets)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import RaggedBatch
+from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.kv_store import move_slots
 
 
@@ -38,14 +39,15 @@ class LatentKv:
         table = batch.block_table[sequence, : -(-context // size)].long()
         return self.blocks[table].flatten(0, 2)[:context]
 
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        return (self.blocks,)
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        rows = torch.as_tensor(blocks, device=self.blocks.device)
-        return self.blocks[rows].flatten(1).view(torch.uint8)
+        return content_of(self.parts, blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        rows = torch.as_tensor(blocks, device=self.blocks.device)
-        kept = content.to(self.blocks.device).view(self.blocks.dtype)
-        self.blocks[rows] = kept.view(len(blocks), *self.blocks.shape[1:])
+        put_content(self.parts, blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
         move_slots([self.blocks], sources, targets)

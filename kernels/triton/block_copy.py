@@ -65,6 +65,13 @@ class BlockPools:
         return 2 * pairs * len(self.pools) * self.block_bytes
 
 
+def copied_in_words(pools: Sequence[Tensor]) -> bool:
+    """Whether `BlockPools` takes them: blocks of whole 16 bytes, dense, that begin at a multiple of these."""
+    sizes = (size * pool.itemsize for pool in pools for size in (pool[0].numel(), pool.stride(0)))
+    dense = all(pool[0].is_contiguous() and pool.data_ptr() % 16 == 0 for pool in pools)
+    return dense and all(size % 16 == 0 for size in sizes)
+
+
 def block_copy_reference(pools: Sequence[Tensor], pairs: Tensor) -> None:
     """The same, pair by pair."""
     for source, target in pairs.tolist():

@@ -98,6 +98,10 @@ class EvictingKv:
             out[part.first : part.last] = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
         return out
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        raise AssertionError("refused before: a cache of constant size has no blocks to move")
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         raise AssertionError("refused before: a cache of constant size has no blocks to move")
 

@@ -63,11 +63,15 @@ class KiviKv:
         q = kernels.rope_and_store(qkv, rope.cos, rope.sin, recent, kv.recent_keys, kv.recent_values)
         return kernels.attention_kivi(q, kv, batch, scale, window=self.seen, softcap=softcap)
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return self.kv.parts
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        return content_of(self.kv.parts, blocks)
+        return content_of(self.parts, blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        put_content(self.kv.parts, blocks, content)
+        put_content(self.parts, blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
         raise AssertionError("drafts that must move are refused: tokens in codes share scales with their neighbours")

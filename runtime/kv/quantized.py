@@ -49,7 +49,7 @@ class KernelQuantizedKv:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts())
+        return sum(part.nbytes for part in self.parts)
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
@@ -58,10 +58,10 @@ class KernelQuantizedKv:
         return self.kernels.attention_quantized(q, self.kv, batch, scale, window=self.window, softcap=softcap)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        return content_of(self._parts(), blocks)
+        return content_of(self.parts, blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        put_content(self._parts(), blocks, content)
+        put_content(self.parts, blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
         by_token = [self.kv.k, self.kv.v]
@@ -69,7 +69,8 @@ class KernelQuantizedKv:
             by_token.append(self.kv.scales.transpose(1, 2))
         move_slots(by_token, sources, targets)
 
-    def _parts(self) -> list[Tensor]:
+    @property
+    def parts(self) -> list[Tensor]:
         """What lies in blocks; the scale of a whole tensor does not."""
         by_block = [self.kv.k, self.kv.v]
         return by_block if self.kv.format == "fp8" else [*by_block, self.kv.scales]

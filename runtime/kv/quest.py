@@ -101,10 +101,10 @@ class QuestKv:
         return out.view(qkv.shape[0], -1)
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        return content_of(self._parts(), blocks)
+        return content_of(self.parts, blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        put_content(self._parts(), blocks, content)
+        put_content(self.parts, blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
         both = self.k_blocks, self.v_blocks
@@ -113,7 +113,8 @@ class QuestKv:
         slots = self._slots(targets).flatten()
         self._widen_bounds(slots, slots // self.block_size, slots[:0])
 
-    def _parts(self) -> list[Tensor]:
+    @property
+    def parts(self) -> list[Tensor]:
         """All that is kept, by the numbers of the scheduler's blocks."""
         return [part.view(-1, self.heads, *part.shape[1:]) for part in (self.k_blocks, self.v_blocks, self.bounds)]
 

@@ -75,6 +75,10 @@ class StreamingKv:
             out[rows] = self._decode(qkv[rows], rope, step.decoding, scale, softcap)
         return out
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        raise AssertionError("refused before: a cache of constant size has no blocks to move")
+
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         raise AssertionError("refused before: a cache of constant size has no blocks to move")
 

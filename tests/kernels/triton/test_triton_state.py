@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.triton.block_copy import BlockPools, block_copy_reference  # noqa: E402
 from membound.kernels.triton.mamba2_update import (  # noqa: E402
     mamba2_update,
@@ -130,6 +131,21 @@ def test_blocks_are_copied_bit_by_bit_in_every_pool(device, pairs, shape, pools)
     block_copy_reference(expected, table)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, expected, strict=True))
     assert together.copy_bytes(len(pairs)) == 2 * len(pairs) * pools * tensors[0][0].nbytes
+
+
+@settings(deadline=None, max_examples=15)
+@given(pairs=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=5, unique_by=lambda pair: pair[1]))
+def test_blocks_of_tensors_of_any_shape_are_all_read_before_any_is_written(device, pairs):
+    """K and V, scales of 12 bytes a block, and every second block of a tensor."""
+    shapes = [((8, 4, 2, 8), torch.bfloat16)] * 2 + [((8, 3), torch.int32), ((8, 16), torch.uint8)]
+    pools = [(50 * random(*shape, seed=i)).to(device, dtype) for i, (shape, dtype) in enumerate(shapes)]
+    pools.append((50 * random(16, 16, seed=9)).to(device, torch.uint8)[::2])
+    expected = [pool.clone() for pool in pools]
+    for before, after in zip([pool.clone() for pool in pools], expected, strict=True):
+        for source, target in pairs:
+            after[target] = before[source]
+    TritonKernels(device.type).block_copier(pools)(pairs)
+    assert all(torch.equal(pool, wanted) for pool, wanted in zip(pools, expected, strict=True))
 
 
 def test_bad_arguments_are_named(device):
