@@ -7,6 +7,8 @@ The C++ beside this file, called through ctypes. A row's result has the same bit
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, addressof, byref, c_float, c_int, c_int64, c_void_p
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from membound.kernels import cpu_build
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.composed import ComposedKernels
+from membound.kernels.cpu_tape import BatchFields, Scratch, Tape, Watch
 from membound.kernels.kv_formats import KV_DTYPES, QuantizedKv
 from membound.kernels.quantize import TILE_ROWS, Packer
 
@@ -28,7 +31,6 @@ MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
 INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "q4_k", "q6_k")
 FORMATS = ("fp32", "bf16", "fp8", "sparse24", *INTEGER_FORMATS)  # in the order of cpu_weight.h
 MOST_LAYOUTS = 1024
-LARGEST_TREE = 64
 NO_WINDOW = 2**62
 KV_FORMATS = ("bf16", "fp8", "int8", "int4")  # in the order of cpu_kv.h
 
@@ -48,19 +50,18 @@ class CpuKernels(ComposedKernels):
         Raises KernelBuildError where the kernels cannot be built.
         """
         library = cpu_build.load_library()
-        self._linear = _declare(library, "membound_linear", "ppp" + "l" + "i")
-        self._rms_norm = _declare(library, "membound_rms_norm", "ppp" + "ll" + "fi")
-        self._add_rms_norm = _declare(library, "membound_add_rms_norm", "pppp" + "ll" + "fi")
-        self._silu_mul = _declare(library, "membound_silu_mul", "pp" + "ll" + "i")
-        self._rope_and_store = library.membound_rope_and_store
-        self._rope_and_store.argtypes, self._rope_and_store.restype = [POINTER(_RopeArguments), c_int], None
-        self._attention = library.membound_attention
-        self._attention.argtypes, self._attention.restype = [POINTER(_AttentionArguments), c_int], None
-        self._attention_scores = library.membound_attention_scores
-        self._attention_scores.argtypes, self._attention_scores.restype = self._attention.argtypes, None
+        self._library = library
+        self._linear = _declare(library, "membound_linear", _LinearArguments)
+        self._rms_norm = _declare(library, "membound_rms_norm", _NormArguments)
+        self._silu_mul = _declare(library, "membound_silu_mul", _GateArguments)
+        self._rope_and_store = _declare(library, "membound_rope_and_store", _RopeArguments)
+        self._attention = _declare(library, "membound_attention", _AttentionArguments)
+        self._attention_scores = _declare(library, "membound_attention_scores", _AttentionArguments)
+        self._scratch = Scratch()
+        self._tape: Tape | None = None
         self._weights: dict[int, _KnownWeight] = {}
         self._layouts: dict[int, _KvLayout] = {}
-        self._last_fields: _BatchFields | None = None
+        self._last_batch: tuple[RaggedBatch, BatchFields] | None = None
         self._lanes = library.membound_lanes()
         self._stalls = library.membound_stalls
         self._stalls.restype = c_int64
@@ -97,6 +98,23 @@ class CpuKernels(ComposedKernels):
     def emulates(self, format: WeightFormat) -> bool:
         return False
 
+    @contextmanager
+    def recording(
+        self, rows: int | None = None, batch: RaggedBatch | None = None, *, computed: bool = True
+    ) -> Iterator[Tape]:
+        """What is called meanwhile is recorded on a tape that can play it again, and `computed` or not.
+
+        With `rows`, on other batches of up to so many tokens, too: then each operation works on the tokens of `batch`.
+        """
+        tape = Tape(self._library, self._scratch, rows, batch, computed)
+        self._tape = tape
+        try:
+            with Watch(tape):
+                yield tape
+        finally:
+            self._tape = None
+        tape.finish()
+
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         known = self._weights.get(id(weight))
         if known is None or known.weight() is not weight:
@@ -107,42 +125,18 @@ class CpuKernels(ComposedKernels):
         if known.matrix_unit_tokens is not None and m >= known.matrix_unit_tokens:
             return functional.linear(x.to(torch.bfloat16), weight.data).float()
         x = _contiguous(x)
-        out = torch.empty(m, known.fields.n)
-        self._linear(known.address, x.data_ptr(), out.data_ptr(), m, torch.get_num_threads())
+        out = self._empty(m, known.fields.n)
+        arguments = _LinearArguments(known.address, x.data_ptr(), out.data_ptr(), m, self._shared_rows(m))
+        self._run(self._linear, arguments, weight, known)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = _contiguous(x), _contiguous(weight)
-        out = torch.empty_like(x)
-        width = x.shape[-1]
-        self._rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            x.numel() // width,
-            width,
-            eps,
-            torch.get_num_threads(),
-        )
-        return out
+        return self._normed(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x, weight = _contiguous(x), _contiguous(weight)
         if not residual.is_contiguous() or residual.dtype is not torch.float32:
             raise ValueError("the residual is changed in place, so it must be contiguous and fp32")
-        out = torch.empty_like(x)
-        width = x.shape[-1]
-        self._add_rms_norm(
-            x.data_ptr(),
-            residual.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            x.numel() // width,
-            width,
-            eps,
-            torch.get_num_threads(),
-        )
-        return out
+        return self._normed(x, residual, weight, eps)
 
     def rope_and_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
@@ -198,14 +192,46 @@ class CpuKernels(ComposedKernels):
         q = _contiguous(q)
         arguments = self._attention_arguments(q, layout, batch, out, scale, window, softcap)
         arguments.queries, arguments.out_stride = queries, longest
-        self._attention_scores(byref(arguments), torch.get_num_threads())
+        self._run(self._attention_scores, arguments)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = _contiguous(gate_up)
         tokens, twice = gate_up.shape
-        out = torch.empty(tokens, twice // 2)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, twice // 2, torch.get_num_threads())
+        out = self._empty(tokens, twice // 2)
+        rows = self._shared_rows(tokens)
+        self._run(self._silu_mul, _GateArguments(gate_up.data_ptr(), out.data_ptr(), twice // 2, tokens, rows))
+        return out
+
+    def _run(self, operation: Any, arguments: Structure, *kept: object) -> None:
+        tape = self._tape
+        if tape is not None:
+            tape.add(operation, arguments, kept)
+        if tape is None or tape.computed:
+            operation(byref(arguments), torch.get_num_threads())
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape) if self._tape is None else self._tape.empty(shape)
+
+    def _shared_rows(self, count: int) -> int | None:
+        return None if self._tape is None else self._tape.shared_rows(count)
+
+    def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        x, weight = _contiguous(x), _contiguous(weight)
+        width = x.shape[-1]
+        rows = x.numel() // width
+        out = self._empty(*x.shape)
+        arguments = _NormArguments(
+            x.data_ptr(),
+            None if residual is None else residual.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            width,
+            rows,
+            self._shared_rows(rows),
+            eps,
+        )
+        self._run(self._rms_norm, arguments, weight)
         return out
 
     def _rotate_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, layout: _KvLayout) -> Tensor:
@@ -213,19 +239,17 @@ class CpuKernels(ComposedKernels):
         fields, kv = self._fields(batch), layout.kv
         tokens, width = qkv.shape
         heads = width // kv.head_dim - 2 * kv.kv_heads
-        q = torch.empty(tokens, heads, kv.head_dim)
+        q = self._empty(tokens, heads, kv.head_dim)
         arguments = _RopeArguments(
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            fields.positions,
-            fields.slots,
+            addressof(fields),
             q.data_ptr(),
             kv,
-            tokens,
             heads,
         )
-        self._rope_and_store(byref(arguments), torch.get_num_threads())
+        self._run(self._rope_and_store, arguments, cos, sin, fields)
         return q
 
     def _attend(
@@ -239,9 +263,9 @@ class CpuKernels(ComposedKernels):
     ) -> Tensor:
         q = _contiguous(q)
         tokens, heads, head_dim = q.shape
-        out = torch.empty(tokens, heads * head_dim)
+        out = self._empty(tokens, heads * head_dim)
         arguments = self._attention_arguments(q, layout, batch, out, scale, window, softcap)
-        self._attention(byref(arguments), torch.get_num_threads())
+        self._run(self._attention, arguments, self._fields(batch))
         return out
 
     def _attention_arguments(
@@ -256,18 +280,12 @@ class CpuKernels(ComposedKernels):
     ) -> _AttentionArguments:
         if window is not None and window < 1:
             raise ValueError(f"window: is {window}, should be a positive number of tokens")
-        fields = self._fields(batch)
         return _AttentionArguments(
             q.data_ptr(),
-            fields.query_start,
-            fields.context_len,
-            fields.block_table,
-            fields.tree,
+            addressof(self._fields(batch)),
             out.data_ptr(),
             layout.kv,
-            fields.sequences,
             q.shape[1],
-            fields.table_stride,
             window or NO_WINDOW,
             0,
             0,
@@ -310,11 +328,14 @@ class CpuKernels(ComposedKernels):
             known = self._layouts[id(k_blocks)] = _kv_layout(k_blocks, v_blocks, quantized)
         return known
 
-    def _fields(self, batch: RaggedBatch) -> _BatchFields:
-        known = self._last_fields
-        if known is None or known.batch is not batch:
-            known = self._last_fields = _batch_fields(batch)
-        return known
+    def _fields(self, batch: RaggedBatch) -> BatchFields:
+        if self._tape is not None:
+            return self._tape.fields(batch)
+        if self._last_batch is None or self._last_batch[0] is not batch:
+            fields = BatchFields()
+            fields.read(batch)
+            self._last_batch = batch, fields  # keeping the batch keeps its addresses valid
+        return self._last_batch[1]
 
 
 class _KvBlocks(Structure):
@@ -334,23 +355,24 @@ class _KvLayout(NamedTuple):
     kv: _KvBlocks
 
 
-class _BatchFields(NamedTuple):
-    """The addresses in a ragged batch, read once for all layers of a step; keeping the batch keeps them valid."""
+class _LinearArguments(Structure):
+    _fields_ = [(name, c_void_p) for name in ("weight", "x", "out")]
+    _fields_ += [("rows", c_int64), ("shared_rows", c_void_p)]
 
-    batch: RaggedBatch
-    positions: int
-    slots: int
-    query_start: int
-    context_len: int
-    block_table: int
-    tree: int | None
-    sequences: int
-    table_stride: int
+
+class _NormArguments(Structure):
+    _fields_ = [(name, c_void_p) for name in ("x", "residual", "weight", "out")]
+    _fields_ += [("width", c_int64), ("rows", c_int64), ("shared_rows", c_void_p), ("eps", c_float)]
+
+
+class _GateArguments(Structure):
+    _fields_ = [(name, c_void_p) for name in ("gate_up", "out")]
+    _fields_ += [("width", c_int64), ("rows", c_int64), ("shared_rows", c_void_p)]
 
 
 class _RopeArguments(Structure):
-    _fields_ = [(name, c_void_p) for name in ("qkv", "cos", "sin", "positions", "slots", "q")]
-    _fields_ += [("kv", _KvBlocks), ("tokens", c_int64), ("heads", c_int64)]
+    _fields_ = [(name, c_void_p) for name in ("qkv", "cos", "sin", "batch", "q")]
+    _fields_ += [("kv", _KvBlocks), ("heads", c_int64)]
 
 
 class _WeightFields(Structure):
@@ -370,9 +392,9 @@ class _KnownWeight(NamedTuple):
 
 
 class _AttentionArguments(Structure):
-    _fields_ = [(name, c_void_p) for name in ("q", "query_start", "context_len", "block_table", "tree", "out")]
+    _fields_ = [(name, c_void_p) for name in ("q", "batch", "out")]
     _fields_ += [("kv", _KvBlocks)]
-    _fields_ += [(name, c_int64) for name in ("sequences", "heads", "table_stride", "window", "queries", "out_stride")]
+    _fields_ += [(name, c_int64) for name in ("heads", "window", "queries", "out_stride")]
     _fields_ += [("scale", c_float), ("softcap", c_float)]
 
 
@@ -382,11 +404,10 @@ def has_bf16_units() -> bool:
     return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))
 
 
-def _declare(library: ctypes.CDLL, name: str, signature: str) -> Any:
-    """A C function that returns nothing; p is a pointer, l an int64, i an int, f a float."""
+def _declare(library: ctypes.CDLL, name: str, arguments: type[Structure]) -> Any:
+    """An operation of the library: it takes its arguments and a number of threads, and returns nothing."""
     function = getattr(library, name)
-    types = {"p": c_void_p, "l": c_int64, "i": c_int, "f": c_float}
-    function.argtypes, function.restype = [types[letter] for letter in signature], None
+    function.argtypes, function.restype = [POINTER(arguments), c_int], None
     return function
 
 
@@ -394,41 +415,6 @@ def _contiguous(x: Tensor) -> Tensor:
     if x.dtype is not torch.float32:
         raise TypeError(f"the CPU kernels take fp32 activations, not {x.dtype}")
     return x if x.is_contiguous() else x.contiguous()
-
-
-def _batch_fields(batch: RaggedBatch) -> _BatchFields:
-    table = batch.block_table
-    if table.dtype is not torch.int32 or table.stride(1) != 1:
-        raise TypeError("a block table holds int32, a sequence a row")
-    return _BatchFields(
-        batch,
-        _pointer(batch.positions, torch.int64),
-        _pointer(batch.slots, torch.int64),
-        _pointer(batch.query_start, torch.int32),
-        _pointer(batch.context_len, torch.int32),
-        table.data_ptr(),
-        _tree_pointer(batch),
-        batch.num_sequences,
-        table.stride(0),
-    )
-
-
-def _pointer(x: Tensor, dtype: torch.dtype) -> int:
-    if x.dtype is not dtype or not x.is_contiguous():
-        raise TypeError(f"a ragged batch holds contiguous {dtype}, not {x.dtype}")
-    return x.data_ptr()
-
-
-def _tree_pointer(batch: RaggedBatch) -> int | None:
-    if batch.tree is None:
-        return None
-    most = int((batch.query_start[1:] - batch.query_start[:-1]).max())
-    if most > LARGEST_TREE or batch.tree.shape[0] != batch.num_tokens:
-        raise ValueError(
-            f"tree: has {batch.tree.shape[0]} masks for {batch.num_tokens} tokens, of which a sequence brings up to "
-            f"{most}; should have a mask a token, and at most {LARGEST_TREE} tokens a sequence"
-        )
-    return _pointer(batch.tree, torch.int64)
 
 
 def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None) -> _KvLayout:

@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "cpu_batch.h"
 #include "cpu_kv.h"
 #include "cpu_threads.h"
 #include "cpu_vector.h"
@@ -25,13 +26,10 @@ constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 
 struct Arguments {
     const float* q;  // [tokens, heads, head_dim]
-    const int32_t* query_start;  // [sequences + 1]
-    const int32_t* context_len;  // [sequences]
-    const int32_t* block_table;  // [sequences, table_stride]
-    const int64_t* tree;  // [tokens], bit j: sees the j-th new token of its sequence; null: causal
+    const Batch* batch;
     float* out;  // [tokens, heads, head_dim], or for `membound_attention_scores` [sequences, kv_heads, out_stride]
     KvBlocks kv;
-    int64_t sequences, heads, table_stride;
+    int64_t heads;
     int64_t window;  // a token sees itself and the window - 1 before it
     int64_t queries, out_stride;  // for scores: how many of a sequence's last tokens count
     float scale;
@@ -46,13 +44,13 @@ struct Sight {
     bool causal;
 
     Sight(const Arguments& a, int64_t sequence, int64_t query) {
-        const int64_t first = a.query_start[sequence], queries = a.query_start[sequence + 1] - first;
-        committed = a.context_len[sequence] - queries;
-        causal = !a.tree;
+        const int64_t first = a.batch->query_start[sequence], queries = a.batch->query_start[sequence + 1] - first;
+        committed = a.batch->context_len[sequence] - queries;
+        causal = !a.batch->tree;
         newest = committed + query;
         int64_t position = newest;
-        if (a.tree) {
-            tree = a.tree[first + query];
+        if (a.batch->tree) {
+            tree = a.batch->tree[first + query];
             // In a tree, new tokens lie in the order of the batch; how far apart two are is their number of ancestors.
             position = committed + __builtin_popcountll(tree) - 1;
             for (int64_t extra = __builtin_popcountll(tree) - a.window; extra > 0; extra--) tree &= tree - 1;
@@ -307,7 +305,7 @@ void attend_direct(const KvBlocks& kv, const Places& here, const Places& next, c
 
 // The first token that a row of the task sees; what lies before may be no memory of this sequence any more.
 int64_t oldest_of(const Arguments& a, const Task& task) {
-    if (!a.tree) return Sight(a, task.sequence, task.first).oldest;
+    if (!a.batch->tree) return Sight(a, task.sequence, task.first).oldest;
     int64_t oldest = INT64_MAX;
     for (int32_t i = 0; i < task.count; i++) {
         const int64_t own = Sight(a, task.sequence, task.first + i).oldest;
@@ -318,16 +316,16 @@ int64_t oldest_of(const Arguments& a, const Task& task) {
 
 // One behind the last token that a row of the task sees; in a tree, all new tokens are there.
 int64_t end_of(const Arguments& a, const Task& task) {
-    const int64_t context = a.context_len[task.sequence];
-    const int64_t queries = a.query_start[task.sequence + 1] - a.query_start[task.sequence];
-    return a.tree ? context : context - queries + task.first + task.count;
+    const int64_t context = a.batch->context_len[task.sequence];
+    const int64_t queries = a.batch->query_start[task.sequence + 1] - a.batch->query_start[task.sequence];
+    return a.batch->tree ? context : context - queries + task.first + task.count;
 }
 
 // Rows of one block against one span of the context.
 void attend_span(const Arguments& a, const Task& task, const float* q, int64_t span, int64_t dim, float* tiles,
                  Vec* totals, State state) {
     const int64_t group = a.heads / a.kv.kv_heads, rows = task.count * group;
-    const int32_t* table = a.block_table + task.sequence * a.table_stride;
+    const int32_t* table = a.batch->block_table + task.sequence * a.batch->table_stride;
     const int64_t end_of_task = end_of(a, task), oldest = oldest_of(a, task);
     const int64_t end = end_of_task < (span + 1) * SPAN_TOKENS ? end_of_task : (span + 1) * SPAN_TOKENS;
     state.clear(rows, dim);
@@ -389,7 +387,7 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
 void write_out(const Arguments& a, const Task& task, State state, int64_t dim) {
     const int64_t group = a.heads / a.kv.kv_heads;
     for (int64_t r = 0; r < task.count * group; r++) {
-        const int64_t token = a.query_start[task.sequence] + task.first + r / group;
+        const int64_t token = a.batch->query_start[task.sequence] + task.first + r / group;
         float* out = a.out + (token * a.heads + task.kv_head * group + r % group) * a.kv.head_dim;
         const float inverse = 1.0f / state.total[r];
         for (int64_t i = 0; i < a.kv.head_dim; i++) out[i] = state.sums[r * dim + i] * inverse;
@@ -400,7 +398,7 @@ void write_out(const Arguments& a, const Task& task, State state, int64_t dim) {
 void gather_queries(const Arguments& a, const Task& task, int64_t dim, float* q) {
     const int64_t group = a.heads / a.kv.kv_heads;
     for (int64_t r = 0; r < task.count * group; r++) {
-        const int64_t token = a.query_start[task.sequence] + task.first + r / group;
+        const int64_t token = a.batch->query_start[task.sequence] + task.first + r / group;
         const float* from = a.q + (token * a.heads + task.kv_head * group + r % group) * a.kv.head_dim;
         for (int64_t i = 0; i < dim; i++) q[r * dim + i] = i < a.kv.head_dim ? from[i] * a.scale : 0.0f;
     }
@@ -431,8 +429,8 @@ std::vector<Task> tasks_of(const Arguments& a) {
     std::vector<Task> tasks;
     const int64_t group = a.heads / a.kv.kv_heads;
     const int32_t block = group < BLOCK_ROWS ? BLOCK_ROWS / group : 1;
-    for (int32_t s = 0; s < a.sequences; s++) {
-        const int32_t queries = a.query_start[s + 1] - a.query_start[s];
+    for (int32_t s = 0; s < a.batch->sequences; s++) {
+        const int32_t queries = a.batch->query_start[s + 1] - a.batch->query_start[s];
         for (int32_t first = 0; first < queries; first += block) {
             const int32_t count = queries - first < block ? queries - first : block;
             Task task{s, 0, first, count, 0, 0, nullptr};
@@ -503,11 +501,11 @@ EXPORT void membound_attention(const Arguments* arguments, int threads) {
 EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
     const Arguments& a = *arguments;
     const int64_t dim = round_up(a.kv.head_dim, LANES), group = a.heads / a.kv.kv_heads;
-    parallel_for(a.sequences * a.kv.kv_heads, 1, threads, [&](int64_t i, int64_t last) {
+    parallel_for(a.batch->sequences * a.kv.kv_heads, 1, threads, [&](int64_t i, int64_t last) {
         thread_local Scratch scratch;
         for (; i < last; i++) {
-            const int64_t sequence = i / a.kv.kv_heads, context = a.context_len[sequence];
-            const int32_t all = a.query_start[sequence + 1] - a.query_start[sequence];
+            const int64_t sequence = i / a.kv.kv_heads, context = a.batch->context_len[sequence];
+            const int32_t all = a.batch->query_start[sequence + 1] - a.batch->query_start[sequence];
             const int32_t count = a.queries < all ? a.queries : all;
             const Task task{(int32_t)sequence, (int32_t)(i % a.kv.kv_heads), all - count, count, 0, 0, nullptr};
             const int64_t rows = count * group, width = round_up(context, TILE_TOKENS);
@@ -520,7 +518,7 @@ EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
             Places here, none;
             none.first = none.count = 0;
             for (int64_t start = 0; start < context; start += TILE_TOKENS) {
-                here.find(a.kv, a.block_table + sequence * a.table_stride, task.kv_head, start, oldest, context);
+                here.find(a.kv, a.batch->block_table + sequence * a.batch->table_stride, task.kv_head, start, oldest, context);
                 if (here.first < here.count) convert(a.kv, KEYS, here, dim, k, KEYS, none);
                 for (int64_t r = 0; r < rows; r += ROW_TILE) {
                     alignas(64) float tile[ROW_TILE * TILE_TOKENS];

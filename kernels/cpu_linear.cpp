@@ -8,6 +8,7 @@
 
 #include <unistd.h>
 
+#include "cpu_batch.h"
 #include "cpu_threads.h"
 #include "cpu_vector.h"
 #include "cpu_weight.h"
@@ -295,15 +296,23 @@ template <class W> void linear(const Product& p, W w, int threads) {
 
 }  // namespace
 
-// x [m, k] times a packed weight, transposed, to out [m, n].
-EXPORT void membound_linear(const PackedWeight* weight, const float* x, float* out, int64_t m, int threads) {
-    const PackedWeight& w = *weight;
-    const Product p{x, (const float*)w.scale, out, m, w.n, w.k, w.format == FP8 ? E4M3_UNIT : 1.0f};
+struct LinearArguments {
+    const PackedWeight* weight;  // [n, k]
+    const float* x;              // [rows, k]
+    float* out;                  // [rows, n]
+    Rows rows;
+};
+
+// x times a packed weight, transposed.
+EXPORT void membound_linear(const LinearArguments* arguments, int threads) {
+    const LinearArguments& a = *arguments;
+    const PackedWeight& w = *a.weight;
+    const Product p{a.x, (const float*)w.scale, a.out, a.rows, w.n, w.k, w.format == FP8 ? E4M3_UNIT : 1.0f};
     switch (w.format) {
         case FP32: return linear(p, (const float*)w.data, threads);
         case BF16: return linear(p, (const bf16*)w.data, threads);
         case FP8: return linear(p, (const e4m3*)w.data, threads);
         case SPARSE24: return linear(p, Sparse24{(const bf16*)w.data, w.kept}, threads);
-        default: return linear_integer(w, x, out, m, threads);
+        default: return linear_integer(w, a.x, a.out, a.rows, threads);
     }
 }

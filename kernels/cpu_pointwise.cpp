@@ -2,24 +2,10 @@
 
 #include <cmath>
 
+#include "cpu_batch.h"
 #include "cpu_kv.h"
 #include "cpu_threads.h"
 #include "cpu_vector.h"
-
-ParallelRegion parallel_region = nullptr;
-thread_local Contention contention;
-
-static std::atomic<int64_t> stalls{0};
-
-void Contention::observe(double work_seconds, double wait_seconds) {
-    if (wait_seconds < STALL_SECONDS || wait_seconds < work_seconds) {
-        next_solo = FIRST_SOLO;
-        return;
-    }
-    stalls++;
-    solo_left = next_solo;
-    next_solo = next_solo * 2 < MOST_SOLO ? next_solo * 2 : MOST_SOLO;
-}
 
 namespace {
 
@@ -59,10 +45,6 @@ INLINE Vec silu_times(Vec gate, Vec up) { return gate / (broadcast(1.0f) + exp(-
 
 }  // namespace
 
-EXPORT void membound_set_parallel(void* region) { parallel_region = (ParallelRegion)region; }
-
-EXPORT int64_t membound_stalls() { return stalls; }
-
 // Reads `nbytes` (whole pages) in eight streams a thread, which is as fast as memory gives them; returns what it read.
 EXPORT int64_t membound_read(const uint8_t* data, int64_t nbytes, int threads) {
     constexpr int64_t STREAMS = 8, LINE = 64;
@@ -86,26 +68,45 @@ EXPORT int64_t membound_read(const uint8_t* data, int64_t nbytes, int threads) {
 
 EXPORT int membound_lanes() { return LANES; }
 
-EXPORT void membound_rms_norm(const float* x, const float* weight, float* out, int64_t rows, int64_t width, float eps,
-                              int threads) {
+struct NormArguments {
+    const float* x;  // [rows, width]
+    float* residual;  // the same, or null
+    const float* weight;  // [width]
+    float* out;
+    int64_t width;
+    Rows rows;
+    float eps;
+};
+
+EXPORT void membound_rms_norm(const NormArguments* arguments, int threads) {
+    const NormArguments& a = *arguments;
+    const int64_t rows = a.rows, width = a.width;
     parallel_for(rows, rows_at_once(rows, width), threads, [&](int64_t row, int64_t last) {
-        for (; row < last; row++) norm_row<false>(x + row * width, nullptr, weight, out + row * width, width, eps);
+        for (; row < last; row++) {
+            const float* x = a.x + row * width;
+            float* out = a.out + row * width;
+            if (a.residual)
+                norm_row<true>(x, a.residual + row * width, a.weight, out, width, a.eps);
+            else
+                norm_row<false>(x, nullptr, a.weight, out, width, a.eps);
+        }
     });
 }
 
-EXPORT void membound_add_rms_norm(const float* x, float* residual, const float* weight, float* out, int64_t rows,
-                                  int64_t width, float eps, int threads) {
-    parallel_for(rows, rows_at_once(rows, width), threads, [&](int64_t row, int64_t last) {
-        for (; row < last; row++)
-            norm_row<true>(x + row * width, residual + row * width, weight, out + row * width, width, eps);
-    });
-}
+struct GateArguments {
+    const float* gate_up;  // [rows, 2 width]
+    float* out;            // [rows, width]
+    int64_t width;
+    Rows rows;
+};
 
-EXPORT void membound_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t width, int threads) {
+EXPORT void membound_silu_mul(const GateArguments* arguments, int threads) {
+    const GateArguments& a = *arguments;
+    const int64_t rows = a.rows, width = a.width;
     parallel_for(rows, rows_at_once(rows, 4 * width), threads, [&](int64_t row, int64_t last) {
         for (; row < last; row++) {
-            const float *gate = gate_up + row * 2 * width, *up = gate + width;
-            float* to = out + row * width;
+            const float *gate = a.gate_up + row * 2 * width, *up = gate + width;
+            float* to = a.out + row * width;
             const int64_t whole = width / LANES * LANES;
             for (int64_t i = 0; i < whole; i += LANES) store(to + i, silu_times(load(gate + i), load(up + i)));
             if (whole < width) {
@@ -120,21 +121,22 @@ EXPORT void membound_silu_mul(const float* gate_up, float* out, int64_t rows, in
 struct RopeArguments {
     const float* qkv;  // [tokens, (heads + 2 kv_heads) head_dim]
     const float *cos, *sin;  // [max_position, head_dim / 2]
-    const int64_t *positions, *slots;  // [tokens]
+    const Batch* batch;
     float* q;  // [tokens, heads, head_dim]
     KvBlocks kv;
-    int64_t tokens, heads;
+    int64_t heads;
 };
 
 EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads) {
     const RopeArguments& a = *arguments;
     const int64_t dim = a.kv.head_dim, half = dim / 2, width = (a.heads + 2 * a.kv.kv_heads) * dim;
-    parallel_for(a.tokens, rows_at_once(a.tokens, width), threads, [&](int64_t token, int64_t last) {
+    const int64_t tokens = a.batch->tokens;
+    parallel_for(tokens, rows_at_once(tokens, width), threads, [&](int64_t token, int64_t last) {
         thread_local Scratch scratch;
         float* rotated = scratch.floats(dim);
         for (; token < last; token++) {
             const float* x = a.qkv + token * width;
-            const float *cos = a.cos + a.positions[token] * half, *sin = a.sin + a.positions[token] * half;
+            const float *cos = a.cos + a.batch->positions[token] * half, *sin = a.sin + a.batch->positions[token] * half;
             auto rotate = [&](float* to) {
                 for (int64_t i = 0; i < half; i++) {
                     to[i] = x[i] * cos[i] - x[i + half] * sin[i];
@@ -145,9 +147,9 @@ EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads)
             for (int64_t h = 0; h < a.heads; h++) rotate(a.q + (token * a.heads + h) * dim);
             for (int64_t h = 0; h < a.kv.kv_heads; h++) {
                 rotate(rotated);
-                write_vector(a.kv, KEYS, a.slots[token], h, rotated);
+                write_vector(a.kv, KEYS, a.batch->slots[token], h, rotated);
             }
-            for (int64_t h = 0; h < a.kv.kv_heads; h++, x += dim) write_vector(a.kv, VALUES, a.slots[token], h, x);
+            for (int64_t h = 0; h < a.kv.kv_heads; h++, x += dim) write_vector(a.kv, VALUES, a.batch->slots[token], h, x);
         }
     });
 }

@@ -2,13 +2,21 @@
 
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 // GOMP_parallel of the OpenMP runtime that torch has loaded, so that both use one pool; null means one thread.
 typedef void (*ParallelRegion)(void (*body)(void*), void* argument, unsigned threads, unsigned flags);
 extern ParallelRegion parallel_region;
+
+using Clock = std::chrono::steady_clock;
 
 // A region ends when its last thread does, and a thread that another program has pushed off its core comes back
 // after a scheduler's slice of some ms: a hundred times what the loop takes. After such a stall, the next loops run
@@ -19,9 +27,76 @@ struct Contention {
     int64_t solo_left = 0, next_solo = FIRST_SOLO;
 
     bool solo() { return solo_left > 0 && solo_left--; }
-    void observe(double work_seconds, double wait_seconds);
+    void observe(Clock::time_point start, Clock::time_point done, Clock::time_point end);
 };
 extern thread_local Contention contention;
+
+typedef void (*Piece)(const void* body, int64_t first, int64_t last);
+
+// The threads of a replay, who stay together from its first operation to its last: a loop begins when its number and
+// its pieces are published in `ticket`, and ends when all pieces have, whether or not every thread has noticed it.
+class Team {
+  public:
+    // What the replaying thread does with a loop.
+    void share(int64_t count, int64_t grain, Piece piece, const void* body) {
+        this->piece = piece, this->body = body, this->count = count, this->grain = grain;
+        pieces = (count + grain - 1) / grain;
+        finished.store(0, std::memory_order_relaxed);
+        ticket.store(++loops << 32 | (uint64_t)pieces, std::memory_order_release);
+        const Clock::time_point start = Clock::now();
+        while (take()) {}
+        const Clock::time_point done = Clock::now();
+        for (int64_t spins = 0; finished.load(std::memory_order_acquire) < pieces; spins++) relax(spins);
+        contention.observe(start, done, Clock::now());
+    }
+
+    // What the other threads do until the replay ends.
+    void serve() {
+        for (int64_t spins = 0; !ended.load(std::memory_order_acquire); spins = take() ? 0 : spins + 1) relax(spins);
+    }
+
+    void end() { ended.store(true, std::memory_order_release); }
+
+  private:
+    // The number of a loop above, and below how many of its pieces nobody has taken: as one word, so that a thread
+    // that comes late cannot take a piece of one loop for that of the next.
+    alignas(64) std::atomic<uint64_t> ticket{0};
+    alignas(64) std::atomic<int64_t> finished{0};
+    alignas(64) std::atomic<bool> ended{false};
+    Piece piece = nullptr;
+    const void* body = nullptr;
+    int64_t count = 0, grain = 1, pieces = 0;
+    uint64_t loops = 0;
+
+    bool take() {
+        uint64_t seen = ticket.load(std::memory_order_acquire);
+        for (;;) {
+            const int64_t left = seen & 0xffffffff;
+            if (!left) return false;
+            if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
+            const int64_t first = (pieces - left) * grain, last = first + grain < count ? first + grain : count;
+            piece(body, first, last);
+            finished.fetch_add(1, std::memory_order_release);
+            return true;
+        }
+    }
+
+    // Loops follow each other within microseconds, unless somebody lost a core: then it may have this one.
+    static constexpr int64_t PATIENCE = 4096;
+
+    static void relax(int64_t spins) {
+        if (spins > PATIENCE) {
+            sched_yield();
+            return;
+        }
+#if defined(__x86_64__)
+        _mm_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+};
+extern thread_local Team* team;  // of the replay that this thread runs, if any
 
 // Calls body(first, last) for pieces of [0, count), each at most `grain` long; threads take the next piece when free.
 // The pool is asked for all its threads or for none: a team of another size would make libgomp restart threads.
@@ -31,7 +106,10 @@ template <class Body> void parallel_for(int64_t count, int64_t grain, int thread
         body(int64_t(0), count);
         return;
     }
-    using Clock = std::chrono::steady_clock;
+    if (team)
+        return team->share(
+            count, grain, [](const void* body, int64_t first, int64_t last) { (*(const Body*)body)(first, last); },
+            &body);
     struct Loop {
         const Body* body;
         int64_t count, grain;
@@ -52,6 +130,5 @@ template <class Body> void parallel_for(int64_t count, int64_t grain, int thread
             if (&contention == loop.caller) loop.done = Clock::now();
         },
         &loop, (unsigned)threads, 0);
-    const std::chrono::duration<double> work = loop.done - start, wait = Clock::now() - loop.done;
-    contention.observe(work.count(), wait.count());
+    contention.observe(start, loop.done, Clock::now());
 }

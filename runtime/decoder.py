@@ -21,6 +21,7 @@ from membound.runtime.blocks.norms import LayerNorm
 from membound.runtime.blocks.routing import RouterStatistics
 from membound.runtime.linear import BiasedLinear, Linear
 from membound.runtime.recipe import FormatRecipe, Recipe
+from membound.runtime.replays import Replays
 from membound.runtime.weights import Weights
 
 KvCache = Sequence[LayerCache]
@@ -38,6 +39,7 @@ class Decoder:
 
     It has as many layers as `weights`, which may be fewer than `spec` names. `new_store` makes the KV store of an
     attention layer; without it K and V lie as the kernels keep them. Latent attention is `absorbed` in decode or not.
+    Steps are `replayed` where the kernels can, unless a layer does what these do not see, such as talk to others.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Decoder:
         new_store: NewStore | None = None,
         *,
         absorbed: bool = True,
+        replayed: bool = True,
     ) -> None:
         if isinstance(recipe, str):
             recipe = FormatRecipe(kernels, recipe)
@@ -59,6 +62,7 @@ class Decoder:
         self.device = weights.embed.device
         self.embed = weights.embed
         self.extras = weights.extras
+        self._replays = Replays(kernels) if replayed else None
         builder = BlockBuilder(
             spec,
             weights.arithmetic,
@@ -181,12 +185,16 @@ class Decoder:
     @torch.inference_mode()
     def continued(self, residual: Tensor, batch: RaggedBatch, cache: KvCache, layers: int | None = None) -> Hidden:
         """The same of tokens whose states before the first layer are `residual` [tokens, hidden], which changes."""
-        stream = Stream(residual)
-        caches = iter(cache)
-        for block in self.blocks[:layers]:
-            block(stream, batch, next(caches) if block.mixer else None)
-        normed = stream.normed(self.final_norm)
-        return Hidden(stream.residual, normed)
+
+        def stack(states: Tensor) -> Tensor:
+            stream, caches = Stream(states), iter(cache)
+            for block in self.blocks[:layers]:
+                block(stream, batch, next(caches) if block.mixer else None)
+            return stream.normed(self.final_norm)
+
+        if self._replays is None:
+            return Hidden(residual, stack(residual))
+        return Hidden(residual, self._replays.run(stack, residual, batch, cache, layers))
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:

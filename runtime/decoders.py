@@ -124,7 +124,8 @@ class Decoders:
         loaded, whole = self.model(scenario), self.model(scenario).spec
         ep = scenario.parallel.ep
         recipe = ShardRecipe(self._recipe(scenario), group, whole, ep)
-        part = Decoder(shard_spec(whole, group.size, ep), loaded.weights.to(self.device), self.kernels, recipe)
+        spec, weights = shard_spec(whole, group.size, ep), loaded.weights.to(self.device)
+        part = Decoder(spec, weights, self.kernels, recipe, replayed=False)
         for mixture in part.mixtures().values():
             mixture.summed = group.all_reduce
         return self._with_store(part, scenario)

@@ -101,7 +101,8 @@ class OperatorProbe:
     def attention_s(self, heads: Heads, load: Load, kind: str = "attention") -> float:
         """Seconds of one layer's attention, with K and V that were last read a round of the pool ago."""
         batch = ragged_batch(load, self.device)
-        q = self._ones(load.sequences * load.new, heads.heads, heads.head_dim)
+        tokens, width = load.sequences * load.new, heads.heads * heads.head_dim
+        gate_up = self._ones(tokens, 2 * width)
         scale = heads.head_dim**-0.5
         calls: list[Call[Tensor]]
         if kind == "attention":
@@ -118,7 +119,7 @@ class OperatorProbe:
 
         def prepare() -> Tensor:
             project()
-            return q.mul_(1.0)
+            return self.kernels.silu_mul(gate_up).view(tokens, heads.heads, heads.head_dim)
 
         return self.stopwatch.time_s(calls, prepare, self.grid.cell_s)
 

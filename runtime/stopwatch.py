@@ -23,13 +23,15 @@ INTERRUPTED = 3.0  # times the median
 class Stopwatch:
     """Times calls of one set of kernels on one device.
 
-    On a CPU each call is timed by itself. The result is the mean, because a step is a sum of many calls, but without
-    the samples that another program interrupted. On a GPU a row of calls is timed, launches included.
+    On a CPU each call is timed by itself, on a tape where the kernels have them, because so does a decoder run them.
+    The result is the mean, because a step is a sum of many calls, but without the samples that another program
+    interrupted. On a GPU a row of calls is timed, launches included.
     """
 
     def __init__(self, kernels: Kernels, device: str) -> None:
         self.device = torch.device(device)
         self._stalls = kernels.stalls
+        self._record = getattr(kernels, "recording", None)
         x = torch.ones(1, 1024, device=device, dtype=kernels.activation_dtype)
         weight = kernels.pack(torch.ones(512, 1024, device=device), "bf16")
         self._shared_work = partial(kernels.linear, x, weight)
@@ -42,18 +44,49 @@ class Stopwatch:
         Samples in which the kernels missed a thread are taken again.
         """
         calls[-1](prepare())
+        measure = self._measure(calls, prepare, budget_s, fewest)
         for _ in range(RETRIES):
             before = self._stalls()
-            if self.device.type == "cuda":
-                seconds = self._row_s(calls, prepare(), budget_s)
-            else:
-                seconds = _calm_mean_s(calls, prepare, budget_s, fewest)
+            seconds = measure()
             if self._stalls() == before:
                 break
             # After a stall the kernels keep to one thread for a while, which is not what is to be measured.
             for _ in range(SETTLE_CALLS):
                 self._shared_work()
         return seconds
+
+    def _measure(
+        self, calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int
+    ) -> Callable[[], float]:
+        if self.device.type == "cuda":
+            return lambda: self._row_s(calls, prepare(), budget_s)
+        played = self._played(calls, prepare, budget_s, fewest)
+        return played or (lambda: _calm_mean_s(calls, prepare, budget_s, fewest))
+
+    def _played(
+        self, calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int
+    ) -> Callable[[], float] | None:
+        """What plays the calls, each behind what prepares it; None where they are not the kernels' alone."""
+        if self._record is None:
+            return None
+        start_s = time.perf_counter()
+        calls[0](prepare())
+        count = int(budget_s / (time.perf_counter() - start_s))
+        spans = []
+        with self._record(computed=False) as tape:
+            for i in range(min(max(fewest, len(calls)), max(fewest, count))):
+                given = prepare()
+                first = len(tape)
+                calls[i % len(calls)](given)
+                spans.append(slice(first, len(tape)))
+        if tape.problem is not None or any(span.start == span.stop for span in spans):
+            return None
+
+        def mean_s() -> float:
+            seconds = tape.timed_s()
+            return _calm_mean([sum(seconds[span]) for span in spans])
+
+        return mean_s
 
     def _row_s(self, calls: Sequence[Call[T]], given: T, budget_s: float) -> float:
         rows: list[float] = []
@@ -79,5 +112,9 @@ def _calm_mean_s(calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: f
         samples.append(now_s - start_s)
         if now_s > end_s and len(samples) >= fewest:
             break
+    return _calm_mean(samples)
+
+
+def _calm_mean(samples: Sequence[float]) -> float:
     limit_s = INTERRUPTED * median(samples)
     return fmean(seconds for seconds in samples if seconds <= limit_s)

@@ -1,0 +1,90 @@
+"""How does a step run on a CPU without the interpreter between its hundreds of kernels?
+
+The first step through some layers over a KV cache is recorded on a tape, and later ones play it: a decode step of a
+small model otherwise spends a third of its time in Python. Layers that torch computes a part of run kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.runtime.blocks.base import LayerCache
+
+FEWEST_ROWS = 64
+MOST_ROWS = 1024  # beyond it, the interpreter is a small part of a step
+
+Stack = Callable[[Tensor], Tensor]
+
+
+class Tape(Protocol):
+    """What `CpuKernels.recording` returns."""
+
+    rows: int | None
+    problem: str | None
+
+    def play(self, batch: RaggedBatch | None = None) -> None: ...
+
+
+class Replays:
+    """The tapes of one decoder: one for each KV cache and number of layers, as long as the cache lives."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._record = getattr(kernels, "recording", None)
+        self._tapes: WeakKeyDictionary[LayerCache, dict[tuple[int, int | None], _Recorded | None]] = WeakKeyDictionary()
+
+    def run(
+        self, stack: Stack, residual: Tensor, batch: RaggedBatch, cache: Sequence[LayerCache], layers: int | None
+    ) -> Tensor:
+        """What `stack` makes of `residual` [tokens, hidden], which changes in place: the normed states.
+
+        `stack` is the first `layers` layers over `cache`, the same function whenever these are the same.
+        """
+        tokens = residual.shape[0]
+        if self._record is None or not cache or tokens > MOST_ROWS or batch.num_tokens != tokens:
+            return stack(residual)
+        tapes, key = self._tapes.setdefault(cache[0], {}), (len(cache), layers)
+        known = tapes.get(key)
+        if key in tapes and known is None:
+            return stack(residual)
+        if known is None or known.rows < tokens:
+            normed, tapes[key] = self._recorded(stack, residual, batch)
+            return normed
+        return known.play(residual, batch)
+
+    def _recorded(self, stack: Stack, residual: Tensor, batch: RaggedBatch) -> tuple[Tensor, _Recorded | None]:
+        """Runs the stack, and records it where it can be played again."""
+        assert self._record is not None, "the caller has checked it"
+        tokens = residual.shape[0]
+        rows = max(FEWEST_ROWS, 1 << (tokens - 1).bit_length())
+        states = residual.new_empty(rows, residual.shape[1])
+        states[:tokens] = residual
+        with self._record(rows, batch) as tape:
+            normed = stack(states[:tokens])
+        residual.copy_(states[:tokens])
+        if tape.problem is not None or normed.shape != residual.shape:
+            return normed.clone(), None
+        return normed.clone(), _Recorded(tape, rows, states, normed)
+
+
+class _Recorded:
+    """A tape, where it finds the hidden states of up to `rows` tokens, and where it leaves their norm."""
+
+    def __init__(self, tape: Tape, rows: int, states: Tensor, normed: Tensor) -> None:
+        self.rows = rows
+        self._tape = tape
+        self._states = states
+        # `normed` was made for fewer tokens, but its memory has room for all rows.
+        self._normed = torch.as_strided(normed, (rows, normed.shape[1]), (normed.shape[1], 1))
+
+    def play(self, residual: Tensor, batch: RaggedBatch) -> Tensor:
+        states = self._states[: residual.shape[0]]
+        states.copy_(residual)
+        self._tape.play(batch)
+        residual.copy_(states)
+        return self._normed[: residual.shape[0]].clone()
