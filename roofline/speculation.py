@@ -234,6 +234,11 @@ class Speculation:
         """Bytes that the drafter adds to the weights of one device."""
         return self._drafter.weights_bytes()
 
+    @property
+    def drafter_reads(self) -> bool:
+        """Whether the drafter reads prompts into a cache of its own before it guesses."""
+        return self._drafter.reads
+
     def drafter_kv_bytes(self, kv_tokens: Count, sequences: Count = 1.0) -> Count:
         """Bytes that the drafter adds to the caches of one device."""
         return self._drafter.kv_bytes(kv_tokens, sequences)
@@ -396,6 +401,8 @@ def one_layer(model: ModelSpec, *, dense: bool) -> ModelSpec:
 class _Drafter:
     """What proposing costs; prompt lookup costs nothing that counts."""
 
+    reads = False
+
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
         return 0.0
 
@@ -412,6 +419,8 @@ class _Drafter:
 
 class _DraftModel(_Drafter):
     """A model of its own: one of its steps for each depth of the tree, over the nodes that it continues."""
+
+    reads = True
 
     def __init__(self, spec: ModelSpec, setup: EngineSetup) -> None:
         self.spec = spec
@@ -456,6 +465,8 @@ class _DraftModel(_Drafter):
 
 class _FirstLayers(_DraftModel):
     """The model's own first layers, whose weights and caches are there, as are K and V of everything that was read."""
+
+    reads = False
 
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
         decode = StepShape(*shape.decode_part, shape.decode_part.sequences)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import add
+
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import Link
 from membound.simulator.content import Content
 from membound.simulator.scheduling.kv_memory import KvMemory
-from membound.simulator.scheduling.request import Outcome, Sequence, Step
+from membound.simulator.scheduling.request import Outcome, Sequence, Step, step_sums
 from membound.simulator.step_times import StepTimes
 
 
@@ -14,6 +16,7 @@ class RooflineExecutor:
     """Takes a step's time from the roofline and its tokens from the content.
 
     Blocks that move to the host and back take their time on `link` before the step begins, as in engines that swap.
+    A drafter reads the prompts of steps without guesses when it next guesses, as that of the runtime does.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class RooflineExecutor:
         self.block_bytes = memory.block_bytes
         self.link = link
         self.step_by_step = step_by_step
+        self._unread: tuple[float, ...] | None = None
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         moved_s = self._moved_s(step.moved_blocks) if step.moved_blocks else 0.0
@@ -36,12 +40,22 @@ class RooflineExecutor:
             emitted = {
                 work.sequence: self.content.emitted(work, sequences[work.sequence]) for work in step.work if work.emits
             }
-            return Outcome(self.times.seconds(step.sums) + moved_s, emitted)
+            return Outcome(self._working_s(step) + moved_s, emitted)
         if step.prompts:
             return Outcome(self.times.seconds(step.sums) + moved_s)
         first_s, slope_s, alike = self.times.decode(step.decoding, step.kv_tokens)
         steps = 1 if moved_s or self.step_by_step else min(step.steady, alike)
         return Outcome(steps * (first_s + slope_s * (steps - 1) / 2) + moved_s, None, steps, slope_s)
+
+    def _working_s(self, step: Step) -> float:
+        """Seconds of a step whose work is listed, with what a drafter has left to read."""
+        if step.drafted:
+            unread, self._unread = self._unread, None
+            return self.times.seconds(step.sums, unread)
+        if step.prompts and self.times.drafter_reads:
+            sums = step_sums(0, 0, step.prompts)
+            self._unread = sums if self._unread is None else tuple(map(add, self._unread, sums))
+        return self.times.seconds(step.sums)
 
     def _moved_s(self, blocks: int) -> float:
         if self.link is None:

@@ -80,19 +80,24 @@ class StepTimes:
         for n, row in zip(near, seconds.tolist(), strict=True):
             self._decode[n] = _Decode(self, n, row)
 
-    def seconds(self, sums: tuple[float, ...]) -> float:
-        """Seconds of any step, given the fields of its `StepShape`."""
+    @property
+    def drafter_reads(self) -> bool:
+        """Whether a drafter keeps the tokens of prompts in a cache of its own."""
+        return self.setup.drafts is not None and self._speculation(self.setup.drafts.gamma).drafter_reads
+
+    def seconds(self, sums: tuple[float, ...], unread: tuple[float, ...] | None = None) -> float:
+        """Seconds of any step, given the fields of its `StepShape`, and of prompts that a drafter reads in it."""
         decoding = sums[1] - sums[6]
         if not sums[6] and sums[0] == decoding:
             return self.decode(int(decoding), int(sums[2]))[0]
         several = sums[0] - sums[5] != decoding  # drafts, or the short last chunk of a prompt
         if several and self.setup.drafts is not None:
-            return self._speculating(sums)
+            return self._speculating(sums, unread)
         if several or self.times.needs_working_set:
             return float(self.exact(StepShape(*sums)))
         return self._parts.seconds(sums)
 
-    def _speculating(self, sums: tuple[float, ...]) -> float:
+    def _speculating(self, sums: tuple[float, ...], unread: tuple[float, ...] | None) -> float:
         """Seconds of a step with drafts: those of the drafter, and of verifying all guesses where they form a tree.
 
         The scheduler counts the longest path alone, since no more can be accepted.
@@ -114,6 +119,8 @@ class StepTimes:
         if drafts.nodes is not None:
             shape = with_guesses(plain, mean * drafts.nodes / drafts.gamma)
         depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
+        if unread is not None:
+            plain = plain + StepShape(*unread)
         return float(self.exact(shape) + self._speculation(depth).draft_s(self.times, plain))
 
     def _speculation(self, depth: int) -> Speculation:
