@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from membound.roofline.errors import MemboundError
@@ -91,7 +91,7 @@ def _priced(plan: dict[str, Any], usd_per_h: float) -> dict[str, Any]:
     }
 
 
-def rank(deployed: dict[str, Any], objective: str) -> tuple[float, ...]:
+def rank(deployed: Mapping[str, Any], objective: str) -> tuple[float, ...]:
     """Smaller is better, as the planner ranks: a device without a price comes after all that have one."""
     usd = math.inf if deployed["usd_per_h"] is None else float(deployed["usd_per_h"])
     return (usd, deployed["gpus"]) if objective == "cost" else (deployed["gpus"], usd)

@@ -389,7 +389,7 @@ def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Transla
 
 def _moved(trace: dict[str, Any]) -> dict[str, Any]:
     """What of a trace differs from place to place."""
-    changed = {
+    changed: dict[str, Any] = {
         key: trace[key] for key in ("type", "x", "y", "text", "customdata", "hovertext", "error_y") if key in trace
     }
     if isinstance(trace.get("marker", {}).get("size"), list):
