@@ -109,7 +109,7 @@ def test_every_probe_of_the_calibration_runs_on_them(kernels, device):
     seconds = [*calibrator.bandwidth.measure([MIB]), *calibrator.host.measure()]
     for kind in KINDS:
         seconds += calibrator.operators.measure(kind)
-    assert {"bf16", "int8"} <= set(calibrator.linears.formats) <= set(plan.linears.formats)
+    assert {"bf16", "int8", "int4", "sparse24"} <= set(calibrator.linears.formats) <= set(plan.linears.formats)
     for format in calibrator.linears.formats:
         seconds += [s for s in calibrator.linears.measure(format, True) if s == s]  # too long a cell is NaN
     assert len(seconds) > 20 and min(seconds) > 0
