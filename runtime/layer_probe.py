@@ -12,16 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels
+from membound.kernels.base import Kernels, PackedWeight
 from membound.roofline.models.recurrent import Mamba2
 from membound.runtime.arithmetic import Routing
+from membound.runtime.blocks.ffn import TwoLayers
 from membound.runtime.blocks.mamba import Mamba2Mixer
 from membound.runtime.blocks.moe import MixtureNetwork
+from membound.runtime.linear import KernelLinear
 from membound.runtime.operator_probe import Load, ragged_batch
 from membound.runtime.stopwatch import Stopwatch
 
 LAYER_KINDS = ("moe", "recurrent")
 SAMPLES = 8
+NARROW = 16
 EPS = 1e-5
 
 
@@ -84,7 +87,7 @@ class LayerProbe:
                 for tokens in self.grid.tokens:
                     generator = torch.Generator().manual_seed(tokens)
                     logits = torch.randn(tokens, count, generator=generator).to(self.device)
-                    yield tokens, hidden, top_k, _Mixture(logits, top_k, self.kernels, self.device)
+                    yield tokens, hidden, top_k, _Mixture(logits, top_k, hidden, self.kernels, self.device)
 
     def _state_s(self, spec: Mamba2, load: Load) -> float:
         tokens, rows = load.sequences * load.new, spec.linears(spec.d_inner)[0].n
@@ -123,19 +126,24 @@ class _Given:
 
 
 class _SameExpert:
-    """An expert that returns its input."""
+    """An expert that returns its input; where the kernels multiply experts together, one of NARROW rows."""
+
+    def __init__(self, kernels: Kernels, into: PackedWeight, out: PackedWeight) -> None:
+        self.layers = TwoLayers(KernelLinear(kernels, into), lambda rows: rows, KernelLinear(kernels, out))
 
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
-    def linears(self) -> Iterator[tuple[str, _Given]]:
+    def linears(self) -> Iterator[tuple[str, KernelLinear]]:
         return iter(())
 
 
 class _Mixture(MixtureNetwork):
-    """A mixture whose router returns `logits` and whose experts return their inputs."""
+    """A mixture whose router returns `logits` and whose experts compute nothing that takes time."""
 
-    def __init__(self, logits: Tensor, top_k: int, kernels: Kernels, device: torch.device) -> None:
-        experts = [_SameExpert() for _ in range(logits.shape[1])]
+    def __init__(self, logits: Tensor, top_k: int, hidden: int, kernels: Kernels, device: torch.device) -> None:
+        shapes = (NARROW, hidden), (hidden, NARROW)
+        into, out = (kernels.pack(torch.zeros(shape, device=device), "bf16") for shape in shapes)
+        experts = [_SameExpert(kernels, into, out) for _ in range(logits.shape[1])]
         super().__init__(Routing(), top_k, _Given(logits), experts, kernels=kernels, device=device)
         self.touched = len(logits.topk(top_k).indices.unique())

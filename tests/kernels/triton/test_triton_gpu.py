@@ -21,12 +21,15 @@ from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
+from membound.roofline.models.recurrent import Mamba2  # noqa: E402
 from membound.runtime.calibrate import KINDS, Plan, _Calibrator  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
 from membound.runtime.host_probe import HostGrid  # noqa: E402
+from membound.runtime.layer_probe import LAYER_KINDS, LayerGrid, LayerProbe  # noqa: E402
 from membound.runtime.linear_probe import LinearGrid  # noqa: E402
 from membound.runtime.operator_probe import Heads, Load, OperatorGrid  # noqa: E402
 from membound.runtime.plain import generate_plain  # noqa: E402
+from membound.runtime.stopwatch import Stopwatch  # noqa: E402
 from membound.runtime.weights import load_safetensors  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "data" / "reference"
@@ -189,3 +192,11 @@ def test_kernels_are_refused_on_a_device_that_is_not_theirs():
         dispatch.kernels_for("cpu", prefer="triton")
     with pytest.raises(ValueError, match=r"the C\+\+ kernels run on a CPU, not on cuda"):
         dispatch.kernels_for("cuda", prefer="cpp")
+
+
+def test_a_calibration_measures_grouped_experts_and_states_in_place(kernels, device):
+    state = Mamba2(heads=2, head_dim=16, d_state=16)
+    grid = LayerGrid(tokens=(2,), hidden=(64,), experts=((4, 2),), states=(state,), loads=(Load(2, 8),), cell_s=1e-4)
+    probe = LayerProbe(kernels, Stopwatch(kernels, device.type), grid)
+    assert all(mixture.together is not None for *_, mixture in probe._mixtures())
+    assert all(seconds > 0 for kind in LAYER_KINDS for seconds in probe.measure(kind))
