@@ -35,7 +35,7 @@ from membound.roofline.step import check_parallel, step_weight_bytes
 from membound.roofline.tasks import acceptance_of, found_of
 from membound.roofline.techniques import Drafts, EagleDrafts, EngineSetup, MedusaDrafts, ModelDrafts, SelfDrafts, Size
 from membound.roofline.techniques.weights import weights_in
-from membound.roofline.token_tree import TokenTree, best_tree, chain
+from membound.roofline.token_tree import TokenTree
 
 # Vocabularies differ by padding within a family; by more than this they are not the same.
 _SAME_VOCABULARY = 0.02
@@ -127,8 +127,7 @@ class Speculation:
     @cached_property
     def tree(self) -> TokenTree:
         """The guesses of a step that has any."""
-        drafts = self.drafts
-        return chain(drafts.alphas) if drafts.nodes is None else best_tree(drafts.alphas, drafts.tokens)
+        return self.drafts.tree
 
     @property
     def acceptance_by_depth(self) -> tuple[float, ...]:
@@ -138,7 +137,7 @@ class Speculation:
             return tree.acceptance_by_depth
         chances = np.asarray(self.profile.acceptance_by_position(drafts.gamma, drafts.hit_rate))
         if drafts.nodes is not None:
-            tabled = best_tree(drafts.alphas, max(drafts.gamma, _TABLED_NODES[drafts.kind])).acceptance_by_depth
+            tabled = replace(drafts, nodes=max(drafts.gamma, _TABLED_NODES[drafts.kind])).tree.acceptance_by_depth
             depth = min(tree.depth, len(tabled))
             share = np.asarray(tree.acceptance_by_depth[:depth]) / np.maximum(np.asarray(tabled[:depth]), 1e-12)
             chances = np.minimum.accumulate(np.minimum(chances[:depth] * share, 1.0))

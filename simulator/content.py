@@ -9,7 +9,6 @@ from typing import Protocol
 from membound.roofline.acceptance import AcceptanceProfile
 from membound.roofline.scenario import Scenario
 from membound.roofline.tasks import acceptance_of
-from membound.roofline.token_tree import best_tree, chain
 from membound.simulator.scheduling.request import Sequence, Work
 from membound.simulator.scheduling.workload.acceptance import AcceptanceSampler
 
@@ -77,5 +76,4 @@ def content_for(scenario: Scenario, recorded: bool) -> Content:
         return ModelledContent(profile, scenario.workload.seed)
     if drafts.nodes is None and drafts.decay == 1.0:
         return ModelledContent(AcceptanceProfile.constant(drafts.alpha), scenario.workload.seed)
-    tree = chain(drafts.alphas) if drafts.nodes is None else best_tree(drafts.alphas, drafts.tokens)
-    return GuessedContent(tree.acceptance_by_depth, scenario.workload.seed)
+    return GuessedContent(drafts.tree.acceptance_by_depth, scenario.workload.seed)

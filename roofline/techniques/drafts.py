@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from membound.roofline.token_tree import RANK_EXPONENT, TokenTree, best_tree, chain
+
 DrafterKind = Literal["ngram", "draft_model", "self", "medusa", "eagle", "mtp"]
 
 
@@ -18,8 +20,9 @@ class Drafts:
 
     In `hit_rate` of the steps there is a draft at all. The best guess at the first position is right with chance
     `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
-    one before. Where the engine is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or
-    none. `content` is the kind of drafter under which a task's profile knows its acceptance, if it does.
+    one before. That none of the first r guesses behind a token is right falls as r^-`rank_exponent`. Where the engine
+    is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or none. `content` is the kind
+    of drafter under which a task's profile knows its acceptance, if it does.
     """
 
     kind: ClassVar[DrafterKind]
@@ -30,12 +33,20 @@ class Drafts:
     decay: float = 1.0
     hit_rate: float = 1.0
     nodes: int | None = None
+    rank_exponent: float = RANK_EXPONENT
     adaptive: bool = False
 
     @property
     def alphas(self) -> tuple[float, ...]:
         """The chance that the best guess is right, position by position."""
         return tuple(self.alpha * self.decay**position for position in range(self.gamma))
+
+    @property
+    def tree(self) -> TokenTree:
+        """The guesses of a step that has any."""
+        if self.nodes is None:
+            return chain(self.alphas)
+        return best_tree(self.alphas, self.tokens, exponent=self.rank_exponent)
 
     @property
     def tokens(self) -> int:

@@ -26,6 +26,7 @@ from membound.roofline.techniques.drafts import (
 )
 from membound.roofline.techniques.setup import EngineSetup
 from membound.roofline.techniques.weights import weights_in
+from membound.roofline.token_tree import RANK_EXPONENT
 
 # What is tried where a length or a tree is open.
 MOST_CHAIN, MOST_DEPTH = 16, 8
@@ -205,13 +206,21 @@ class TrainedHead(Speculative):
     guessable: int | None = Field(
         None, ge=1, description="tokens that the head can guess, by their rows of the lm_head; all if not given"
     )
+    rank_exponent: float = Field(
+        RANK_EXPONENT, gt=0, le=4, description="the chance that none of the first r guesses is right falls as r^-this"
+    )
     acceptance: Literal["exact", "typical"] = Field(
         "exact", description="typical accepts what is likely enough above temperature 0, and is not lossless"
     )
 
     @property
     def _common(self) -> dict[str, Any]:
-        return {"head": self.head, "guessable": self.guessable, "typical": self.acceptance == "typical"}
+        return {
+            "head": self.head,
+            "guessable": self.guessable,
+            "rank_exponent": self.rank_exponent,
+            "typical": self.acceptance == "typical",
+        }
 
 
 class Medusa(TrainedHead):
