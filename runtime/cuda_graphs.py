@@ -21,8 +21,9 @@ from membound.runtime.ragged import MOST_IN_TREE
 LARGEST_BUCKET = 512  # beyond it the host keeps ahead of the kernels without graphs
 LARGEST_EXACT = 32  # as many graphs at most where each is of one batch size alone
 
-Replay = Callable[[], Tensor]
-Capture = Callable[[Callable[[], Tensor]], Replay]
+Outputs = tuple[Tensor, Tensor]  # the normed hidden states and the logits of all of a step's rows
+Replay = Callable[[], Outputs]
+Capture = Callable[[Replay], Replay]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 NOTHING = {"token_ids": 0, "positions": 0, "slots": -1, "context_len": 0, "seats": 0, "tree": 0}  # what padding holds
 
@@ -69,7 +70,11 @@ class DecodeGraphs:
         }
 
         def replay_of(inputs: _Inputs) -> Replay:
-            return capture(lambda: decoder.forward(inputs.token_ids, inputs.batch, kv, inputs.rows))
+            def step() -> Outputs:
+                normed = decoder.hidden(inputs.token_ids, inputs.batch, kv).normed
+                return normed, decoder.logits(normed)
+
+            return capture(step)
 
         # The largest first: the others then find room in what it allocated.
         self._replays = {key: replay_of(self._inputs[key]) for key in sorted(self._inputs, reverse=True)}
@@ -78,15 +83,18 @@ class DecodeGraphs:
         """Whether a step is one that was captured."""
         return batch.block_table.shape[1] <= self.max_blocks and self._key(batch) is not None
 
-    def run(self, token_ids: Tensor, batch: RaggedBatch, logits_rows: Tensor) -> Tensor:
-        """What `Decoder.forward` returns for a step, given on the host; valid until the next one."""
-        key = self._key(batch)
+    def run(self, token_ids: Tensor, batch: RaggedBatch, logits_rows: Tensor) -> Outputs:
+        """The normed states [tokens, hidden] of a step, given on the host, and logits at `logits_rows` [rows].
+
+        Both are valid until the next one.
+        """
+        key, tokens = self._key(batch), batch.num_tokens
         assert key is not None, "takes said so"
         self._inputs[key].fill(token_ids, batch)
-        logits = self._replays[key]()
-        if logits_rows.shape[0] == batch.num_tokens:
-            return logits[: batch.num_tokens]
-        return logits[logits_rows.to(logits.device)]
+        normed, logits = self._replays[key]()
+        if logits_rows.shape[0] == tokens:
+            return normed[:tokens], logits[:tokens]
+        return normed[:tokens], logits[logits_rows.to(logits.device)]
 
     def _key(self, batch: RaggedBatch) -> tuple[int, int] | None:
         """The tokens a sequence and the sequences of the smallest captured step that this one fits."""
@@ -119,7 +127,6 @@ class _Inputs:
         if queries == 1:
             moved["query_start"] = torch.arange(bucket + 1, dtype=torch.int32, device=device)
         self.batch = RaggedBatch(most_queries=queries, **moved)
-        self.rows = torch.arange(tokens, device=device)
         self._clear(0, 0)
         self._bytes.copy_(self._host_bytes)
 
@@ -165,7 +172,7 @@ class CudaCapture:
         self._device = device
         self._pool: Any = None
 
-    def __call__(self, run: Callable[[], Tensor]) -> Replay:
+    def __call__(self, run: Replay) -> Replay:
         with torch.cuda.device(self._device):
             # What is done once, such as compiling and making workspaces, cannot be captured.
             stream = torch.cuda.Stream()
@@ -175,12 +182,12 @@ class CudaCapture:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                logits = run()
+                outputs = run()
         self._pool = graph.pool()
 
-        def replay() -> Tensor:
+        def replay() -> Outputs:
             graph.replay()
-            return logits
+            return outputs
 
         return replay
 

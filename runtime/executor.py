@@ -76,9 +76,12 @@ class TorchExecutor:
             rest = tuple(work for work in listed if work.tokens > MOST_IN_TREE)
             return self._apart(listed, (decoding, rest), sequences)
         token_ids, batch, rows = self._inputs(listed, sequences)
-        if self.proposer is None or not self.proposer.reads_hidden:
-            if self.graphs is not None and self.graphs.takes(batch):
-                return None, self.graphs.run(token_ids, batch, rows)
+        reads_hidden = self.proposer is not None and self.proposer.reads_hidden
+        if self.graphs is not None and self.graphs.takes(batch):
+            normed, logits = self.graphs.run(token_ids, batch, rows)
+            # The next replay writes there, and a proposer may look back further.
+            return normed.clone() if reads_hidden else None, logits
+        if not reads_hidden:
             device = self.decoder.device
             return None, self.decoder.forward(token_ids.to(device), batch.to(device), self.kv, rows.to(device))
         assert isinstance(self.decoder, Decoder), "hidden states are those of one process"

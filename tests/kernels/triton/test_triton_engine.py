@@ -52,6 +52,7 @@ STATE = {"kind": "mamba2", "heads": 4, "head_dim": 16, "d_state": 8}
 # What of the model, and what of the scenario.
 CASES = {
     "drafts": ({}, {"techniques": [{"name": "ngram_speculation", "gamma": 3}]}),
+    "a tree of a head's drafts": ({}, {"techniques": [{"name": "medusa", "heads": 2, "tree_size": 4}]}),
     "latents and experts": ({"attention": LATENT, "ffn": MIXTURE}, {}),
     "states": ({"overrides": [{"layers": "1::2", "attention": STATE}]}, {}),
     "kivi": ({}, {"techniques": [{"name": "kv_quantization", "format": "kivi4"}]}),
