@@ -243,6 +243,16 @@ def test_kept_runs_are_for_who_has_logged_in(behind_a_login):
     assert status == 401 and "nothing" not in json.loads(body)["error"], "nor is it said which runs there are"
 
 
+def test_what_pages_need_is_loaded_and_nothing_that_the_collector_looks_through():
+    """Streamlit collects garbage after each run of a page, in the thread that answers."""
+    loaded = "import gc, sys; from membound.app import server; server._prepare(); "
+    check = (
+        "print(gc.get_freeze_count() > 50_000 > len(gc.get_objects()), 'membound.app.views.validate' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", loaded + check], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
 def test_lost_jobs_are_found_without_a_page(served):
     folder, *_ = served
     store = Store(folder / "home")
