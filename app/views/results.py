@@ -16,6 +16,7 @@ from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import tables
 from membound.app.views.charts import chart
+from membound.app.views.said import said
 from membound.app.views.session import language, store, translate
 from membound.roofline.comparison import Comparison
 
@@ -34,7 +35,7 @@ def comparison_result(rows: Sequence[Comparison], key: str) -> None:
     t = translate()
     gains = [row for row in rows if row.technique != "baseline"]
     baselines = [row for row in rows if row.technique == "baseline"]
-    conditions = rows[0].conditions
+    conditions = said(rows[0].conditions, t)
     left, right = st.columns([1, 2.4], gap="medium")
     with left:
         st.header(t("results.baseline"))
@@ -78,7 +79,8 @@ def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
     elif document.get("summary"):
         run_summary(document["summary"], name)
     made = [] if kept is None else [made_by(kept)]
-    st.caption(" · ".join([*made, *document.get("notes", []), *document.get("provenance", {}).get("notes", [])]))
+    notes = [*document.get("notes", []), *document.get("provenance", {}).get("notes", [])]
+    st.caption(" · ".join([*made, *(said(note, translate()) for note in notes)]))
     _downloads(rows, document, scenario_yaml, name, kept)
 
 

@@ -1,4 +1,4 @@
-"""What does a worker say of its progress, in the reader's language?
+"""What does a worker say of its progress and of its runs, in the reader's language?
 
 Workers speak English, to the terminal and the log too. A translation is found by the English sentence, whose
 placeholders match what the worker put there.
@@ -16,7 +16,10 @@ PREFIX = "says."
 # Placeholders that hold a sentence of a worker themselves; the others hold names and numbers.
 NESTED = ("part", "rest", "source")
 # Placeholders that hold a count, so that a name with the same words is not taken for one.
-COUNTS = ("at", "attempt", "cell", "cells", "number", "of", "repeat", "tries")
+COUNTS = (
+    *("at", "attempt", "cell", "cells", "number", "of", "repeat", "repeats"),
+    *("runs", "threads", "times", "total", "tries"),
+)
 
 
 def said(message: str, t: Translate) -> str:

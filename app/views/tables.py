@@ -13,6 +13,7 @@ from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.roofline.comparison import Comparison
 from membound.roofline.operating_point import OperatingPoint, SweepPoint
+from membound.roofline.techniques import TECHNIQUES
 
 VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not measured": "…", "emulated": "∅"}
 
@@ -79,13 +80,20 @@ def baseline_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
     )
 
 
+def _baseline(row: Comparison, t: Translate) -> str:
+    """What a row is compared with; a technique's usual baseline with a translation where the language has one."""
+    name = row.technique.partition(" ")[0]
+    usual = name in TECHNIQUES and row.baseline == TECHNIQUES[name].baseline
+    return t.name(f"technique.{name}.baseline", row.baseline) if usual else row.baseline
+
+
 def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
     """Each technique at each point with all that a gain needs to be one."""
     return pd.DataFrame(
         {
             t("column.point"): comparison.point_label(row.point, t),
             t("column.technique"): comparison.technique_title(row.technique, t),
-            t("column.baseline"): f"{row.baseline}, {t(f'short.{row.metric}')}",
+            t("column.baseline"): f"{_baseline(row, t)}, {t(f'short.{row.metric}')}",
             t("column.predicted"): f"{text.gain(row.predicted)} ({row.low:.2f}–{row.high:.2f})",
             t("column.measured"): _measured(row, text.gain),
             t("column.error"): _error(row),

@@ -77,3 +77,21 @@ def test_what_a_sentence_holds_is_said_too_and_names_are_not() -> None:
     assert said("5 of 9", ZH) == "5 / 9" and said("queen of spades", ZH) == "queen of spades"
     assert said("something that nobody expected", ZH) == "something that nobody expected"
     assert said("", ZH) == ""
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "kernels cpp (C++ kernels (512-bit vectors), torch's threads), 2 threads",
+        "load average 2.0 at the end, threads held up by other programs 1 times",
+        "the bounds of steps are attributed by the roofline of their shapes",
+        "21 runs were repeated because other programs held up their threads",
+        "10 of 135 cells stayed disturbed by other programs: close them",
+        "SmolLM2-135M, pretrained weights, Intel(R) Xeon(R) Processor, 2 threads, 3 repeats",
+    ],
+)
+def test_what_is_noted_of_a_run_is_said_in_chinese(note: str) -> None:
+    told = said(note, ZH)
+    assert CHINESE.search(told) and said(note, EN) == note
+    assert sorted(re.findall(r"\d+", told)) == sorted(re.findall(r"\d+", note))
+    assert not re.search(r"held up|repeated|attributed|stayed", told)
