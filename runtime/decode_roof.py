@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.kernels.bench.benchmark import Failed, Timed, Timer
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.models import GroupedQueryAttention, get_model
-from membound.runtime.cuda_graphs import Replay
 from membound.runtime.decoder import Decoder
 from membound.runtime.weights import random_weights
 
@@ -51,7 +52,7 @@ def decode_roof(device: torch.device, timer: Timer, layers: int | None = None) -
     )
 
 
-def decode_step(decoder: Decoder, context: int) -> Replay:
+def decode_step(decoder: Decoder, context: int) -> Callable[[], Tensor]:
     """The step of one sequence's token number `context`; called again it computes the same one."""
     blocks = -(-context // BLOCK_SIZE)
     kv, device = decoder.new_cache(blocks, BLOCK_SIZE), decoder.device
