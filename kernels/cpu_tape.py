@@ -103,6 +103,10 @@ class Tape:
             self.batch.read(batch)
         elif self._batch is not batch:
             self.problem = "its operations belong to several batches"
+            other = BatchFields()
+            other.read(batch)
+            self._kept.append((other, batch))  # what runs now must still find its own batch
+            return other
         return self.batch
 
     def shared_rows(self, count: int) -> int | None:
