@@ -2,6 +2,7 @@
 
     .venv/bin/python tests/bench/dashboard_speed.py [paint frames controls sessions live] [--json FILE]
         [--home FOLDER] [--pages explore ..] [--repeats 5] [--sessions 20] [--seconds 60] [--minutes 5]
+        [--watched simulate]
 
 - `paint`: from the start of navigation to the answer and the first chart of each page; the server has served it before.
 - `frames`: from pressing the slider of Explore's roofline to the frame that shows the step at its new place.
@@ -10,7 +11,9 @@
   processor time of browser, server and worker processes together, which other programs do not lengthen.
 - `sessions`: the server's answers to so many sessions, each of which changes a control every few seconds; one is a
   browser, the others speak Streamlit's protocol, because all their browsers would not fit on this machine.
-- `live`: memory of the server while a page watches a run for so many minutes, at one sample a second.
+- `live`: memory of the server while a page watches a run for so many minutes, at one sample a second, and the cores
+  that server and browser take. A run that is measured on the CPU (`--watched measure`) is looked at every three
+  seconds, others twice a second.
 
 Times are of this machine with everything else that it does: the load average is in the result. `--home` is a store to
 work in (a new one), which is given the calibration of the tests where it has none.
@@ -218,19 +221,18 @@ def _other_option(buttons: Any) -> int | None:
     return usable[-1] if usable else None
 
 
-def live(chromium: Any, dashboard: Dashboard, minutes: float) -> dict[str, Any]:
-    """A page watches a job that tells of itself twice a second; memory of the server at one sample a second.
-
-    The job is a simulation, because the page of a measurement on the CPU looks more seldom.
-    """
+def live(chromium: Any, dashboard: Dashboard, minutes: float, kind: str) -> dict[str, Any]:
+    """A page watches a job that tells of itself twice a second; memory of the server at one sample a second."""
     store = dashboard.store
-    job_id = store.submit_job("simulate", {"scenario": "name: watched\n"})
+    job_id = store.submit_job(kind, {"scenario": "name: watched\n"})
     store.attach_worker(job_id, os.getpid(), process_born(os.getpid()))
     store.start_job(job_id)
     context, tab = new_tab(chromium, dashboard)
-    rss, heap, reports, began = [], [], 0, time.monotonic()
+    rss, heap, reports = [], [], 0
     try:
         tab.page.goto(f"{tab.url}/live?job={job_id}", timeout=TIMEOUT_MS)
+        tab.page.wait_for_selector(".membound-live-chart .nsewdrag", timeout=TIMEOUT_MS)
+        began, server_s, all_s = time.monotonic(), _cpu_s(dashboard.process.pid), _all_cpu_s()
         while time.monotonic() - began < 60 * minutes:
             now = time.time()
             payload = {"t": now, "tokens_per_s": 100 + random.random(), "running": 4, "kv_utilization": 0.5}
@@ -247,6 +249,8 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float) -> dict[str, Any]:
                 )
             tab.page.wait_for_timeout(500)
         drawn = tab.page.evaluate("document.querySelector('.membound-live-chart')._fullData[0].y.length")
+        seconds = time.monotonic() - began
+        server_s, all_s = _cpu_s(dashboard.process.pid) - server_s, _all_cpu_s() - all_s
     finally:
         store.finish_job(job_id, "cancelled")
     tab.check()
@@ -254,6 +258,9 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float) -> dict[str, Any]:
     tenth = max(1, len(rss) // 10)
     return {
         "minutes": minutes,
+        "kind": kind,
+        "server_cores": round(server_s / seconds, 3),
+        "browser_cores": round((all_s - server_s) / seconds, 3),
         "server_rss_mib": {
             "begin": round(statistics.mean(rss[:tenth])),
             "end": round(statistics.mean(rss[-tenth:])),
@@ -412,6 +419,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--watched", choices=("simulate", "measure"), default="simulate")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     home = options.home or Path(tempfile.mkdtemp(prefix="membound-speed-"))
@@ -424,7 +432,7 @@ def main() -> None:
         "frames": lambda chromium: frames(chromium, dashboard, options.repeats),
         "controls": lambda chromium: controls(chromium, dashboard, options.pages, options.repeats),
         "sessions": lambda chromium: sessions(chromium, dashboard, options.sessions, options.seconds),
-        "live": lambda chromium: live(chromium, dashboard, options.minutes),
+        "live": lambda chromium: live(chromium, dashboard, options.minutes, options.watched),
     }
     found: dict[str, Any] = {"cores": os.cpu_count(), "load_average_before": os.getloadavg()[0]}
     try:
