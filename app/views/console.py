@@ -19,8 +19,8 @@ from membound.app.views.session import store, this_machine, translate
 from membound.app.worker import MEASUREMENTS
 
 POLL_S = 0.5
-# Server and browser take 0.36 of a core for an open page at 0.5 s and 0.13 at 2 s (`tests/bench/dashboard_speed.py live`,
-# 2 cores), and a CPU run is being timed meanwhile.
+# Server and browser take 0.36 of a core for an open page at 0.5 s, and 0.10 at 3 s (`tests/bench/dashboard_speed.py
+# live`), and a CPU run is being timed meanwhile.
 POLL_BESIDE_CPU_S = 3.0
 CHART_HEIGHT, TEXT_HEIGHT = 390, 320
 
