@@ -21,6 +21,7 @@ from membound.kernels.triton.latent_store import latent_store, latent_store_refe
 from membound.kernels.triton.launch import launch as real_launch  # noqa: E402
 from membound.roofline.models import ModelSpec  # noqa: E402
 from membound.runtime.arithmetic import Arithmetic, Routing  # noqa: E402
+from membound.runtime.blocks.states import SeatStates  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
 from membound.runtime.sampling import FusedSampler, GreedySampler, Guesses, LogitsError, sampler_for  # noqa: E402
 from membound.runtime.weights import random_weights  # noqa: E402
@@ -78,6 +79,7 @@ KINDS = {
             "ffn": CHANNEL_MIX,
             "norm": "layer",
             "embedding_norm": True,
+            "layers": 2,
         },
         {"rwkv_update_kernel"},
     ),
@@ -135,8 +137,9 @@ def all_logits(decoder):
     ids = torch.arange(3, 23) % decoder.spec.vocab, torch.arange(90, 110) % decoder.spec.vocab
     kv = decoder.new_cache(8, BLOCK_SIZE, seats=3)
     for layer in kv:
-        for part in getattr(layer, "parts", {}).values():
-            part.fill_(3.0)
+        if isinstance(layer, SeatStates):
+            for part in layer.parts.values():
+                part.fill_(3.0)
     found = []
     for parts in STEPS:
         tokens = torch.cat([ids[i][start:end] for i, (start, end) in enumerate(parts)]).to(decoder.device)
@@ -171,7 +174,7 @@ def launched(monkeypatch):
 def tiny(**changes):
     dense = {
         "name": "tiny",
-        "layers": 2,
+        "layers": 1,
         "hidden": 32,
         "vocab": 64,
         "attention": ATTENTION,
