@@ -1,4 +1,4 @@
-"""What does a worker say of its progress and of its runs, in the reader's language?
+"""What do workers and documents say in English, in the reader's language?
 
 Workers speak English, to the terminal and the log too. A translation is found by the English sentence, whose
 placeholders match what the worker put there.

@@ -14,6 +14,7 @@ from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import asked, fields, linked, states
 from membound.app.views.charts import chart
+from membound.app.views.said import said
 from membound.app.views.session import store, translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
@@ -55,7 +56,7 @@ def _published(t: Translate) -> None:
         table=listed[0].table,
     )
     for at, found in enumerate(listed[1:]):
-        with st.expander(found.title):
+        with st.expander(said(found.title, t)):
             st.dataframe(found.table, hide_index=True, key=f"published_{at}")
     st.caption(t("validate.published_caption"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from membound.app import judged
 from membound.app.i18n import Translate
 from membound.app.views.said import said
 
@@ -95,3 +96,8 @@ def test_what_is_noted_of_a_run_is_said_in_chinese(note: str) -> None:
     assert CHINESE.search(told) and said(note, EN) == note
     assert sorted(re.findall(r"\d+", told)) == sorted(re.findall(r"\d+", note))
     assert not re.search(r"held up|repeated|attributed|stayed", told)
+
+
+def test_the_sections_of_the_published_validation_have_chinese_titles() -> None:
+    titles = [found.title for found in judged.published()[1:]]
+    assert titles and all(CHINESE.search(said(title, ZH)) for title in titles), titles
