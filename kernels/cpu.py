@@ -122,8 +122,11 @@ class CpuKernels(ComposedKernels):
         m, k = x.shape
         if k != known.fields.k:
             raise ValueError(f"x has {k} columns, and the weight is {known.fields.n} x {known.fields.k}")
-        if known.matrix_unit_tokens is not None and m >= known.matrix_unit_tokens:
-            return functional.linear(x.to(torch.bfloat16), weight.data).float()
+        if known.matrix_unit_tokens is not None:
+            if self._tape is not None:
+                self._tape.only_up_to(known.matrix_unit_tokens - 1)
+            if m >= known.matrix_unit_tokens:
+                return functional.linear(x.to(torch.bfloat16), weight.data).float()
         x = _contiguous(x)
         out = self._empty(m, known.fields.n)
         arguments = _LinearArguments(known.address, x.data_ptr(), out.data_ptr(), m, self._shared_rows(m))

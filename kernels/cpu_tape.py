@@ -73,6 +73,7 @@ class Tape:
     ) -> None:
         self.rows = rows
         self.computed = computed
+        self._room = rows
         self.problem: str | None = None
         self.batch = BatchFields()
         self._replay = library.membound_replay
@@ -119,11 +120,16 @@ class Tape:
             return None
         return addressof(self.batch)
 
+    def only_up_to(self, rows: int) -> None:
+        """With more rows than these, an operation would not be the library's."""
+        if self.rows is not None:
+            self.rows = min(self.rows, rows)
+
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for an operation's result."""
         if self.rows is None or self._batch is None or shape[0] != self._batch.num_tokens:
             return self._scratch.empty(shape)
-        return self._scratch.empty((self.rows, *shape[1:]))[: shape[0]]
+        return self._scratch.empty((self._room or 0, *shape[1:]))[: shape[0]]
 
     def finish(self) -> None:
         """Ends the recording."""

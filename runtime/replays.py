@@ -7,6 +7,7 @@ small model otherwise spends a third of its time in Python. Layers that torch co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ class Replays:
 
     def __init__(self, kernels: Any) -> None:
         self._record = getattr(kernels, "recording", None)
-        self._tapes: WeakKeyDictionary[LayerCache, dict[tuple[int, int | None], _Recorded | None]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[LayerCache, dict[tuple[int, int | None], _Known]] = WeakKeyDictionary()
 
     def run(
         self, stack: Stack, residual: Tensor, batch: RaggedBatch, cache: Sequence[LayerCache], layers: int | None
@@ -48,16 +49,14 @@ class Replays:
         tokens = residual.shape[0]
         if self._record is None or not cache or tokens > MOST_ROWS or batch.num_tokens != tokens:
             return stack(residual)
-        tapes, key = self._tapes.setdefault(cache[0], {}), (len(cache), layers)
-        known = tapes.get(key)
-        if key in tapes and known is None:
+        known = self._known.setdefault(cache[0], {}).setdefault((len(cache), layers), _Known())
+        if tokens >= known.torch_from:
             return stack(residual)
-        if known is None or known.rows < tokens:
-            normed, tapes[key] = self._recorded(stack, residual, batch)
-            return normed
-        return known.play(residual, batch)
+        if known.recorded is None or tokens > known.recorded.rows:
+            return self._recorded(known, stack, residual, batch)
+        return known.recorded.play(residual, batch)
 
-    def _recorded(self, stack: Stack, residual: Tensor, batch: RaggedBatch) -> tuple[Tensor, _Recorded | None]:
+    def _recorded(self, known: _Known, stack: Stack, residual: Tensor, batch: RaggedBatch) -> Tensor:
         """Runs the stack, and records it where it can be played again."""
         assert self._record is not None, "the caller has checked it"
         tokens = residual.shape[0]
@@ -68,19 +67,30 @@ class Replays:
             normed = stack(states[:tokens])
         residual.copy_(states[:tokens])
         if tape.problem is not None or normed.shape != residual.shape:
-            return normed.clone(), None
-        return normed.clone(), _Recorded(tape, rows, states, normed)
+            known.torch_from = tokens
+        else:
+            known.recorded = _Recorded(tape, states, normed)
+        return normed.clone()
+
+
+@dataclass
+class _Known:
+    """What was recorded last, and from how many tokens on torch computes a part."""
+
+    recorded: _Recorded | None = None
+    torch_from: int = MOST_ROWS + 1
 
 
 class _Recorded:
     """A tape, where it finds the hidden states of up to `rows` tokens, and where it leaves their norm."""
 
-    def __init__(self, tape: Tape, rows: int, states: Tensor, normed: Tensor) -> None:
-        self.rows = rows
+    def __init__(self, tape: Tape, states: Tensor, normed: Tensor) -> None:
+        assert tape.rows is not None, "it is for other steps, too"
+        self.rows = tape.rows
         self._tape = tape
         self._states = states
         # `normed` was made for fewer tokens, but its memory has room for all rows.
-        self._normed = torch.as_strided(normed, (rows, normed.shape[1]), (normed.shape[1], 1))
+        self._normed = torch.as_strided(normed, (self.rows, normed.shape[1]), (normed.shape[1], 1))
 
     def play(self, residual: Tensor, batch: RaggedBatch) -> Tensor:
         states = self._states[: residual.shape[0]]

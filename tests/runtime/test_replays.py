@@ -95,8 +95,8 @@ def test_replayed_steps_have_the_bits_of_those_run_kernel_by_kernel(
             )
             assert torch.equal(ours.normed, theirs.normed), f"step {number} of {layers} layers"
             assert torch.equal(ours.residual, theirs.residual)
-    known = played._replays._tapes[caches[0][0]]
-    assert all(known.values()), "these steps can be replayed"
+    known = played._replays._known[caches[0][0]]
+    assert all(each.recorded for each in known.values()), "these steps can be replayed"
 
 
 def test_what_torch_computes_is_not_lost(kernels: CpuKernels, reference: Path) -> None:
@@ -110,7 +110,26 @@ def test_what_torch_computes_is_not_lost(kernels: CpuKernels, reference: Path) -
             decoder.hidden(ids, batch, cache) for decoder, cache in zip((played, plain), caches, strict=True)
         )
         assert torch.equal(ours.normed, theirs.normed)
-    assert list(played._replays._tapes[caches[0][0]].values()) == [None]
+    (known,) = played._replays._known[caches[0][0]].values()
+    assert known.recorded is None and known.torch_from == 1
+
+
+def test_steps_that_torch_multiplies_faster_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "FEWEST_ROWS", 8)
+    kernels = CpuKernels()
+    monkeypatch.setattr(kernels, "_matrix_unit_tokens", {"bf16": 6})
+    weights = random_weights(SPEC, seed=1)
+    played, plain = Decoder(SPEC, weights, kernels), Decoder(SPEC, weights, kernels, replayed=False)
+    caches = [decoder.new_cache(BLOCKS_EACH, BLOCK_SIZE) for decoder in (played, plain)]
+    for tokens in (20, 1, 5, 6, 7, 2):
+        batch = ragged_batch([Part(0, tokens, range(BLOCKS_EACH))], BLOCK_SIZE)
+        ids = torch.arange(tokens)
+        ours, theirs = (
+            decoder.hidden(ids, batch, cache) for decoder, cache in zip((played, plain), caches, strict=True)
+        )
+        assert torch.equal(ours.normed, theirs.normed), f"{tokens} tokens"
+    (known,) = played._replays._known[caches[0][0]].values()
+    assert known.recorded is not None and known.recorded.rows == 5 and known.torch_from == 6
 
 
 def test_a_longer_step_is_recorded_anew_and_the_longest_are_not(
@@ -124,7 +143,7 @@ def test_a_longer_step_is_recorded_anew_and_the_longest_are_not(
     for tokens in (1, 2, 3, 9, 4, 17):
         batch = ragged_batch([Part(0, tokens, range(BLOCKS_EACH))], BLOCK_SIZE)
         decoder.hidden(torch.zeros(tokens, dtype=torch.int64), batch, cache)
-        rows += [recorded.rows for recorded in decoder._replays._tapes[cache[0]].values()]
+        rows += [known.recorded.rows for known in decoder._replays._known[cache[0]].values() if known.recorded]
     assert rows == [2, 2, 4, 16, 16, 16]
 
 
@@ -133,10 +152,10 @@ def test_a_tape_goes_with_the_cache_that_it_writes_to(kernels: CpuKernels) -> No
     cache = decoder.new_cache(BLOCKS_EACH, BLOCK_SIZE)
     batch = ragged_batch([Part(0, 3, range(BLOCKS_EACH))], BLOCK_SIZE)
     decoder.hidden(torch.zeros(3, dtype=torch.int64), batch, cache)
-    assert len(decoder._replays._tapes) == 1
+    assert len(decoder._replays._known) == 1
     del cache
     gc.collect()
-    assert len(decoder._replays._tapes) == 0
+    assert len(decoder._replays._known) == 0
 
 
 def test_each_operation_of_a_tape_is_timed(kernels: CpuKernels) -> None:
