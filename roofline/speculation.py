@@ -328,11 +328,17 @@ def with_guesses(shape: StepShape, guesses: Count) -> StepShape:
 def draft_model(model: ModelSpec, name: str | None) -> ModelSpec:
     """The model that drafts for `model`: the one of that name, else the smallest of its family.
 
-    Raises MemboundError where the vocabularies differ, or where the family has no smaller model.
+    Raises MemboundError where the vocabularies differ, where it is the larger one, or where the family has no smaller
+    model.
     """
     if name is None:
         return _smallest_of_family(model)
     draft = resolve_model(name)
+    if draft.params > model.params:
+        raise MemboundError(
+            f"draft is '{draft.name}' of {draft.params / 1e9:.3g} billion parameters, more than the "
+            f"{model.params / 1e9:.3g} of '{model.name}'; give a smaller model"
+        )
     if not _same_vocabulary(draft, model):
         raise MemboundError(
             f"draft is '{draft.name}', whose vocabulary has {draft.vocab} tokens, but that of '{model.name}' has "

@@ -354,3 +354,9 @@ def test_a_scenario_speculates_with_the_acceptance_of_its_workload():
     found = speculation_of(eagle, LLAMA)
     assert found is not None
     assert found.expected_tokens == pytest.approx(4.18, rel=0.01)  # what data/tasks/chat.yaml states for its tree
+
+
+def test_a_draft_larger_than_its_model_is_refused_by_both_sizes() -> None:
+    with pytest.raises(MemboundError, match=r"'Llama-3.1-70B' of 70.6 billion parameters, more than the 8.03 of"):
+        draft_model(get_model("Llama-3.1-8B"), "Llama-3.1-70B")
+    assert draft_model(get_model("Llama-3.1-8B"), "Llama-3.1-8B").name == "Llama-3.1-8B", "a copy in fewer bits drafts"
