@@ -100,7 +100,8 @@ def test_devices_differ_in_colour_and_symbol(plans: list[dict[str, Any]]) -> Non
 
 def test_a_cross_is_a_measurement_outside_of_its_interval() -> None:
     rows = judged.shipped()
-    rows = rows[rows["metric"] == "gain"].copy()
+    rows = rows[rows["metric"] == "gain"]
+    rows = rows[judged.is_within(rows)].copy()
     rows.iloc[0, rows.columns.get_loc("measured")] = 3.0  # type: ignore[index]
     figure = validation.scatter_figure(rows, "gain", "phase", T)
     crosses = [trace for trace in figure.data if trace.mode == "markers" and trace.marker.symbol == "x-open"]

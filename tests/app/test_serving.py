@@ -243,9 +243,10 @@ def test_every_comparison_of_this_machine_is_a_row(store: Store) -> None:
     assert rows.empty and unread == 0
     shipped = judged.shipped()
     assert len(shipped) == 11 and set(shipped["phase"]) >= {"baseline", "int8_weights", "ngram_speculation"}
-    # the errors that README prints of this record: the worst of all is 8-bit weights with one user
-    assert judged.worst(shipped).iloc[0]["phase"] == "int8_weights"
-    assert judged.errors_by(shipped).iloc[0]["p90"] < 0.05
+    # the errors that README prints of this record: the baseline at one user is the furthest off
+    worst = judged.worst(shipped).iloc[0]
+    assert (worst["phase"], worst["batch"]) == ("baseline", "1")
+    assert judged.errors_by(shipped).iloc[0]["p90"] < 0.093
 
 
 def test_runs_of_this_machine_are_judged_and_those_of_another_version_counted(store: Store) -> None:
