@@ -22,7 +22,7 @@ from membound.kernels import cpu_build
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.composed import ComposedKernels
-from membound.kernels.cpu_tape import BatchFields, Scratch, Tape, Watch
+from membound.kernels.cpu_tape import BatchFields, Scratch, Tape, Watch, declared_replay
 from membound.kernels.kv_formats import KV_DTYPES, QuantizedKv
 from membound.kernels.quantize import TILE_ROWS, Packer
 
@@ -50,13 +50,13 @@ class CpuKernels(ComposedKernels):
         Raises KernelBuildError where the kernels cannot be built.
         """
         library = cpu_build.load_library()
-        self._library = library
         self._linear = _declare(library, "membound_linear", _LinearArguments)
         self._rms_norm = _declare(library, "membound_rms_norm", _NormArguments)
         self._silu_mul = _declare(library, "membound_silu_mul", _GateArguments)
         self._rope_and_store = _declare(library, "membound_rope_and_store", _RopeArguments)
         self._attention = _declare(library, "membound_attention", _AttentionArguments)
         self._attention_scores = _declare(library, "membound_attention_scores", _AttentionArguments)
+        self._replay = declared_replay(library)
         self._scratch = Scratch()
         self._tape: Tape | None = None
         self._weights: dict[int, _KnownWeight] = {}
@@ -106,7 +106,7 @@ class CpuKernels(ComposedKernels):
 
         With `rows`, on other batches of up to so many tokens, too: then each operation works on the tokens of `batch`.
         """
-        tape = Tape(self._library, self._scratch, rows, batch, computed)
+        tape = Tape(self._replay, self._scratch, rows, batch, computed)
         self._tape = tape
         try:
             with Watch(tape):

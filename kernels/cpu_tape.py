@@ -69,16 +69,14 @@ class Tape:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, scratch: Scratch, rows: int | None, batch: RaggedBatch | None, computed: bool
+        self, replay: Any, scratch: Scratch, rows: int | None, batch: RaggedBatch | None, computed: bool
     ) -> None:
         self.rows = rows
         self.computed = computed
         self._room = rows
         self.problem: str | None = None
         self.batch = BatchFields()
-        self._replay = library.membound_replay
-        self._replay.argtypes = [POINTER(_Operation), c_int64, POINTER(c_double), c_int]
-        self._replay.restype = None
+        self._replay = replay
         self._scratch = scratch
         self._batch: RaggedBatch | None = None
         if batch is not None:
@@ -169,6 +167,13 @@ _HARMLESS = ("aten::detach", "aten::empty", "aten::lift_fresh")
 
 class _Operation(Structure):
     _fields_ = [("run", c_void_p), ("arguments", c_void_p)]
+
+
+def declared_replay(library: ctypes.CDLL) -> Any:
+    """The library's function that plays operations, which every tape is given."""
+    function = library.membound_replay
+    function.argtypes, function.restype = [POINTER(_Operation), c_int64, POINTER(c_double), c_int], None
+    return function
 
 
 def _pointer(x: Tensor, dtype: torch.dtype) -> int:

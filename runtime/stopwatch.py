@@ -74,7 +74,7 @@ class Stopwatch:
         count = int(budget_s / (time.perf_counter() - start_s))
         spans = []
         with self._record(computed=False) as tape:
-            for i in range(min(max(fewest, len(calls)), max(fewest, count))):
+            for i in range(max(fewest, min(count, len(calls)))):
                 given = prepare()
                 first = len(tape)
                 calls[i % len(calls)](given)

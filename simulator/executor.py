@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from operator import add
-
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import Link
+from membound.roofline.shape import StepShape
 from membound.simulator.content import Content
 from membound.simulator.scheduling.kv_memory import KvMemory
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, step_sums
@@ -32,7 +31,7 @@ class RooflineExecutor:
         self.block_bytes = memory.block_bytes
         self.link = link
         self.step_by_step = step_by_step
-        self._unread: tuple[float, ...] | None = None
+        self._unread: StepShape | None = None
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         moved_s = self._moved_s(step.moved_blocks) if step.moved_blocks else 0.0
@@ -53,8 +52,8 @@ class RooflineExecutor:
             unread, self._unread = self._unread, None
             return self.times.seconds(step.sums, unread)
         if step.prompts and self.times.drafter_reads:
-            sums = step_sums(0, 0, step.prompts)
-            self._unread = sums if self._unread is None else tuple(map(add, self._unread, sums))
+            shape = StepShape(*step_sums(0, 0, step.prompts))
+            self._unread = shape if self._unread is None else self._unread + shape
         return self.times.seconds(step.sums)
 
     def _moved_s(self, blocks: int) -> float:

@@ -85,7 +85,7 @@ class StepTimes:
         """Whether a drafter keeps the tokens of prompts in a cache of its own."""
         return self.setup.drafts is not None and self._speculation(self.setup.drafts.gamma).drafter_reads
 
-    def seconds(self, sums: tuple[float, ...], unread: tuple[float, ...] | None = None) -> float:
+    def seconds(self, sums: tuple[float, ...], unread: StepShape | None = None) -> float:
         """Seconds of any step, given the fields of its `StepShape`, and of prompts that a drafter reads in it."""
         decoding = sums[1] - sums[6]
         if not sums[6] and sums[0] == decoding:
@@ -97,7 +97,7 @@ class StepTimes:
             return float(self.exact(StepShape(*sums)))
         return self._parts.seconds(sums)
 
-    def _speculating(self, sums: tuple[float, ...], unread: tuple[float, ...] | None) -> float:
+    def _speculating(self, sums: tuple[float, ...], unread: StepShape | None) -> float:
         """Seconds of a step with drafts: those of the drafter, and of verifying all guesses where they form a tree.
 
         The scheduler counts the longest path alone, since no more can be accepted.
@@ -120,7 +120,7 @@ class StepTimes:
             shape = with_guesses(plain, mean * drafts.nodes / drafts.gamma)
         depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
         if unread is not None:
-            plain = plain + StepShape(*unread)
+            plain = plain + unread
         return float(self.exact(shape) + self._speculation(depth).draft_s(self.times, plain))
 
     def _speculation(self, depth: int) -> Speculation:
