@@ -115,7 +115,7 @@ def test_adaptive_drafts_leave_the_greedy_tokens_and_stop_where_they_are_never_r
     [
         ({"name": "medusa", "heads": 4, "tree_size": 64}, "field 'tree_size' of medusa is 64"),
         ({"name": "self_speculation", "layers": 4}, "field 'layers' of self_speculation is 4"),
-        ({"name": "draft_model_speculation", "draft": "SmolLM2-135M"}, "same tokenizer"),
+        ({"name": "draft_model_speculation", "draft": "SmolLM2-135M"}, "give a smaller model"),
         ({"name": "eagle", "head": "/nowhere.safetensors"}, "draft head '/nowhere.safetensors' cannot be read"),
     ],
 )
