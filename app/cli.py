@@ -36,6 +36,7 @@ from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
     from membound.roofline.result import RunResult
+    from membound.roofline.scenario import Scenario
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
 
@@ -164,7 +165,7 @@ def measure(
         keep_run(Store(membound_home()), "measure", chosen, result)
         return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
-    _ensure_calibrated()
+    _ensure_calibrated(chosen)
     with measuring("membound measure") as listener:
         hardware, runtime = machine_for(chosen)
         live = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
@@ -208,7 +209,7 @@ def compare(
         print_result(at_server.to_json(), as_json, endpoint_comparison.comparison)
         keep_comparison(Store(membound_home()), chosen, at_server)
         return
-    _ensure_calibrated()
+    _ensure_calibrated(chosen)
     with measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)
         result = run_compare(chosen, hardware, runtime, listener)
@@ -341,12 +342,13 @@ def _write_timeline(
         typer.echo(note, err=True)
 
 
-def _ensure_calibrated() -> None:
+def _ensure_calibrated(scenario: Scenario) -> None:
+    from membound.roofline.hardware import LOCAL_GPU, is_local
     from membound.roofline.home import local_calibration_path
 
-    if not local_calibration_path().exists():
+    if is_local(scenario.hardware) and not local_calibration_path().exists():
         typer.echo("this machine is not calibrated yet: doing it now", err=True)
-        _calibrate(None)
+        _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
 
 
 def _calibrate(threads: int | None, device: str = "cpu") -> Any:

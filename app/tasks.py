@@ -8,7 +8,7 @@ from membound.app.compare import LiveObserver, compare
 from membound.app.keeping import keep_comparison, keep_run
 from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, local_hardware
+from membound.roofline.hardware import HardwareSpec, is_local, local_hardware
 from membound.roofline.home import local_calibration_path
 from membound.roofline.scenario import Scenario, parse_scenario, parse_yaml
 
@@ -190,15 +190,15 @@ def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:
 
     Raises MemboundError where the scenario is for another machine, and where torch is missing.
     """
-    if scenario.hardware != "local":
+    if not is_local(scenario.hardware):
         raise MemboundError(
-            f"field 'hardware' is '{scenario.hardware}', but only 'local' can be measured here; "
+            f"field 'hardware' is '{scenario.hardware}', but only 'local' and 'local-gpu' can be measured here; "
             "use `membound simulate` for other devices"
         )
     need_torch()
     from membound.runtime.engine import Runtime
 
-    hardware = local_hardware()
+    hardware = local_hardware(scenario.hardware)
     calibration = hardware.calibration
     device = "cuda" if calibration and calibration.kind == "gpu" else "cpu"
     return hardware, Runtime(device, threads=calibration.threads if calibration else None)

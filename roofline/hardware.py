@@ -261,7 +261,7 @@ def _read_hardware(path: Path, modified_ns: int, size: int) -> HardwareSpec:
 def hardware_of(calibration: Calibration) -> HardwareSpec:
     """The machine that a calibration describes, as the device `local`; raises MemboundError for an impossible one."""
     document = dict(
-        name="local",
+        name=LOCAL,
         vendor="this machine",
         kind=calibration.kind,
         architecture="CPU" if calibration.kind == "cpu" else "unknown",
@@ -274,9 +274,23 @@ def hardware_of(calibration: Calibration) -> HardwareSpec:
     return parse_hardware(document, f"the calibration of '{calibration.machine}'")
 
 
-def local_hardware() -> HardwareSpec:
-    """This machine as it was calibrated; raises MemboundError where it was not."""
-    return hardware_of(Calibration.load(local_calibration_path()))
+LOCAL, LOCAL_GPU = "local", "local-gpu"
+
+
+def is_local(name: str) -> bool:
+    """Whether the device of this name is the machine at hand, which alone can be measured."""
+    return name in (LOCAL, LOCAL_GPU)
+
+
+def local_hardware(name: str = LOCAL) -> HardwareSpec:
+    """This machine as it was calibrated; raises MemboundError where it was not, and for the GPU of one without."""
+    calibration = Calibration.load(local_calibration_path())
+    if name == LOCAL_GPU and calibration.kind != "gpu":
+        raise MemboundError(
+            f"hardware is '{LOCAL_GPU}', but what was calibrated on this machine is its CPU; "
+            "run `membound calibrate --device cuda` where there is a GPU, or give hardware: local"
+        )
+    return hardware_of(calibration)
 
 
 # --- the catalog ---
@@ -357,13 +371,13 @@ def _user_files() -> list[tuple[Path, HardwareSpec]]:
 
 
 def get_hardware(name: str) -> HardwareSpec:
-    """The device called `name`: `local`, the path of a YAML file, one of the user's, or one of the catalog.
+    """The device called `name`: `local` or `local-gpu`, the path of a YAML file, the user's, or one of the catalog.
 
     A memory size in the name must be the device's. Raises MemboundError with the closest names otherwise, and for a
     name that two files have.
     """
-    if name == "local":
-        return local_hardware()
+    if is_local(name):
+        return local_hardware(name)
     if name.endswith((".yaml", ".yml")):
         return read_hardware(expanded(name, "hardware file"))
     if not normalised(name):

@@ -51,7 +51,11 @@ class Scenario(Part):
         description="a catalog name, or the path of a config.json or a GGUF; 'NAME[:4]' is its first 4 layers"
     )
     weights: str = Field("random", description="'pretrained', 'random', or the path of a GGUF or safetensors folder")
-    hardware: str = Field("local", min_length=1)
+    hardware: str = Field(
+        "local",
+        min_length=1,
+        description="a device's name, the path of a YAML file, or what was calibrated here: 'local', or 'local-gpu'",
+    )
     parallel: Parallelism = SINGLE
     engine: Engine = Engine()
     cluster: Cluster | None = None
