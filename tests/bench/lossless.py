@@ -4,7 +4,8 @@
 
 SmolLM2-135M-Instruct; the recorded prompts, and the same with parts of their recorded answers behind them, so that many
 begin alike. Every row serves all of them in another way and counts those whose tokens are all equal. The model's nine
-heads divide among three processes, not two. Times mean nothing here, so the machine may be busy.
+heads divide among three processes, not two. Times mean nothing here, so the machine may be busy. Rows that FILE has
+already are kept and not run again.
 """
 
 from __future__ import annotations
@@ -93,6 +94,17 @@ def changed(scenario: Scenario, changes: Changes) -> Scenario:
     return scenario
 
 
+def kept(path: Path | None, prompts: int, tokens: int) -> list[dict[str, Any]]:
+    """The rows of an earlier run that asked the same."""
+    if path is None or not path.exists():
+        return []
+    return [
+        row
+        for row in json.loads(path.read_text("utf-8"))["rows"]
+        if row["prompts"] == prompts and row["tokens"] == tokens
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=200)
@@ -115,9 +127,9 @@ def main() -> None:
         requests, decoder = requests_for(scenario), runtime.decoder(scenario)
         assert len({request.prompt_ids for request in requests}) == options.prompts
         plain = {r.id: list(generate_plain(decoder, r.prompt_ids or (), options.tokens)) for r in requests}
-        found = []
+        found = kept(options.json, options.prompts, options.tokens)
         for name, changes in rows().items():
-            if options.only and name not in options.only:
+            if (options.only and name not in options.only) or name in {row["way"] for row in found}:
                 continue
             result = runtime.run(changed(scenario, changes), get_hardware("H100-SXM5"))
             equal = sum(result.outputs[id] == tokens for id, tokens in plain.items())
@@ -129,11 +141,11 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(f"{name:38} {equal} of {options.prompts} equal, {summary.preemptions} preemptions", flush=True)
+            if options.json:
+                created = datetime.now(UTC).isoformat(timespec="seconds")
+                document = {"created": created, "model": "SmolLM2-135M-Instruct (Q4_1 GGUF, bf16)", "rows": found}
+                options.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
         runtime.close()
-    if options.json:
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        document = {"created": created, "model": "SmolLM2-135M-Instruct (Q4_1 GGUF, bf16)", "rows": found}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
