@@ -29,6 +29,7 @@ FAMILIES = {
     "use a read more than once": "shared_reads",
     "take fewer steps": "fewer_steps",
     "compute less per step": "less_arithmetic",
+    "wait less": "less_waiting",
 }
 CARDS_A_ROW = (3, 4)
 
