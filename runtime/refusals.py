@@ -33,6 +33,8 @@ def unmeasured(setup: EngineSetup) -> str | None:
             "expert_offload on several devices",
             "expert_offload on one",
         ),
+        (setup.redundant_experts is not None, "expert_balancing", "experts in the order of the model"),
+        (setup.overlap is not None, "dual_batch_overlap", "whole batches"),
         (not setup.fused_attention, "attention that writes its scores to memory", "fused attention"),
     )
     wrong = next((part for part in parts if part[0]), None)
