@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,9 +13,9 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import OperatorTime, Times
 from membound.roofline.operators import Operator
 from membound.roofline.result import BOUNDS
-from membound.roofline.shape import Count, StepShape
+from membound.roofline.shape import Count, StepShape, is_there
 from membound.roofline.step import step_operators
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import BatchOverlap, EngineSetup
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class OperatorCost:
     @property
     def total_s(self) -> Count:
         return self.time.time_s * self.operator.calls
+
+    def slowed(self, share: Count) -> OperatorCost:
+        """With arithmetic that takes this share longer."""
+        return OperatorCost(self.operator, self.time.slowed(share))
 
     @property
     def bound(self) -> str:
@@ -109,6 +113,76 @@ class StepCost:
 def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> StepCost:
     """The cost of one step of `shape`, or of many when the shape's sums are arrays (O(operators) either way).
 
+    In a pipeline that of a micro-batch through all stages.
+    """
+    if setup.overlap is None:
+        return StepCost(tuple(_costs(model, setup, times, shape)), times)
+    halves = setup.overlap.halves(shape, setup.parallel.dp)
+    costs = _costs(model, setup, times, shape.divided(halves))
+    if np.all(np.asarray(halves) == 1.0):
+        return StepCost(tuple(costs), times)
+    return StepCost(tuple(_overlapped(costs, setup.overlap, times, shape, halves)), times)
+
+
+def pipelined_cost(
+    model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape, micro_batches: Count | None = None
+) -> StepCost:
+    """The cost of a step of a whole replica, whose pipeline has its sequences in micro-batches under way.
+
+    Each of m micro-batches passes all of the pp stages between two tokens of a sequence. A stage works on one at a
+    time, so that this takes m of its turns, or those of a whole pass where fewer than pp are under way and stages wait:
+    max(m, pp) / pp passes of one micro-batch. Prompts of unequal length in micro-batches are taken to be evened out.
+    """
+    parallel = setup.parallel
+    if parallel.pp == 1:
+        return step_cost(model, setup, times, shape)
+    micro = parallel.micro_batches_of(shape.sequences) if micro_batches is None else micro_batches
+    cost = step_cost(model, setup, times, shape.divided(micro))
+    turns = np.maximum(micro / parallel.pp, 1.0)
+    if np.all(np.asarray(turns) == 1.0):
+        return cost
+    return StepCost(
+        tuple(OperatorCost(c.operator.repeated(turns), c.time.repeated(turns)) for c in cost.operators), times
+    )
+
+
+def _overlapped(
+    costs: Sequence[OperatorCost], overlap: BatchOverlap, times: Times, shape: StepShape, halves: Count
+) -> Iterator[OperatorCost]:
+    """The operators of both halves of a batch, given those of one: of the messages what the other half does not hide.
+
+    One half's computing hides the other's messages, and the last message of all has nothing left to hide behind. The
+    host prepares both halves at once.
+    """
+    *device, host = costs
+    units = times.hardware.compute_units or 0
+    slower = units / (units - overlap.communication_units) - 1.0 if units > overlap.communication_units else 0.0
+    slower = slower * is_there(shape.prefill_sequences) * (halves - 1.0)
+    done = [cost if _hides(cost) else cost.slowed(slower) for cost in device]
+    messages = [cost for cost in device if _hides(cost)]
+    talking: Count = sum((cost.total_s for cost in messages), start=0.0)
+    computing: Count = sum((cost.total_s for cost in done if not _hides(cost)), start=0.0)
+    last = talking / max(1, sum(cost.operator.calls for cost in messages))
+    seen = np.minimum(np.maximum(talking - computing, 0.0) + last / halves, talking) / np.maximum(talking, 1e-30)
+    seen = np.where(halves > 1.0, seen, 1.0) if np.ndim(halves) else seen
+    for cost in done:
+        share = halves * seen if _hides(cost) else halves
+        yield OperatorCost(cost.operator.repeated(halves), cost.time.repeated(share))
+    once = times.of(replace(host.operator, sequences=0.0, elements=0.0, logits=0.0), 0.0).time_s
+    twice_s = host.time.time_s * halves - once * (halves - 1.0)
+    waited = OperatorTime(twice_s, host.time.memory_s, host.time.compute_s, twice_s)
+    yield OperatorCost(host.operator.repeated(halves), waited)
+
+
+def _hides(cost: OperatorCost) -> bool:
+    """Whether an operator is a message that another batch's computing can hide."""
+    collective = cost.operator.collective
+    return collective is not None and collective.in_layers
+
+
+def _costs(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> list[OperatorCost]:
+    """The operators of a step one after the other.
+
     The working set that decides between cache and memory is what a step reads again and again: its weights and KV.
     """
     operators = step_operators(model, setup, shape, times.activation_bytes)
@@ -119,7 +193,7 @@ def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepSha
         host = costs[-1]
         time = OperatorTime(host.time.time_s + waiting_s, 0.0, 0.0, host.time.overhead_s + waiting_s)
         costs[-1] = OperatorCost(host.operator, time)
-    return StepCost(tuple(costs), times)
+    return costs
 
 
 def _working_set(operators: Sequence[Operator]) -> float:

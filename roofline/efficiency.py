@@ -331,7 +331,7 @@ def missing_experts(experts: float, top_k: float, tokens: Count, skew: float, ca
 
 @cache
 def _missing_curve(experts: float, top_k: float, skew: float, cached: float) -> np.ndarray:
-    chance = _chances(experts, top_k, skew)
+    chance = expert_chances(experts, top_k, skew)
     missing = [0.0]
     for tokens in np.geomspace(1.0, 1e5, 60):
         kept_out = np.minimum((1.0 - chance) ** tokens, 1.0 - 1e-12)  # of one step
@@ -345,13 +345,13 @@ def _missing_curve(experts: float, top_k: float, skew: float, cached: float) -> 
 
 @cache
 def _skewed_curve(experts: float, top_k: float, skew: float) -> tuple[np.ndarray, np.ndarray]:
-    chance = _chances(experts, top_k, skew)
+    chance = expert_chances(experts, top_k, skew)
     tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
     read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
     return np.log1p(tokens), read
 
 
-def _chances(experts: float, top_k: float, skew: float) -> np.ndarray:
+def expert_chances(experts: float, top_k: float, skew: float) -> np.ndarray:
     """The chance that a token takes each expert, of popularity i^-s."""
     weights = np.arange(1.0, experts + 1.0) ** -skew
     chance = np.minimum(top_k * weights / weights.sum(), 1.0)
@@ -362,16 +362,6 @@ def _chances(experts: float, top_k: float, skew: float) -> np.ndarray:
         free = chance < 1.0
         chance[free] = np.minimum(chance[free] * (1.0 + missing / chance[free].sum()), 1.0)
     return chance
-
-
-def slowest_rank(mean: Count, ranks: float, most: Count) -> Count:
-    """What the most loaded of `ranks` devices gets where each gets `mean` on average of items that fall at random.
-
-    The maximum of Poisson-like loads lies about sqrt(2 ln(ranks) x mean) above their mean; it is never more than all.
-    """
-    if ranks <= 1:
-        return mean
-    return np.minimum(mean + np.sqrt(2.0 * np.log(ranks) * mean), most)
 
 
 def moe_s(

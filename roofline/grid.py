@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import pipelined_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
@@ -27,5 +27,5 @@ def decode_grid(
     shape = StepShape.decode(batch, context)
     seconds = np.empty((len(setups), batch.size, context.size))
     for index, setup in enumerate(setups):
-        seconds[index] = step_cost(model, setup, times, shape).time_s
+        seconds[index] = pipelined_cost(model, setup, times, shape).time_s
     return seconds

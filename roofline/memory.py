@@ -60,7 +60,9 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
             routing = "router" if name == "router" else "shared_experts"
             add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count)
         if isinstance(ffn, MoeFfn):
-            held = ffn.experts if setup.expert_storage is None else min(ffn.experts, setup.expert_storage.cached)
+            held = ffn.experts + (setup.redundant_experts or 0)
+            if setup.expert_storage is not None:
+                held = min(ffn.experts, setup.expert_storage.cached)
             for _, n, k in ffn.expert_linears(model.hidden, parallel.moe_tp):
                 add("experts", n, k, count * held / parallel.ep)
     add("lm_head", model.lm_head.n, model.lm_head.k, 1.0 / parallel.tp)

@@ -8,7 +8,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
-from membound.roofline.cost import OperatorCost, StepCost, step_cost
+from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.formats import Formats
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -139,7 +139,7 @@ class OperatingPoint:
 
     @cached_property
     def cost(self) -> StepCost:
-        return step_cost(self.model, self.setup, self.times, self.shape)
+        return pipelined_cost(self.model, self.setup, self.times, self.shape)
 
     @cached_property
     def time_s(self) -> float:
@@ -339,10 +339,16 @@ class OperatingPoint:
             "formats": self.formats.to_json(),
             "memory": self._memory_json(),
             "parallel": {**self.setup.parallel.model_dump(), "devices": self.setup.parallel.devices},
+            "pipeline": self._pipeline_json(),
             "origin": self._origin_json(),
             "remarks": [] if self.calibrated else list(remarks(self.setup, hardware)),
             "hardware": {"name": hardware.name, "calibrated": self.calibrated, "source": hardware.source},
         }
+
+    def _pipeline_json(self) -> dict[str, float]:
+        """Micro-batches under way, and the share of their time that a pipeline's stages wait for one."""
+        micro = float(self.setup.parallel.micro_batches_of(self.batch))
+        return {"micro_batches": micro, "bubble": max(0.0, 1.0 - micro / self.setup.parallel.pp)}
 
     def _memory_json(self) -> dict[str, Any]:
         memory = self.memory

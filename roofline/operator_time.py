@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from membound.roofline.hardware import HardwareSpec
@@ -25,6 +25,21 @@ class OperatorTime:
     compute_s: Count
     overhead_s: Count
     link_s: Count = 0.0
+
+    def repeated(self, times: Count) -> OperatorTime:
+        """Of so many such calls, one after the other."""
+        return OperatorTime(
+            self.time_s * times,
+            self.memory_s * times,
+            self.compute_s * times,
+            self.overhead_s * times,
+            self.link_s * times,
+        )
+
+    def slowed(self, share: Count) -> OperatorTime:
+        """With arithmetic that takes this share longer."""
+        longer = self.compute_s * share
+        return replace(self, time_s=self.time_s + longer, compute_s=self.compute_s + longer)
 
 
 class HasTotal(Protocol):

@@ -5,7 +5,7 @@ Amounts are of one call, and a multiply-add counts as two FLOPs (Williams et al.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -65,6 +65,11 @@ class Operator:
     def bytes(self) -> Count:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
+    def repeated(self, times: Count) -> Operator:
+        """With what so many such calls compute, move and send."""
+        amounts = ("flops", "weight_bytes", "kv_bytes", "activation_bytes", "link_bytes")
+        return replace(self, **{name: getattr(self, name) * times for name in amounts})
+
 
 @dataclass(frozen=True)
 class AttentionHeads:
@@ -90,11 +95,15 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class Collective:
-    """A message among `ranks` devices; `message_bytes` as nccl-tests counts them."""
+    """A message among `ranks` devices; `message_bytes` as nccl-tests counts them.
+
+    One `in_layers` has the rest of the layers around it, behind whose computing another batch may hide it.
+    """
 
     operation: Literal["allreduce", "allgather", "reducescatter", "alltoall", "sendrecv"]
     message_bytes: Count
     ranks: int
+    in_layers: bool = True
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,10 @@ def matrix_bytes(weights: Precision, n: int, k: int) -> float:
     return weights.matrix_bytes(n, k)
 
 
-def message(name: str, calls: int, operation: str, message_bytes: Count, ranks: int) -> Operator:
-    collective = Collective(operation, message_bytes, ranks)  # type: ignore[arg-type]
+def message(
+    name: str, calls: int, operation: str, message_bytes: Count, ranks: int, *, in_layers: bool = True
+) -> Operator:
+    collective = Collective(operation, message_bytes, ranks, in_layers)  # type: ignore[arg-type]
     passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
     share = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
     return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)

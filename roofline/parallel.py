@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from membound.roofline.part import Part
+from membound.roofline.shape import Count
 
 
 class Parallelism(Part):
@@ -14,7 +16,9 @@ class Parallelism(Part):
 
     `tp` splits each layer, `pp` the layers into stages, `cp` the context of each sequence. `dp` copies attention and
     divides the sequences, while mixtures of experts spread over all tp x dp devices of a stage: `ep` of them hold
-    different experts, and what is left of tp x dp splits each expert.
+    different experts, and what is left of tp x dp splits each expert. A pipeline has `micro_batches` parts of its batch
+    under way, as many as stages where it is not given (as vLLM does); with 1 a step passes all stages before the next
+    begins, and all but one of them wait.
     """
 
     tp: int = Field(1, ge=1, le=4096)
@@ -22,12 +26,31 @@ class Parallelism(Part):
     dp: int = Field(1, ge=1, le=4096)
     ep: int = Field(1, ge=1, le=4096)
     cp: int = Field(1, ge=1, le=4096)
+    micro_batches: int | None = Field(
+        None, ge=1, le=4096, description="parts of the batch in a pipeline; pp if not given"
+    )
 
     @model_validator(mode="after")
     def _experts_divide(self) -> Self:
         if (self.tp * self.dp) % self.ep:
             raise ValueError(f"ep {self.ep} does not divide tp x dp = {self.tp * self.dp}")
         return self
+
+    @model_validator(mode="after")
+    def _micro_batches_need_stages(self) -> Self:
+        if self.micro_batches is not None and self.pp == 1:
+            raise ValueError(
+                f"micro_batches is {self.micro_batches}, but pp is 1: there are no stages; give pp, or leave it out"
+            )
+        return self
+
+    def micro_batches_of(self, sequences: Count) -> Count:
+        """Micro-batches that so many sequences of a replica make; none has less than one sequence."""
+        return np.clip(sequences / self.dp, 1.0, float(self.micro_batches or self.pp))
+
+    def busy_stages(self, sequences: Count) -> Count:
+        """Stages that have a micro-batch to work on, of so many sequences of a replica."""
+        return np.minimum(self.micro_batches_of(sequences), float(self.pp))
 
     @property
     def devices(self) -> int:

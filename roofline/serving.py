@@ -72,13 +72,14 @@ class Deployment:
     def decode_s(self, batch: float, context: float) -> float:
         """Seconds between two tokens of each of `batch` sequences of `context` tokens.
 
-        A pipeline works on as many micro-batches as it has stages: each stage then does its share of the layers once
-        for each of them between two tokens of a sequence, which takes what one micro-batch takes through all stages.
+        A pipeline's micro-batches each pass all stages once (`cost.pipelined_cost`).
         """
-        return self.step_s(StepShape.decode(batch / self._micro_batches(batch), context))
+        micro = self._micro_batches(batch)
+        turns = max(micro / self.setup.parallel.pp, 1.0)
+        return self.step_s(StepShape.decode(batch / micro, context)) * turns
 
     def _micro_batches(self, batch: float) -> float:
-        return max(1.0, min(float(self.setup.parallel.pp), batch))
+        return float(self.setup.parallel.micro_batches_of(batch))
 
     def _prefill_step_s(self, batch: float, tokens: float, cached: float = 0.0) -> float:
         """Seconds of prompts through all stages: the last micro-batch leaves `pp - 1` stage times after the first."""
@@ -181,9 +182,14 @@ class SteadyLoad:
         return max(total_s, 0.0) / together
 
     @property
+    def busy_s(self) -> float:
+        """Seconds that a prompt takes from everybody: stages of a pipeline work on several at once."""
+        return self.prompt_s / float(self.deployment.setup.parallel.busy_stages(self.batch))
+
+    @property
     def _others_s(self) -> float:
         """Seconds of the other clients' prompts while a request is served."""
-        return (self.batch - 1.0) * self.prompt_s
+        return (self.batch - 1.0) * self.busy_s
 
     @cached_property
     def tpot_s(self) -> float:
@@ -198,7 +204,7 @@ class SteadyLoad:
         a third.
         """
         prompts = max(0.0, self.batch / max(self.output_tokens, 1.0) - 1.0 / 3.0)
-        return self.decode_s + prompts * self.prompt_s
+        return self.decode_s + prompts * self.busy_s
 
     @property
     def ttft_s(self) -> float:
@@ -209,7 +215,7 @@ class SteadyLoad:
     @property
     def _request_s(self) -> float:
         """Seconds of a request from its place in the batch to its last token."""
-        return self.batch * self.prompt_s + self.output_tokens * self.decode_s
+        return self.batch * self.busy_s + self.output_tokens * self.decode_s
 
     @property
     def output_tokens_per_s(self) -> float:

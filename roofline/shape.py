@@ -108,6 +108,10 @@ class StepShape:
         """Both batches in one step."""
         return StepShape(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def divided(self, parts: Count) -> StepShape:
+        """One of so many equal parts of the batch."""
+        return StepShape(*(value / parts for value in self.columns().values()))
+
     def columns(self) -> dict[str, Any]:
         """The sums by name, for a table of steps."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from membound.roofline.efficiency import distinct_experts, missing_experts, slowest_rank
+from membound.roofline.efficiency import distinct_experts, missing_experts
 from membound.roofline.errors import MemboundError
+from membound.roofline.expert_load import Busiest, busiest_rank
 from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
@@ -41,8 +42,8 @@ def step_operators(
 
     `activation_bytes` is what one activation takes (4 on a CPU, 2 on a GPU). The shape is that of the whole replica:
     data parallelism divides its sequences, context parallelism the tokens that attention reads and, in prefill, the new
-    ones. A pipeline's stages follow each other, so that all layers count; with `pp` stages at work on as many
-    micro-batches the shape is that of one of them.
+    ones. A pipeline's stages follow each other, so that all layers count: the shape is that of one of the micro-batches
+    that are under way (`cost.pipelined_cost`).
     """
     return tuple(_Step(model, setup, shape, activation_bytes).operators())
 
@@ -74,10 +75,10 @@ class _Step:
         if np.any(np.asarray(rows) > 0):
             made.append(self._linear("lm_head", 1, rows, -(-head.n // tp), head.k, "lm_head"))
             if tp > 1:
-                made.append(message("gather_logits", 1, "allgather", rows * model.vocab * w, tp))
+                made.append(message("gather_logits", 1, "allgather", rows * model.vocab * w, tp, in_layers=False))
         if self.parallel.pp > 1:
             stages = self.parallel.pp - 1
-            made.append(message("next_stage", stages, "sendrecv", t * model.hidden * w / tp, 2))
+            made.append(message("next_stage", stages, "sendrecv", t * model.hidden * w / tp, 2, in_layers=False))
         made.append(Operator("host", "host", 1, sequences=self.shape.sequences, elements=t, logits=rows * model.vocab))
         return made
 
@@ -312,15 +313,7 @@ class _Step:
                 made.append(self._activation(f"{prefix}shared_silu", count, t, n, gated=name == "shared_gate_up"))
         weights = plan.weights_of("experts")
         matrices = ffn.expert_linears(model.hidden, parallel.moe_tp)
-        pairs = self.all_tokens * ffn.top_k / parallel.ep
-        read = distinct_experts(float(ffn.experts), float(ffn.top_k), self.all_tokens, self.setup.expert_skew)
-        # The step waits for the device whose experts were chosen most; random choices are not even ones.
-        local = ffn.experts / parallel.ep
-        active = slowest_rank(read / parallel.ep, parallel.ep, np.minimum(read, local))
-        pairs = slowest_rank(pairs, parallel.ep, self.all_tokens * min(float(ffn.top_k), local))
-        if ffn.choice == "expert":
-            pairs = local * np.ceil(self.all_tokens * ffn.top_k / ffn.experts)
-            active = np.minimum(local, pairs)
+        pairs, active = self._busiest(ffn)
         elements = sum(n * k for _, n, k in matrices)
         inner = sum(n for name, n, _ in matrices if name != "down")
         if (storage := self.setup.expert_storage) is not None:
@@ -346,7 +339,9 @@ class _Step:
         )
         if parallel.dp > 1:
             # A token goes to the devices of its experts and comes back; ranks that hold several of them get it once.
-            copies = min(float(ffn.top_k), float(parallel.ep))
+            # The busiest device gets more than its share, and all wait for it.
+            uneven = pairs * parallel.ep / np.maximum(self.all_tokens * ffn.top_k, 1e-9)
+            copies = np.minimum(min(ffn.top_k, parallel.ep) * uneven, float(parallel.ep))
             sent = t * model.hidden * copies * min(plan.activations_of("experts").bits / 8, w)
             made.append(message(f"{prefix}dispatch", count, "alltoall", sent, parallel.ep))
             made.append(message(f"{prefix}combine", count, "alltoall", t * model.hidden * copies * w, parallel.ep))
@@ -354,13 +349,24 @@ class _Step:
             made.append(message(f"{prefix}reduce_experts", count, "allreduce", t * model.hidden * w, parallel.tp))
         return made
 
+    def _busiest(self, ffn: MoeFfn) -> Busiest:
+        """The pairs and experts of the device that the others wait for."""
+        tokens, ep, setup = self.all_tokens, self.parallel.ep, self.setup
+        if ffn.choice == "expert":
+            pairs = ffn.experts / ep * np.ceil(tokens * ffn.top_k / ffn.experts)
+            return Busiest(pairs, np.minimum(ffn.experts / ep, pairs))
+        if ep > 1:
+            return busiest_rank(ffn.experts, ffn.top_k, ep, tokens, setup.expert_skew, setup.redundant_experts)
+        read = distinct_experts(float(ffn.experts), float(ffn.top_k), tokens, setup.expert_skew)
+        return Busiest(tokens * ffn.top_k, read)
+
 
 def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
     """The part of a step that one data-parallel rank has."""
     dp = setup.parallel.dp
     if dp == 1:
         return shape
-    return StepShape(*(value / dp for value in shape.columns().values()))
+    return shape.divided(dp)
 
 
 def _split_context(part: AttentionPart, cp: int) -> AttentionPart:
@@ -384,9 +390,28 @@ def check_parallel(model: ModelSpec, setup: EngineSetup) -> None:
         raise MemboundError(f"parallel.ep is {parallel.ep}, but '{model.name}' has no experts; leave it at 1")
     if setup.expert_storage is not None and not has_experts:
         raise MemboundError(f"expert_offload moves routed experts, and '{model.name}' has none; leave it out")
+    if setup.overlap is not None and not (parallel.tp > 1 or parallel.cp > 1 or (parallel.dp > 1 and has_experts)):
+        raise MemboundError(
+            f"dual_batch_overlap hides messages between the devices of a layer, and '{model.name}' has none here; "
+            "give parallel.tp, or parallel.dp with parallel.ep for a mixture of experts, or leave it out"
+        )
+    if setup.redundant_experts is not None and not has_experts:
+        raise MemboundError(f"expert_balancing places routed experts, and '{model.name}' has none; leave it out")
+    if setup.redundant_experts is not None and parallel.ep == 1:
+        raise MemboundError(
+            "expert_balancing places experts on the devices of expert parallelism, and parallel.ep is 1; give more, or "
+            "leave it out"
+        )
     for group in model.groups():
         group.attention.linears(model.hidden, parallel.tp)
-        if isinstance(group.ffn, MoeFfn) and group.ffn.experts % parallel.ep:
-            raise MemboundError(
-                f"parallel.ep is {parallel.ep}, which does not divide the {group.ffn.experts} experts of '{model.name}'"
-            )
+        if isinstance(group.ffn, MoeFfn):
+            _check_experts(group.ffn, setup, model.name)
+
+
+def _check_experts(ffn: MoeFfn, setup: EngineSetup, name: str) -> None:
+    ep, redundant = setup.parallel.ep, setup.redundant_experts
+    if redundant is not None and ffn.choice == "expert":
+        raise MemboundError(f"the experts of '{name}' each take equally many tokens; leave expert_balancing out")
+    if (ffn.experts + (redundant or 0)) % ep:
+        copies = "" if redundant is None else f" and {redundant} redundant ones"
+        raise MemboundError(f"parallel.ep is {ep}, which does not divide the {ffn.experts} experts{copies} of '{name}'")

@@ -179,6 +179,11 @@ _BOUND_WORDS = {
     "drafting": "drafting",
 }
 _FASTER_ARITHMETIC = ("w8a8", "sparsity_2_4")
+_SCHEDULES = {
+    "continuous_batching": "seats that fall free are filled at once",
+    "dual_batch_overlap": "half of a batch computes while the other half's messages pass, and both read the weights",
+    "expert_balancing": "the device that the others wait for has fewer tokens, and each holds more experts",
+}
 _TARGETS = {"weights": "memory_weights", "kv": "memory_kv"}
 
 
@@ -203,8 +208,8 @@ def _why(move: Move, before: Served, after: Served, prompt_share: float) -> str:
         return (
             f"{binds}; several tokens share a step{drafting}, which is then bound by {_BOUND_WORDS[after.bottleneck]}"
         )
-    if technique is not None and technique.layer == "schedule":
-        return f"{binds}; seats that fall free are filled at once"
+    if technique is not None and technique.name in _SCHEDULES:
+        return f"{binds}; {_SCHEDULES[technique.name]}"
     return binds
 
 

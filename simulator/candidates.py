@@ -330,9 +330,11 @@ def _seconds(deployment: SpeculatingDeployment, shape: StepShape) -> Any:
 
 def _decode_s(deployment: SpeculatingDeployment, batches: Values, context: float) -> Values:
     """Seconds a token; each stage of a pipeline works on a micro-batch of its own."""
-    micro = batches / np.maximum(1.0, np.minimum(float(deployment.setup.parallel.pp), batches))
-    seconds = _seconds(deployment, StepShape.decode(micro, np.full(len(batches), context)))
-    return np.broadcast_to(np.asarray(seconds), batches.shape) / deployment.tokens_per_step
+    parallel = deployment.setup.parallel
+    micro = parallel.micro_batches_of(batches)
+    seconds = _seconds(deployment, StepShape.decode(batches / micro, np.full(len(batches), context)))
+    turns = np.maximum(micro / parallel.pp, 1.0)
+    return np.broadcast_to(np.asarray(seconds), batches.shape) * turns / deployment.tokens_per_step
 
 
 def _prompt_s(deployment: SpeculatingDeployment, batches: Values, lengths: Lengths) -> Values:
@@ -341,7 +343,7 @@ def _prompt_s(deployment: SpeculatingDeployment, batches: Values, lengths: Lengt
     plain, total = _seconds(deployment, others), np.zeros(len(batches))
     for chunk, cached, times in chunks(lengths.prompt_tokens, float(deployment.chunk_tokens)):
         total = total + times * (_seconds(deployment, others + StepShape.prefill(1.0, chunk, cached)) - plain)
-    return np.maximum(total, 0.0) / np.minimum(float(deployment.setup.parallel.pp), batches)
+    return np.maximum(total, 0.0) / deployment.setup.parallel.busy_stages(batches)
 
 
 def replicas_on(

@@ -10,12 +10,15 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import (
     W8A8,
     ContinuousBatching,
     DraftModelSpeculation,
+    DualBatchOverlap,
     Eagle,
+    ExpertBalancing,
     ExpertOffload,
     FlashAttention,
     Int8Weights,
@@ -109,7 +112,7 @@ class Move:
     reason: str | None = None
 
 
-def _variants(model: ModelSpec, hardware: HardwareSpec) -> Iterator[Technique]:
+def _variants(model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Iterator[Technique]:
     """One of each kind of technique that may help, in the format that the device is made for."""
     yield WeightQuantization(name="weight_quantization", format="int4")
     if hardware.kind == "cpu":
@@ -131,6 +134,10 @@ def _variants(model: ModelSpec, hardware: HardwareSpec) -> Iterator[Technique]:
     experts = [group.ffn.experts for group in model.groups() if isinstance(group.ffn, MoeFfn)]
     if experts:
         yield ExpertOffload(cached_experts=max(1, min(experts) // 2))
+        if parallel.ep > 1:  # as many copies as fill each device's slots
+            yield ExpertBalancing(redundant_experts=-min(experts) % parallel.ep or parallel.ep)
+    if parallel.tp > 1 or (parallel.dp > 1 and experts):
+        yield DualBatchOverlap()
 
 
 def excludes(one: Technique, other: Technique) -> bool:
@@ -147,7 +154,7 @@ def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, token
     for own in scenario.techniques:
         rest = tuple(other for other in scenario.techniques if other is not own)
         yield _technique_move(own, "on", scenario.with_techniques(rest), scenario)
-    for technique in _variants(model, hardware):
+    for technique in _variants(model, hardware, scenario.parallel):
         if technique.name in has or (technique.usual and technique.name not in scenario.without):
             continue
         rivals = tuple(other for other in scenario.techniques if excludes(other, technique))

@@ -90,9 +90,8 @@ class Deployed:
 
 
 def name_of(one: Replica) -> str:
-    divided = ", ".join(
-        f"{degree} {value}" for degree, value in one.parallel.model_dump().items() if value > 1 and degree != "cp"
-    )
+    degrees = one.parallel.model_dump(include={"tp", "pp", "dp", "ep"})
+    divided = ", ".join(f"{degree} {value}" for degree, value in degrees.items() if value > 1)
     return f"{one.devices} x {one.hardware.name} ({', '.join(filter(None, (divided, one.precision.name)))})"
 
 

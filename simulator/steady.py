@@ -258,7 +258,7 @@ class Steady:
         """The share of the engine's time that prompts take."""
         if self.is_static:
             return self.deployment.prefill_s(self.batch, self.load.lengths.prompt_tokens) / self._static_s
-        prompts_s = self.batch * self._continuous.prompt_s
+        prompts_s = self.batch * self._continuous.busy_s
         return prompts_s / (prompts_s + self.load.lengths.output_tokens * self._continuous.decode_s)
 
     @property

@@ -4,8 +4,9 @@ Steps of the same sequences grow by the same number of attended tokens each, so 
 tokens for each number of sequences and is linear between two entries: equal steps are then one sum in closed form.
 A step with prompts is the sum of what its operators take, and each operator depends on a part of the step alone: on
 all tokens, on the rows of logits, on the sequences that decode, or on the prompts. So a table of each part is enough.
-Where operators depend on the whole step (a calibrated CPU, whose caches hold what the step touches), it is costed as
-a whole, as are steps with drafts.
+Where operators depend on the whole step (a calibrated CPU, whose caches hold what the step touches; a batch in two
+halves, one of which hides the other's messages), it is costed as a whole, as are steps with drafts. A pipeline has
+tables for each number of micro-batches that a step may be in.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
@@ -60,6 +61,8 @@ class StepTimes:
         self._decode: dict[int, _Decode] = {}
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
         self._speculations: dict[int, Speculation] = {}
+        self._stages = setup.parallel.pp
+        self._parts: dict[float, _Parts] = {}  # of each number of micro-batches
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
@@ -93,9 +96,12 @@ class StepTimes:
         several = sums[0] - sums[5] != decoding  # drafts, or the short last chunk of a prompt
         if several and self.setup.drafts is not None:
             return self._speculating(sums, unread)
-        if several or self.times.needs_working_set:
+        if several or self.times.needs_working_set or self.setup.overlap is not None:
             return float(self.exact(StepShape(*sums)))
-        return self._parts.seconds(sums)
+        micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
+        if micro not in self._parts:
+            self._parts[micro] = _Parts(self, micro)
+        return self._parts[micro].seconds(sums)
 
     def _speculating(self, sums: tuple[float, ...], unread: StepShape | None) -> float:
         """Seconds of a step with drafts: those of the drafter, and of verifying all guesses where they form a tree.
@@ -121,7 +127,10 @@ class StepTimes:
         depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
         if unread is not None:
             plain = plain + unread
-        return float(self.exact(shape) + self._speculation(depth).draft_s(self.times, plain))
+        parallel = self.setup.parallel
+        micro = parallel.micro_batches_of(shape.sequences)
+        draft_s = self._speculation(depth).draft_s(self.times, plain.divided(micro)) * max(micro / parallel.pp, 1.0)
+        return float(self.exact(shape) + draft_s)
 
     def _speculation(self, depth: int) -> Speculation:
         """The drafter as far as a step went."""
@@ -134,18 +143,16 @@ class StepTimes:
 
     def exact(self, shape: StepShape) -> Any:
         """Seconds by the roofline itself."""
-        return step_cost(self.model, self.setup, self.times, shape).time_s
+        return pipelined_cost(self.model, self.setup, self.times, shape).time_s
 
-    def device(self, shape: StepShape) -> Column:
-        """Seconds of the device alone, without what it waits for the host."""
-        cost = step_cost(self.model, self.setup, self.times, shape)
+    def split(self, shape: StepShape, micro_batches: float) -> tuple[Column, Any]:
+        """Seconds of the device alone, and of waiting for the host, of a step in so many micro-batches."""
+        cost = step_cost(self.model, self.setup, self.times, shape.divided(micro_batches))
+        turns = max(micro_batches / self.setup.parallel.pp, 1.0)
         host = cost.operators[-1]
         own = self.times.of(host.operator, 0.0).time_s * host.operator.calls
-        return np.asarray(cost.time_s - (host.total_s - own), dtype=np.float64)
-
-    @cached_property
-    def _parts(self) -> _Parts:
-        return _Parts(self)
+        waiting_s = host.total_s - own
+        return np.asarray((cost.time_s - waiting_s) * turns, dtype=np.float64), waiting_s * turns
 
 
 class _Decode:
@@ -171,21 +178,22 @@ class _Decode:
 
 
 class _Parts:
-    """Seconds of steps with prompts as a sum of parts."""
+    """Seconds of steps with prompts, in so many micro-batches, as a sum of parts."""
 
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: StepTimes, micro_batches: float) -> None:
         self._times = times
+        self._micro_batches = micro_batches
         most = max(times.most_tokens + times.most_sequences, DENSE_TOKENS)
         nodes = np.arange(0.0, DENSE_TOKENS + 1)
         if most > DENSE_TOKENS:
             nodes = np.concatenate((nodes, np.unique(np.geomspace(DENSE_TOKENS + 64, most + 64, 512).round())))
         self._token_nodes: list[float] = nodes.tolist()
         zero = np.zeros(len(nodes))
-        tokens = times.device(StepShape(nodes, zero, zero, zero, zero, nodes, zero, zero, zero))
+        tokens = self._device(StepShape(nodes, zero, zero, zero, zero, nodes, zero, zero, zero))
         self._of_tokens: list[float] = tokens.tolist()
         rows = np.arange(0.0, times.most_sequences + 2)
         zero = np.zeros(len(rows))
-        of_rows = np.broadcast_to(times.device(StepShape(zero, zero, zero, zero, rows)), rows.shape)
+        of_rows = np.broadcast_to(self._device(StepShape(zero, zero, zero, zero, rows)), rows.shape)
         self._of_rows: list[float] = (of_rows - of_rows[0]).tolist()
         self._attention: dict[int, tuple[list[float], list[float]]] = {}
         self._last: dict[int, Piece] = {}
@@ -219,7 +227,7 @@ class _Parts:
         found = self._attention.get(sequences)
         if found is None:
             near, shape = decode_grid(sequences)
-            device_s = np.broadcast_to(self._times.device(shape), np.shape(shape.tokens)).reshape(len(near), -1)
+            device_s = np.broadcast_to(self._device(shape), np.shape(shape.tokens)).reshape(len(near), -1)
             for n, row in zip(near, device_s, strict=True):
                 tokens_s = self._of_tokens[n] if n <= DENSE_TOKENS else self._beyond(n)
                 rest = row - tokens_s - self._of_rows[min(n, len(self._of_rows) - 1)]
@@ -239,7 +247,7 @@ class _Parts:
         shape = StepShape(all_tokens, count, kv_tokens, pairs, count, all_tokens, count, kv_tokens, pairs)
         zero = np.zeros(len(count))
         alone = StepShape(all_tokens, zero, zero, zero, count, all_tokens, zero, zero, zero)
-        added = self._times.device(shape) - self._times.device(alone)
+        added = self._device(shape) - self._device(alone)
         return added.reshape(len(PROMPTS), len(PROMPT_TOKENS), len(CACHED_TOKENS))
 
     def _prompt(self, tokens: float, prompts: float, attended: float) -> float:
@@ -263,10 +271,12 @@ class _Parts:
 
     def _waiting(self) -> tuple[float, float]:
         """Seconds that a step with prompts always waits, and seconds of launches that the device's must exceed."""
-        small, large = StepShape.prefill(1.0, 1.0), StepShape.prefill(1.0, 1e6)
-        wait_s = float(self._times.exact(large) - self._times.device(large))
-        device_s = float(self._times.device(small))
-        return wait_s, device_s + float(self._times.exact(small)) - device_s - wait_s
+        _, wait_s = self._times.split(StepShape.prefill(1.0, 1e6), self._micro_batches)
+        device_s, small_wait_s = self._times.split(StepShape.prefill(1.0, 1.0), self._micro_batches)
+        return float(wait_s), float(device_s) + float(small_wait_s - wait_s)
+
+    def _device(self, shape: StepShape) -> Column:
+        return self._times.split(shape, self._micro_batches)[0]
 
 
 def decode_grid(sequences: int) -> tuple[list[int], StepShape]:

@@ -26,11 +26,11 @@ from membound.roofline.techniques.drafts import (
     NgramDrafts,
     SelfDrafts,
 )
-from membound.roofline.techniques.experts import ExpertOffload
+from membound.roofline.techniques.experts import ExpertBalancing, ExpertOffload
 from membound.roofline.techniques.kernels import FlashAttention, MlaAbsorption
 from membound.roofline.techniques.kv import KvEviction, KvQuantization
-from membound.roofline.techniques.schedule import ContinuousBatching
-from membound.roofline.techniques.setup import PLAIN, EngineSetup, ExpertStorage, KvBudget, PolicyName
+from membound.roofline.techniques.schedule import ContinuousBatching, DualBatchOverlap
+from membound.roofline.techniques.setup import PLAIN, BatchOverlap, EngineSetup, ExpertStorage, KvBudget, PolicyName
 from membound.roofline.techniques.steps import (
     DraftModelSpeculation,
     Eagle,
@@ -50,13 +50,16 @@ __all__ = [
     "TECHNIQUES",
     "W8A8",
     "AnyTechnique",
+    "BatchOverlap",
     "ContinuousBatching",
     "DraftModelSpeculation",
     "DrafterKind",
     "Drafts",
+    "DualBatchOverlap",
     "Eagle",
     "EagleDrafts",
     "EngineSetup",
+    "ExpertBalancing",
     "ExpertOffload",
     "ExpertStorage",
     "Family",
@@ -95,10 +98,12 @@ AnyTechnique = Annotated[
         W8A8,
         Sparsity24,
         ExpertOffload,
+        ExpertBalancing,
         KvQuantization,
         FlashAttention,
         MlaAbsorption,
         ContinuousBatching,
+        DualBatchOverlap,
         NgramSpeculation,
         DraftModelSpeculation,
         SelfSpeculation,

@@ -9,7 +9,12 @@ from membound.roofline.techniques.setup import EngineSetup
 
 Layer = Literal["weights", "kv", "kernels", "schedule", "steps"]
 Family = Literal[
-    "move fewer bytes", "move less data", "use a read more than once", "take fewer steps", "compute less per step"
+    "move fewer bytes",
+    "move less data",
+    "use a read more than once",
+    "take fewer steps",
+    "compute less per step",
+    "wait less",
 ]
 GainMetric = Literal["tpot_s", "output_tokens_per_s"]
 

@@ -1,12 +1,14 @@
-"""Which techniques decide who shares a step?"""
+"""Which techniques decide who shares a step, and what of it runs at the same time?"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Literal
 
+from pydantic import Field
+
 from membound.roofline.techniques.base import Technique
-from membound.roofline.techniques.setup import EngineSetup
+from membound.roofline.techniques.setup import BatchOverlap, EngineSetup
 
 
 class ContinuousBatching(Technique):
@@ -23,6 +25,36 @@ class ContinuousBatching(Technique):
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         return replace(setup, policy="continuous")
+
+    def needs_batch(self) -> bool:
+        return True
+
+
+class DualBatchOverlap(Technique):
+    """A step's batch is split in two: while one half exchanges messages between devices, the other computes.
+
+    Both halves read the weights, so that it loses where those are most of a step, and needs a batch. The thresholds are
+    vLLM's defaults (docs, `dbo_decode_token_threshold` and `dbo_prefill_token_threshold`); 20 units of an H800 that
+    communicate: DeepSeek-V3, 2024, section 3.2.2. In decode the network's own engines send (the same, section 3.4.2).
+    """
+
+    layer = "schedule"
+    family = "wait less"
+    title = "dual-batch overlap"
+    baseline = "one batch, whose messages nothing hides"
+    lossless = True
+    gain_metric = "output_tokens_per_s"
+
+    name: Literal["dual_batch_overlap"] = "dual_batch_overlap"
+    decode_tokens: int = Field(32, ge=2, le=10**6, description="tokens a device from which on a decode step is split")
+    prefill_tokens: int = Field(512, ge=2, le=10**8, description="the same of steps with prompts")
+    communication_units: int = Field(
+        20, ge=0, le=10**4, description="units of the device that send instead of computing, in steps with prompts"
+    )
+
+    def apply(self, setup: EngineSetup) -> EngineSetup:
+        overlap = BatchOverlap(self.decode_tokens, self.prefill_tokens, self.communication_units)
+        return replace(setup, overlap=overlap)
 
     def needs_batch(self) -> bool:
         return True

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.precision import Precision
 from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.shape import Count, StepShape
 from membound.roofline.techniques.drafts import Drafts
 
 PolicyName = Literal["static", "continuous"]
@@ -51,8 +54,30 @@ class ExpertStorage:
 
 
 @dataclass(frozen=True)
+class BatchOverlap:
+    """A step is computed in two halves from so many tokens on, `decode_tokens` in steps without prompts.
+
+    In steps with prompts `communication_units` of the device's units move messages instead of computing.
+    """
+
+    decode_tokens: int
+    prefill_tokens: int
+    communication_units: int = 0
+
+    def halves(self, shape: StepShape, dp: int) -> Count:
+        """2 where a data-parallel rank has tokens enough to be split, else 1; of prompts also single ones are cut."""
+        prompts, tokens = shape.prefill_sequences > 0, shape.tokens / dp
+        enough = np.where(prompts, tokens >= self.prefill_tokens, tokens >= self.decode_tokens)
+        split: Count = np.where(enough & (prompts | (shape.sequences / dp >= 2)), 2.0, 1.0)
+        return split if np.ndim(shape.tokens) else float(split)
+
+
+@dataclass(frozen=True)
 class EngineSetup:
-    """What the techniques of a scenario leave for the engine to be: the one input of cost and of construction."""
+    """What the techniques of a scenario leave for the engine to be: the one input of cost and of construction.
+
+    With `redundant_experts` experts are balanced over the devices of expert parallelism, with so many copies.
+    """
 
     precision: PrecisionPlan = PLAIN
     policy: PolicyName = "static"
@@ -64,6 +89,8 @@ class EngineSetup:
     profile: str = "graphs"
     kv_budget: KvBudget | None = None
     expert_storage: ExpertStorage | None = None
+    redundant_experts: int | None = None
+    overlap: BatchOverlap | None = None
 
     def budget_of(self, mixer_kind: str) -> KvBudget | None:
         """The budget of a layer's cache; raises MemboundError for latents, of which every token serves all heads."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from membound.roofline import efficiency
 from membound.roofline.efficiency import Family
 from membound.roofline.errors import MemboundError
+from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.links import link_for
 from membound.roofline.shape import Count
@@ -345,6 +346,21 @@ def _by_chance(batch: KernelBatch) -> Floats:
     return np.array([efficiency.distinct_experts(e, k, t, s) / ep for e, k, t, s, ep in rows], dtype=float)
 
 
+def _busiest(batch: KernelBatch) -> tuple[Floats, Floats]:
+    """Distinct experts and pairs of the rank that has most of them: experts under the table's skew, pairs by chance and
+    the table's imbalance."""
+    a = batch.amounts
+    active, pairs = [], []
+    for experts, top_k, tokens, skew, ep in zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True):
+        if ep <= 1:
+            active.append(efficiency.distinct_experts(experts, top_k, tokens, skew))
+            pairs.append(tokens * top_k)
+            continue
+        active.append(busiest_rank(int(experts), int(top_k), int(ep), tokens, skew).active)
+        pairs.append(busiest_rank(int(experts), int(top_k), int(ep), tokens).pairs * POWER_LAW_IMBALANCE)
+    return np.array(active, dtype=float), np.array(pairs, dtype=float)
+
+
 def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     moved = _gemm_bytes(batch)
@@ -381,15 +397,7 @@ def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     local, n = a["experts"] / a["ep"], a["intermediate"] / a["tp"]
     pairs = a["tokens"] * a["top_k"] / a["ep"]
-    uniform = _by_chance(batch)
-    skewed = [
-        (
-            efficiency.slowest_rank(read, ep, min(read * ep, here)),
-            efficiency.slowest_rank(mean, ep, mean * ep) * (POWER_LAW_IMBALANCE if ep > 1 else 1.0),
-        )
-        for read, mean, ep, here in zip(uniform, pairs, a["ep"], local, strict=True)
-    ]
-    busiest_active, busiest_pairs = (np.array(column, dtype=float) for column in zip(*skewed, strict=True))
+    busiest_active, busiest_pairs = _busiest(batch)
     balanced = a["balanced"] > 0
     active = np.where(balanced, np.minimum(local, np.maximum(pairs, 1.0)), np.maximum(busiest_active, 1e-3))
     pairs = np.where(balanced, pairs, np.minimum(busiest_pairs, pairs * a["ep"]))

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.engine_settings import DEFAULT_AGEING_S, Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.metrics import summarize
@@ -156,7 +156,7 @@ def bounds_of(model: ModelSpec, setup: EngineSetup, times: Times) -> Bounds:
     """The share of each bound in the time of steps, as `times` sees it for their shapes."""
 
     def bounds(shape: StepShape) -> dict[str, Column]:
-        shares = step_cost(model, setup, times, shape).shares()
+        shares = pipelined_cost(model, setup, times, shape).shares()
         return {bound: np.broadcast_to(share, np.shape(shape.tokens)) for bound, share in shares.items()}
 
     return bounds
