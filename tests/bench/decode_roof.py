@@ -1,16 +1,13 @@
-"""How close does decode come to the bandwidth roof, and how does it compare with llama.cpp on the same file?
+"""How close does decode come to the bandwidth roof, and how does it compare with other engines on the same weights?
 
-    .venv/bin/python tests/bench/decode_roof.py [--llama-python PYTHON] [--rounds 3] [--json FILE]
+    .venv/bin/python tests/bench/decode_roof.py [--peer vllm=PYTHON ...] [--folder FOLDER] [--rounds 3] [--json FILE]
 
 Steps of decode of 1, 4, 16 and 32 sequences and a prompt of 512 tokens, SmolLM2-135M with weights in bf16, int8 and
-int4, and in the same rounds llama-cpp-python on the same GGUF (Q4_1, 5 bits a weight) where PYTHON has it.
-Both compute logits of every sequence and take the largest; neither detokenizes. One sequence's achieved bandwidth
-stands beside the calibrated roof at its working set (`membound calibrate`). Run it on a machine that does nothing else.
-
-llama-cpp-python's default build crashes on machines whose AMX is masked by a hypervisor; build it into an environment
-of its own with
-
-    CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF" pip install --no-cache-dir llama-cpp-python
+int4, and in the same rounds each peer that a PYTHON has: `peers/` says how to install it. llama.cpp and OpenVINO read
+the same GGUF (Q4_1, 5 bits a weight); FOLDER holds it as `peers/hf_folder.py` wrote it for the others. All compute
+logits of every sequence and take the largest; none detokenizes; every number is a median of step times. One sequence's
+achieved bandwidth stands beside the calibrated roof at its working set (`membound calibrate`). Run it on a machine that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -42,63 +39,16 @@ from membound.runtime.ragged import Part, ragged_batch
 
 CONTEXT, STEPS, PROMPT_TOKENS, BLOCK_SIZE = 64, 24, 512, 16
 BATCHES = (1, 4, 16, 32)
-PEER = "llama.cpp Q4_1"
 Sizes = dict[str, float]
 
-# Reads a line for each round and answers with the median seconds of a step of each batch, and those of a prompt.
-LLAMA = """
-import ctypes, json, sys, time
-import llama_cpp as lib
-path, threads, context, steps, prompt = sys.argv[1], *map(int, sys.argv[2:6])
-batches = list(map(int, sys.argv[6:]))
-silent = lib.llama_log_callback(lambda *_: None)  # kept, or it is called after it was freed
-lib.llama_log_set(silent, ctypes.c_void_p(0))
-lib.llama_backend_init()
-model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
-vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-
-def opened(sequences, tokens):
-    params = lib.llama_context_default_params()
-    params.n_ctx = sequences * tokens
-    params.n_batch = params.n_ubatch = max(512, sequences)
-    params.n_seq_max = sequences
-    params.n_threads = params.n_threads_batch = threads
-    return lib.llama_init_from_model(model, params)
-
-def decode(context, items):
-    batch = lib.llama_batch_init(len(items), 0, 1)
-    batch.n_tokens = len(items)
-    for i, (token, place, sequence, wanted) in enumerate(items):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, place, 1
-        batch.seq_id[i][0], batch.logits[i] = sequence, wanted
-    began = time.perf_counter()
-    assert lib.llama_decode(context, batch) == 0
-    lib.llama_synchronize(context)
-    rows = [i for i, item in enumerate(items) if item[3]]
-    import numpy as np
-    best = [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).argmax()) for i in rows]
-    seconds = time.perf_counter() - began
-    lib.llama_batch_free(batch)
-    return seconds, best
-
-for line in sys.stdin:
-    found = {}
-    for sequences in batches:
-        ctx = opened(sequences, context + steps + 8)
-        for s in range(sequences):
-            decode(ctx, [(1, p, s, p == context - 1) for p in range(context)])
-        times = [decode(ctx, [(1, context + i, s, True) for s in range(sequences)])[0] for i in range(steps)]
-        found[str(sequences)] = sorted(times)[len(times) // 2]
-        lib.llama_free(ctx)
-    ctx = opened(1, prompt + 8)
-    times = []
-    for _ in range(3):
-        lib.llama_memory_clear(lib.llama_get_memory(ctx), True)
-        times.append(decode(ctx, [(1, p, 0, p == prompt - 1) for p in range(prompt)])[0])
-    found["prompt"] = sorted(times)[1]
-    lib.llama_free(ctx)
-    print(json.dumps(found), flush=True)
-"""
+# Of each peer: what its weights are, and whether it reads the GGUF itself.
+PEERS = {
+    "llama_cpp": ("llama.cpp Q4_1", True),
+    "openvino": ("OpenVINO Q4_1", True),
+    "onnxruntime": ("ONNX Runtime int4", False),
+    "vllm": ("vLLM bf16", False),
+    "transformers": ("transformers bf16", False),
+}
 
 
 def median_s(run: Callable[[], object], count: int) -> float:
@@ -136,6 +86,29 @@ def stepper(decoder: Decoder, parts: list[Part], cache: Any) -> Callable[[], tor
     return step
 
 
+class Peer:
+    """An engine in an environment of its own, which `peers/KIND_peer.py` asks for its times."""
+
+    def __init__(self, kind: str, python: str, folder: Path | None, threads: int) -> None:
+        self.name, reads_gguf = PEERS[kind]
+        model = fetch_smollm2() if reads_gguf else folder
+        assert model is not None, f"{self.name} needs --folder"
+        numbers = (threads, CONTEXT, STEPS, PROMPT_TOKENS, *BATCHES)
+        script = Path(__file__).with_name("peers") / f"{kind}_peer.py"
+        command = [python, str(script), str(model), *map(str, numbers)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.sizes_s()  # it has loaded and is warm
+
+    def sizes_s(self) -> Sizes:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"{self.name} ended; its standard error says why"
+        found: Sizes = json.loads(line)
+        return found
+
+
 def beside_roof(scenario: Scenario, decoder: Decoder, step_s: float) -> dict[str, float]:
     """The bandwidth of a step of one sequence, that of the roof, and what was predicted."""
     hardware = local_hardware()
@@ -155,7 +128,8 @@ def beside_roof(scenario: Scenario, decoder: Decoder, step_s: float) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--folder", type=Path, help="the model as a Hugging Face folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the result there")
     options = parser.parse_args()
@@ -173,23 +147,17 @@ def main() -> None:
     }  # fmt: skip
     decoders = {name: runtime.decoder(scenario) for name, scenario in scenarios.items()}
 
-    llama = None
-    if options.llama_python:
-        numbers = (calibration.threads, CONTEXT, STEPS, PROMPT_TOKENS, *BATCHES)
-        command = [options.llama_python, "-c", LLAMA, str(fetch_smollm2()), *map(str, numbers)]
-        llama = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    peers = [Peer(*asked.split("=", 1), options.folder, calibration.threads) for asked in options.peer]
 
-    rounds: dict[str, list[Sizes]] = {name: [] for name in decoders} | ({PEER: []} if llama else {})
+    rounds: dict[str, list[Sizes]] = {name: [] for name in [*decoders, *(peer.name for peer in peers)]}
     for _ in range(options.rounds):
         for name, decoder in decoders.items():
             rounds[name].append(sizes_s(decoder))
-        if llama and llama.stdin and llama.stdout:
-            llama.stdin.write("go\n")
-            llama.stdin.flush()
-            rounds[PEER].append(json.loads(llama.stdout.readline()))
+        for peer in peers:
+            rounds[peer.name].append(peer.sizes_s())
 
     tokens = {**{str(size): size for size in BATCHES}, "prompt": PROMPT_TOKENS}
-    print(f"{'tokens/s':16}" + "".join(f"{size:>10}" for size in tokens))
+    print(f"{'tokens/s':18}" + "".join(f"{size:>10}" for size in tokens))
     rows = []
     for name, samples in rounds.items():
         seconds = {size: statistics.median(sample[size] for sample in samples) for size in tokens}
@@ -198,7 +166,7 @@ def main() -> None:
             "tokens_per_s": {size: count / seconds[size] for size, count in tokens.items()},
             "rounds_ms": {size: [sample[size] * 1e3 for sample in samples] for size in tokens},
         }
-        text = f"{name:16}" + "".join(f"{rate:10.1f}" for rate in row["tokens_per_s"].values())
+        text = f"{name:18}" + "".join(f"{rate:10.1f}" for rate in row["tokens_per_s"].values())
         if name in scenarios:
             row |= beside_roof(scenarios[name], decoders[name], seconds["1"])
             text += f"   1: {row['gb_per_s']:.1f} of {row['roof_gb_per_s']:.1f} GB/s = {row['share_of_roof']:.0%}, "
