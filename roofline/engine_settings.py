@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +12,7 @@ from membound.roofline.part import MAX_TOKENS, Part
 
 BatchingName = Literal["static", "continuous", "prefill_first", "chunked_prefill"]
 OrderName = Literal["fcfs", "priority", "deadline", "slack"]
+Reservation = Literal["pow2", "oracle"]
 
 DEFAULT_AGEING_S = 30.0
 
@@ -66,8 +67,10 @@ class Engine(Part):
 
     `batching` is what the techniques make it where it is not given. Of two requests the one that `order` names goes
     first; `classes` divide the requests by a draw of each. KV blocks are paged; with `reserved_tokens` each request
-    takes the blocks of that many tokens at once, which is what paging replaced. `host_kv_gib` is host memory for KV:
-    preempted sequences are swapped there with preemption 'swap', and evicted blocks of the prefix cache go there.
+    takes all of its blocks at once, which is what paging replaced: those of that many tokens, of its prompt and true
+    output ('oracle'), or of its prompt and the next power of two from its output on ('pow2'), which are the baselines
+    of Kwon et al., PagedAttention, SOSP 2023, section 6.1. `host_kv_gib` is host memory for KV: preempted sequences are
+    swapped there with preemption 'swap', and evicted blocks of the prefix cache go there.
     """
 
     max_num_seqs: int = Field(16, ge=1, le=1_000_000, description="sequences in one step at most")
@@ -86,9 +89,20 @@ class Engine(Part):
     admission: Admission | None = None
     preemption: Literal["recompute", "swap"] = "recompute"
     host_kv_gib: float = Field(0.0, ge=0, le=1e6)
-    reserved_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    reserved_tokens: int | Reservation | None = Field(
+        None,
+        description="tokens whose KV a request takes at once, 'pow2' or 'oracle'; without, blocks as they are needed",
+    )
     prefix_caching: bool = False
     disaggregation: Annotated[Disaggregation | None, Field(description="one engine does both where not given")] = None
+
+    @field_validator("reserved_tokens", mode="before")
+    @classmethod
+    def _is_a_number_or_a_rule(cls, value: Any) -> Any:
+        is_number = isinstance(value, int) and 1 <= value <= MAX_TOKENS
+        if not is_number and value is not None and value not in get_args(Reservation):
+            raise ValueError(f"give 1 to {MAX_TOKENS} tokens, 'pow2' or 'oracle'")
+        return value
 
     @field_validator("profile")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from membound.roofline.engine_settings import Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import MEMORY_SHARE, kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
@@ -55,7 +56,7 @@ def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest
         )
     block_bytes = token_bytes * engine.block_size
     seats, fixed_blocks = engine.max_num_seqs, 0
-    useful_of_one = -(-(longest or model.max_context) // engine.block_size)
+    useful_of_one = -(-_most_held(engine, longest or model.max_context, model.max_context) // engine.block_size)
     if block_bytes:
         fitting = int(spare // block_bytes)
         fixed_blocks = int(-(-fixed_bytes // block_bytes))
@@ -83,6 +84,17 @@ def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest
         blocks = min(fitting, seats * (useful_of_one + fixed_blocks))
     host_blocks = int(engine.host_kv_gib * 2**30 // block_bytes) if block_bytes else 0
     return KvMemory(blocks, engine.block_size, block_bytes, seats, fixed_blocks, host_blocks, engine.prefix_caching)
+
+
+def _most_held(engine: Engine, longest: int, max_context: int) -> int:
+    """Tokens for which a request of up to `longest` takes blocks at most."""
+    match engine.reserved_tokens:
+        case int(reserved):
+            return max(longest, reserved)
+        case "pow2":
+            return min(2 * longest, max_context)
+        case _:
+            return longest
 
 
 def _footprint(model: ModelSpec, scenario: Scenario, longest: int) -> tuple[float, float]:

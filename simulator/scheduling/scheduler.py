@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from membound.roofline.engine_settings import Reservation
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.draft_length import AdaptiveLength
@@ -50,7 +51,7 @@ class Scheduler:
         admission: Admission = EVERYBODY,
         classify: Classify | None = None,
         swap: bool = False,
-        reserved_tokens: int | None = None,
+        reserved_tokens: int | Reservation | None = None,
         itemized: bool = True,
         tables: BlockTables | None = None,
         max_context: int | None = None,
@@ -108,9 +109,9 @@ class Scheduler:
         pool, total = self.pool, request.tokens
         if self.max_context is not None and total > self.max_context:
             return f"{total} tokens are more than the {self.max_context} of the model's context; give shorter requests"
-        if self.reserved_tokens is not None and total > self.reserved_tokens:
+        if isinstance(self.reserved_tokens, int) and total > self.reserved_tokens:
             return f"{total} tokens are more than engine.reserved_tokens ({self.reserved_tokens}); raise it"
-        if pool.blocks_for(self.reserved_tokens or total) > pool.num_blocks:
+        if pool.blocks_for(self._reserved(request) or total) > pool.num_blocks:
             return (
                 f"{total} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
                 "requests, more devices (parallel.tp), or fewer bits (kv_quantization, weight_quantization)"
@@ -199,7 +200,7 @@ class Scheduler:
             self._advance_prompt(work, outcome, ended)
         for sequence in ended:
             sequence.status = "completed"
-            self._release(sequence, self.pool.blocks_for(self.reserved_tokens or sequence.computed))
+            self._release(sequence, self.pool.blocks_for(self._held(sequence, sequence.computed)))
         return ended
 
     def check_integrity(self) -> None:
@@ -264,7 +265,7 @@ class Scheduler:
                 computed = sequence.tokens - 1
         if self.batching.whole_prompts and sequence.tokens - computed > budget:
             return False
-        needed = pool.blocks_for(self.reserved_tokens or sequence.tokens) - here
+        needed = pool.blocks_for(self._held(sequence, sequence.tokens)) - here
         if needed > pool.available - idle:
             return False
         self._leave_queue()
@@ -287,7 +288,7 @@ class Scheduler:
         """A sequence whose K and V exist elsewhere decodes at once: it comes back from the host, or from a prefill."""
         # Where steps of prompts go alone, the blocks of the next token are taken after this.
         tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
-        needed = self.pool.blocks_for(self.reserved_tokens or tokens)
+        needed = self.pool.blocks_for(self._held(sequence, tokens))
         if needed > self.pool.available:
             return False
         self._leave_queue()
@@ -365,7 +366,7 @@ class Scheduler:
         assert self.drafter is not None, "somebody drafts"
         size = self.pool.block_size
         for sequence in members:
-            tables.hold(sequence, self.reserved_tokens or sequence.tokens)
+            tables.hold(sequence, self._held(sequence, sequence.tokens))
         bounded = []
         for sequence, room in zip(members, rooms, strict=True):
             reachable = len(sequence.blocks) + (tables.free if self.reserved_tokens is None else 0)
@@ -388,7 +389,7 @@ class Scheduler:
             if self.reserved_tokens is None:  # of the blocks for drafts, those of accepted ones stay
                 self.pool.take(self.pool.blocks_for(sequence.computed) - self.pool.blocks_for(before))
         if self.tables is not None:
-            self.tables.hold(sequence, self.reserved_tokens or sequence.computed)
+            self.tables.hold(sequence, self._held(sequence, sequence.computed))
 
     def _preempt(self, sequence: Sequence) -> None:
         held = self._blocks(sequence)
@@ -415,10 +416,22 @@ class Scheduler:
 
     def _blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence holds, with those that it shares."""
-        if self.reserved_tokens is not None:
-            return self.pool.blocks_for(self.reserved_tokens)
         all_taken = sequence.clock is None or self._grown
-        return self.pool.blocks_for(sequence.tokens if all_taken else sequence.computed)
+        return self.pool.blocks_for(self._held(sequence, sequence.tokens if all_taken else sequence.computed))
+
+    def _held(self, sequence: Sequence, tokens: int) -> int:
+        """Tokens whose blocks are taken for a sequence that has `tokens` of them."""
+        return self._reserved(sequence.request) or tokens
+
+    def _reserved(self, request: Request) -> int | None:
+        """Tokens whose blocks a request takes when it joins, or None where blocks come one by one."""
+        reserved = self.reserved_tokens
+        if reserved == "oracle":
+            return request.tokens
+        if reserved == "pow2":
+            doubled = request.prompt_tokens + (1 << (request.output_tokens - 1).bit_length())
+            return min(doubled, self.max_context or doubled)
+        return reserved
 
     def _share(self, sequence: Sequence) -> None:
         """Blocks of `sequence` that are full and computed become blocks of the prefix cache."""
@@ -516,9 +529,9 @@ class Scheduler:
         running = {sequence.id: sequence for sequence in self.running}
         for item in work:
             sequence = running[item.sequence]
-            tables.hold(sequence, self.reserved_tokens or max(item.context, sequence.tokens))
+            tables.hold(sequence, self._held(sequence, max(item.context, sequence.tokens)))
         computing = {item.sequence for item in work}
         for sequence in joined:
             if sequence.clock is not None and sequence.id not in computing:
                 # It came back, and waits for a step of those who decode.
-                tables.hold(sequence, self.reserved_tokens or sequence.computed)
+                tables.hold(sequence, self._held(sequence, sequence.computed))

@@ -165,6 +165,7 @@ def test_who_watches_a_run_is_told_the_time_and_may_end_it(monkeypatch, changes)
     "changes",
     [
         {"engine": {"batching": "chunked_prefill", "reserved_tokens": 300}},
+        {"engine": {"batching": "chunked_prefill", "reserved_tokens": "oracle"}},
         {"engine": {"batching": "chunked_prefill", "preemption": "swap", "host_kv_gib": 1.0}},
         {"engine": {"batching": "chunked_prefill", "admission": {"max_waiting": 3}}},
         {"engine": {"batching": "chunked_prefill", "classes": [{"name": "a", "share": 1.0}]}},

@@ -33,6 +33,8 @@ EXTRAS = st.sampled_from(
         {},
         {"preemption": "swap", "host_kv_gib": 0.1},
         {"reserved_tokens": 300},
+        {"reserved_tokens": "pow2"},
+        {"reserved_tokens": "oracle"},
         {"prefix_caching": True},
         {"prefix_caching": True, "host_kv_gib": 0.05},
         {
@@ -112,6 +114,25 @@ def test_equal_steps_as_one_give_the_records_and_the_summary_of_steps_one_by_one
     assert_equal(together, apart)
     assert np.all(apart.steps["steps"] == 1)
     assert together.summary.requests == together.summary.completed + together.summary.rejected
+
+
+DIVIDED = {
+    "stages": {"parallel": {"pp": 2}},
+    "one micro-batch": {"parallel": {"pp": 2, "micro_batches": 1}},
+    "halves": {"parallel": {"tp": 2}, "techniques": [{"name": "dual_batch_overlap", "decode_tokens": 4}]},
+}
+
+
+@pytest.mark.parametrize("divided", DIVIDED.values(), ids=DIVIDED)
+@pytest.mark.parametrize("batching", ["chunked_prefill", "prefill_first"])
+def test_so_they_do_where_a_step_is_done_in_parts(divided, batching):
+    prompts = {"kind": "synthetic", "tokens": {"kind": "uniform", "low": 1, "high": 900}}
+    engine = {"batching": batching, "max_num_seqs": 16, "num_blocks": 300}
+    document = scenario(engine, {"kind": "poisson", "rate_rps": 20.0}, prompts).model_dump(mode="json")
+    chosen = parse_scenario(document | divided)
+    together, apart = run(chosen), run(chosen, step_by_step=True)
+    assert_equal(together, apart)
+    assert len(together.steps["steps"]) < len(apart.steps["steps"])
 
 
 def test_rows_that_are_joined_keep_every_sum_and_so_the_summary(monkeypatch):

@@ -9,8 +9,9 @@ import pytest
 
 from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
+from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape, shape_sums
-from membound.roofline.techniques import EngineSetup
+from membound.roofline.techniques import BatchOverlap, EngineSetup
 from membound.roofline.times import times_for
 from membound.simulator.step_times import StepTimes
 
@@ -51,6 +52,36 @@ def test_steps_of_decode_are_within_a_thousandth_and_mixed_steps_within_three_in
         errors.append(abs(times.seconds(sums) / exact(times, sums) - 1))
     assert np.mean(errors) < 3e-3
     assert max(errors) < 0.025, "prompts of different lengths in one step count as equal ones"
+
+
+DIVIDED = {
+    "four stages": ("Llama-3.1-70B", {"parallel": Parallelism(tp=2, pp=4)}),
+    "stages one after the other": ("Llama-3.1-70B", {"parallel": Parallelism(tp=2, pp=4, micro_batches=1)}),
+    "more micro-batches than stages": ("Llama-3.1-70B", {"parallel": Parallelism(pp=2, micro_batches=8)}),
+    "skewed experts": ("DeepSeek-V3", {"parallel": Parallelism(dp=8, ep=8), "expert_skew": 0.5}),
+    "balanced experts": (
+        "DeepSeek-V3",
+        {"parallel": Parallelism(dp=8, ep=8), "expert_skew": 0.5, "redundant_experts": 32},
+    ),
+    "two halves": ("DeepSeek-V3", {"parallel": Parallelism(dp=8, ep=8), "overlap": BatchOverlap(8, 64, 20)}),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_steps_of_a_divided_model_are_those_of_the_roofline(name):
+    model, setup = DIVIDED[name]
+    clock = times_for(get_hardware("H100-SXM5"), "graphs")
+    times, rng = StepTimes(resolve_model(model), EngineSetup(**setup), clock, 256, 4096), random.Random(2)
+    errors = []
+    for _ in range(60):
+        decoding = [(rng.randrange(1, 8000), 1, 1) for _ in range(rng.choice([0, 1, 3, 8, 64, 200]))]
+        if decoding:
+            sums = shape_sums(decoding)
+            assert times.seconds(sums) == pytest.approx(exact(times, sums), rel=2e-3)
+        prompts = [(rng.choice([0, 512]), rng.randrange(34, 1500), 1) for _ in range(rng.choice([1, 1, 2]))]
+        sums = shape_sums(decoding + prompts)
+        errors.append(abs(times.seconds(sums) / exact(times, sums) - 1))
+    assert np.mean(errors) < 5e-3 and max(errors) < 0.03
 
 
 @pytest.mark.parametrize(("model", "hardware", "profile"), CASES)
