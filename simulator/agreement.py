@@ -22,14 +22,11 @@ INTRODUCTION = (
     "*Agrees* says that the interval meets the published range within 10 %. Nothing was fitted to this table."
 )
 NOT_YET = (
-    "Micro-batches of a pipeline in the simulator: a step passes all stages before the next begins, so that Orca's "
-    "two stages and Sarathi-Serve's 5.6x with Falcon-180B, which removes bubbles, are out of reach.",
-    "Pools of different parallelism: DistServe gives prompts TP 2 and outputs TP 1, here both pools have the same.",
-    "Reservation of the true length (Orca Oracle) or of powers of two (Orca Pow2): only a constant is reserved.",
+    "Uneven micro-batches of a pipeline: all of a step are alike, so that Sarathi-Serve's 5.6x with Falcon-180B, which "
+    "removes the bubbles of whole prompts, is out of reach.",
+    "External fragmentation: what is reserved is made of blocks, never of contiguous chunks.",
     "Offload of experts to host memory with a cache: the ratio of copying to computing is a closed form, Fiddler's "
     "tokens a second are not simulated.",
-    "Overlap of communication with the other half of a batch (DeepSeek's dual micro-batches).",
-    "A draft length that adapts to the batch while the simulator runs: Su et al. is a closed form.",
 )
 # Lengths and knees of published curves are known no better than that.
 READING = 0.1
