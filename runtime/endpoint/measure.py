@@ -157,7 +157,9 @@ class _Run:
 
     def _result(self, answers: list[Answer], told: dict[str, Any], delays_s: list[float]) -> RunResult:
         requests = requests_table(Outcome.of(answer) for answer in answers)
-        others = shared_with_others(told, self.tokens)
+        # A server with speculation sends several tokens in an event, and its own counts say how many.
+        answered = sum(answer.reply.tokens for answer in answers if answer.reply is not None)
+        others = shared_with_others(told, max(answered, self.tokens))
         endpoint = self.connections.endpoint
         how = f"{'token ids' if self.dialect.ids else 'text'}, {self.dialect.api}"
         notes = [f"model '{self.model}' at {endpoint.base_url} ({how})", *self._notes(answers, requests)]

@@ -100,6 +100,20 @@ def test_a_server_that_others_use_keeps_its_counters_out_of_the_summary(serving,
     assert any("others used it" in note for note in run.provenance.notes)
 
 
+def test_a_server_that_sends_several_tokens_in_an_event_is_not_used_by_others(serving, scenario) -> None:
+    async def speculating(exchange) -> None:
+        await exchange.head()
+        for _ in range(3):
+            await exchange.event(exchange.token(" four words at once"))
+        await exchange.end(exchange.usage(10))
+
+    tokens = {"kind": "fixed", "tokens": 10}
+    with serving(speculating, metrics=lambda server: exposed(len(server.asked))) as server:
+        run = measure(scenario(output_tokens=tokens), Endpoint.of(server.url))
+    assert run.summary.acceptance_rate == 0.6
+    assert not any("others used it" in note for note in run.provenance.notes)
+
+
 @pytest.mark.parametrize("said", ["", "<html></html>", "vllm:num_requests_running\x00 1", "x" * (9 << 20)])
 def test_metrics_that_are_none_are_no_error(serving, well, scenario, said: str) -> None:
     with serving(well, metrics=lambda server: said) as server:
