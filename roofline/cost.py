@@ -156,7 +156,7 @@ def _overlapped(
     """
     *device, host = costs
     units = times.hardware.compute_units or 0
-    slower = units / (units - overlap.communication_units) - 1.0 if units > overlap.communication_units else 0.0
+    slower: Count = units / (units - overlap.communication_units) - 1.0 if units > overlap.communication_units else 0.0
     slower = slower * is_there(shape.prefill_sequences) * (halves - 1.0)
     done = [cost if _hides(cost) else cost.slowed(slower) for cost in device]
     messages = [cost for cost in device if _hides(cost)]
