@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from membound.roofline.draft_models import draft_model
 from membound.roofline.operator_time import Times
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, draft_model
+from membound.roofline.speculation import Speculation
 from membound.roofline.techniques import ModelDrafts, Size, Speculative, Technique
 from membound.roofline.workload import TextPrompts
 

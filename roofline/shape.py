@@ -108,6 +108,27 @@ class StepShape:
         """Both batches in one step."""
         return StepShape(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def with_guesses(self, guesses: Count) -> StepShape:
+        """A step in which each decoding sequence brings `guesses` more tokens behind those that it has cached."""
+        if np.all(np.asarray(guesses) == 0):
+            return self
+        part = self.decode_part
+        sequences = part.sequences
+        tokens = part.tokens + guesses * sequences
+        cached = part.kv_tokens - part.tokens
+        each = tokens / np.maximum(sequences, 1e-9)
+        return StepShape(
+            self.prefill_tokens + tokens,
+            self.sequences,
+            self.prefill_kv_tokens + cached + tokens,
+            self.prefill_attended + each * cached + tokens * (each + 1.0) / 2.0,
+            self.logits_rows + guesses * sequences,
+            self.prefill_tokens,
+            self.prefill_sequences,
+            self.prefill_kv_tokens,
+            self.prefill_attended,
+        )
+
     def divided(self, parts: Count) -> StepShape:
         """One of so many equal parts of the batch."""
         return StepShape(*(value / parts for value in self.columns().values()))

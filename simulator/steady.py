@@ -23,7 +23,7 @@ from membound.roofline.result import BOUNDS
 from membound.roofline.scenario import Scenario
 from membound.roofline.serving import RESERVED_BYTES, Deployment, StaticBatch, SteadyLoad
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, checked_speculation, with_guesses
+from membound.roofline.speculation import Speculation, checked_speculation
 from membound.roofline.workload import (
     ClosedLoop,
     HourlyArrivals,
@@ -147,7 +147,7 @@ class SpeculatingDeployment(Deployment):
         if self.speculation is None:
             return self.step(shape)
         guesses = self.speculation.verified_tokens
-        return step_cost(self.model, self.speculation.plain, self.times, with_guesses(shape, guesses))
+        return step_cost(self.model, self.speculation.plain, self.times, shape.with_guesses(guesses))
 
     def shares(self, batch: float, context: float) -> dict[str, float]:
         """The share of each bound in the time of a decode step, drafting apart."""

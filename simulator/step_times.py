@@ -24,7 +24,7 @@ from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, with_guesses
+from membound.roofline.speculation import Speculation
 from membound.roofline.techniques import EngineSetup, Size
 
 Column = NDArray[np.float64]
@@ -123,7 +123,7 @@ class StepTimes:
         )
         mean = float(guesses / sequences)
         if drafts.nodes is not None:
-            shape = with_guesses(plain, mean * drafts.nodes / drafts.gamma)
+            shape = plain.with_guesses(mean * drafts.nodes / drafts.gamma)
         depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
         if unread is not None:
             plain = plain + unread

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from membound.kernels.base import Kernels
+from membound.roofline.draft_models import draft_model, first_layers
 from membound.roofline.errors import MemboundError
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
-from membound.roofline.speculation import draft_model, first_layers
 from membound.roofline.techniques import (
     DrafterKind,
     EagleDrafts,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch
+from membound.roofline.draft_models import one_layer
 from membound.roofline.models import ModelSpec
-from membound.roofline.speculation import one_layer
 from membound.runtime.decoder import Decoder, Hidden, KvCache
 from membound.runtime.linear import KernelLinear
 from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from membound.roofline.draft_models import one_layer
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
-from membound.roofline.speculation import one_layer
 from membound.runtime.weights import random_weights
 
 KINDS = ("medusa", "eagle")

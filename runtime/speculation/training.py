@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from membound.roofline.draft_models import one_layer
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, ModelSpec
-from membound.roofline.speculation import one_layer
 from membound.runtime.rope import rope_tables
 from membound.runtime.speculation.corpus import Text
 from membound.runtime.speculation.heads import Head

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from membound.roofline.draft_models import first_layers
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, first_layers
+from membound.roofline.speculation import Speculation
 from membound.roofline.techniques import (
     DraftModelSpeculation,
     Eagle,

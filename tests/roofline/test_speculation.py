@@ -15,23 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.acceptance import AcceptanceProfile
+from membound.roofline.chain import best_chain, chain_speedup, expected_tokens, stationary_gamma
 from membound.roofline.cost import step_cost
+from membound.roofline.draft_models import draft_model
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import (
-    Speculation,
-    best_chain,
-    chain_speedup,
-    draft_model,
-    expected_tokens,
-    speculation_of,
-    stationary_gamma,
-    with_guesses,
-)
+from membound.roofline.speculation import Speculation, speculation_of
 from membound.roofline.techniques import (
     DraftModelSpeculation,
     Eagle,
@@ -172,15 +165,15 @@ def test_eagle_s_tree_accepts_what_its_paper_says_of_the_acceptance_of_its_chain
 @given(batch=st.integers(1, 64), context=st.integers(40, 4000), guesses=st.integers(0, 30))
 def test_a_step_with_guesses_is_a_verification_behind_the_same_cache(batch, context, guesses):
     plain = StepShape.decode(float(batch), float(context))
-    assert with_guesses(plain, guesses) == StepShape.verify(float(batch), float(context + guesses), float(guesses))
+    assert plain.with_guesses(guesses) == StepShape.verify(float(batch), float(context + guesses), float(guesses))
 
 
 @given(batch=st.integers(1, 64), context=st.integers(40, 4000), prompt=st.integers(2, 2000))
 def test_prompts_in_the_same_step_stay_what_they_are(batch, context, prompt):
     decode, prefill = StepShape.decode(float(batch), float(context)), StepShape.prefill(2.0, float(prompt))
-    mixed, apart = with_guesses(decode + prefill, 3.0), with_guesses(decode, 3.0) + prefill
+    mixed, apart = (decode + prefill).with_guesses(3.0), decode.with_guesses(3.0) + prefill
     assert list(mixed.columns().values()) == pytest.approx(list(apart.columns().values()))
-    assert with_guesses(prefill, 3.0).columns() == prefill.columns()
+    assert prefill.with_guesses(3.0).columns() == prefill.columns()
 
 
 @pytest.mark.parametrize("technique", DRAFTERS, ids=lambda technique: technique.name)
