@@ -61,6 +61,7 @@ class StepTimes:
         self._decode: dict[int, _Decode] = {}
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
         self._speculations: dict[int, Speculation] = {}
+        self._guessing: dict[int, _Guessing] = {}
         self._stages = setup.parallel.pp
         self._parts: dict[float, _Parts] = {}  # of each number of micro-batches
 
@@ -114,6 +115,11 @@ class StepTimes:
         sequences = shape.decode_part.sequences
         guesses = shape.decode_part.tokens - sequences
         known_kv = shape.kv_tokens - guesses
+        if not (sums[6] or unread or self.times.needs_working_set) and guesses <= drafts.gamma * sequences:
+            n = int(sequences)
+            if n not in self._guessing:
+                self._guessing[n] = _Guessing(self, n)
+            return self._guessing[n].seconds(int(guesses), known_kv)
         plain = replace(
             shape,
             tokens=shape.tokens - guesses,
@@ -124,13 +130,16 @@ class StepTimes:
         mean = float(guesses / sequences)
         if drafts.nodes is not None:
             shape = plain.with_guesses(mean * drafts.nodes / drafts.gamma)
+        return float(self.exact(shape)) + self.draft_s(plain if unread is None else plain + unread, mean)
+
+    def draft_s(self, plain: StepShape, mean: float) -> float:
+        """Seconds of the drafter in a step that is `plain` without guesses, of which a sequence has `mean`."""
+        drafts, parallel = self.setup.drafts, self.setup.parallel
+        assert drafts is not None, "the engine speculates"
         depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
-        if unread is not None:
-            plain = plain + unread
-        parallel = self.setup.parallel
-        micro = parallel.micro_batches_of(shape.sequences)
-        draft_s = self._speculation(depth).draft_s(self.times, plain.divided(micro)) * max(micro / parallel.pp, 1.0)
-        return float(self.exact(shape) + draft_s)
+        micro = parallel.micro_batches_of(plain.sequences)
+        pass_s = self._speculation(depth).draft_s(self.times, plain.divided(micro))
+        return float(pass_s) * max(float(micro) / parallel.pp, 1.0)
 
     def _speculation(self, depth: int) -> Speculation:
         """The drafter as far as a step went."""
@@ -175,6 +184,41 @@ class _Decode:
             shape = StepShape.decode(self._sequences, self.kv_tokens[index] / self._sequences)
             seconds = self._seconds[index] = float(self._times.exact(shape))
         return seconds
+
+
+class _Guessing:
+    """Steps of so many sequences that verify guesses and compute no prompts, over the tokens they attend to.
+
+    Guesses are counted along the longest path, and of all of them together: each sequence has as many as the mean.
+    """
+
+    def __init__(self, times: StepTimes, sequences: int) -> None:
+        self._times = times
+        self._sequences = float(sequences)
+        self._kv_tokens: list[float] = (CONTEXTS * sequences).tolist()
+        self._seconds: dict[int, list[float]] = {}
+
+    def seconds(self, guesses: int, known_kv_tokens: float) -> float:
+        """Seconds with so many guesses behind the tokens that are known, the newest of each sequence among them."""
+        index = _below(self._kv_tokens, known_kv_tokens)
+        near, far = self._at(index)[guesses], self._at(index + 1)[guesses]
+        begin, _, low, slope = _piece(*self._kv_tokens[index : index + 2], near, far)
+        return low + slope * (known_kv_tokens - begin)
+
+    def _at(self, index: int) -> list[float]:
+        """Of every number of guesses, at one entry of the tokens."""
+        if index not in self._seconds:
+            drafts, n, kv_tokens = self._times.setup.drafts, self._sequences, self._kv_tokens[index]
+            assert drafts is not None, "the engine speculates"
+            mean = np.arange(0.0, n * drafts.gamma + 1.0) / n
+            each = np.ones_like(mean)
+            plain = StepShape(n * each, n * each, kv_tokens * each, kv_tokens * each, n * each)
+            verified = mean if drafts.nodes is None else mean * drafts.nodes / drafts.gamma
+            verify_s = self._times.exact(plain.with_guesses(verified))
+            alone = StepShape(n, n, kv_tokens, kv_tokens, n)
+            draft_s = [0.0, *(self._times.draft_s(alone, float(depth)) for depth in range(1, drafts.gamma + 1))]
+            self._seconds[index] = (verify_s + np.array(draft_s)[np.ceil(mean - 1e-9).astype(int)]).tolist()
+        return self._seconds[index]
 
 
 class _Parts:

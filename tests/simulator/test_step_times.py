@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape, shape_sums
-from membound.roofline.techniques import BatchOverlap, EngineSetup
+from membound.roofline.techniques import BatchOverlap, Eagle, EngineSetup, NgramSpeculation, engine_setup
 from membound.roofline.times import times_for
 from membound.simulator.step_times import StepTimes
 
@@ -52,6 +53,35 @@ def test_steps_of_decode_are_within_a_thousandth_and_mixed_steps_within_three_in
         errors.append(abs(times.seconds(sums) / exact(times, sums) - 1))
     assert np.mean(errors) < 3e-3
     assert max(errors) < 0.025, "prompts of different lengths in one step count as equal ones"
+
+
+SPECULATING = {
+    "n-gram": (NgramSpeculation(gamma=4), {}),
+    "a tree of guesses": (Eagle(depth=4, tree_size=20), {}),
+    "as many as pay": (Eagle(depth=5, tree_size=5, adaptive=True), {}),
+    "in stages": (NgramSpeculation(gamma=4), {"parallel": Parallelism(pp=2)}),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+def test_steps_with_guesses_are_those_of_the_roofline(name):
+    technique, changes = SPECULATING[name]
+    setup = replace(engine_setup((technique,)), **changes)
+    times = StepTimes(resolve_model("Llama-3.1-8B"), setup, times_for(get_hardware("H100-SXM5"), "graphs"), 64, 4096)
+    rng, gamma = random.Random(3), setup.drafts.gamma
+    for _ in range(60):
+        parts = []
+        for _ in range(rng.choice([1, 2, 7, 33, 64])):
+            new = 1 + rng.randrange(gamma + 1)
+            parts.append((rng.randrange(1, 6000), new, new))
+        n, guesses = len(parts), sum(new - 1 for _, new, _ in parts)
+        known = float(sum(cached + 1 for cached, _, _ in parts))
+        plain, mean = StepShape(float(n), float(n), known, known, float(n)), guesses / n
+        verified = mean * setup.drafts.nodes / gamma if setup.drafts.nodes else mean
+        expected = float(times.exact(plain.with_guesses(verified)))
+        if guesses:
+            expected += times.draft_s(plain, mean)
+        assert times.seconds(shape_sums(parts)) == pytest.approx(expected, rel=2e-3)
 
 
 DIVIDED = {
