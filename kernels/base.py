@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 WeightFormat = Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "fp8", "sparse24", "q4_k", "q6_k"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
+# gelu_tanh: the approximation by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
@@ -212,6 +215,21 @@ class Kernels(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds x into `residual` in place and returns the norm of the sum, all [tokens, hidden]."""
 
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        """(x - mean(x)) / std(x) * weight + bias over the last dimension, without those that are None.
+
+        With a `residual`, adds x into it in place and norms the sum.
+        """
+
+    def norm_heads(self, x: Tensor, first: int, heads: int, weight: Tensor, eps: float) -> None:
+        """RMS-norms in place `heads` pieces of each row of x [tokens, width], side by side from column `first` on.
+
+        A piece is as wide as `weight` [head_dim]; with weights of their own, [groups, head_dim], those of piece i are
+        `weight[i % groups]`.
+        """
+
     def rope_and_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
     ) -> Tensor:
@@ -290,6 +308,27 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [tokens, 2 * intermediate]: [tokens, intermediate]."""
 
+    def glu(self, gate_up: Tensor, activation: Activation, limit: float | None = None) -> Tensor:
+        """activation(gate) * up for gate_up [..., 2 * intermediate]: [..., intermediate].
+
+        With a `limit` gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate) of up within the limit and gate up to it.
+        """
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(x) for each element."""
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """x [tokens, n] plus bias [n]; x may be changed."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y of equal shapes."""
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        """x times a number."""
+
+    def gated(self, x: Tensor, gate: Tensor, *, silu: bool = False) -> Tensor:
+        """x [tokens, n] times sigmoid(gate), or silu(gate), for a gate [tokens, n or 1]."""
+
     def latent_rope_and_store(
         self,
         q: Tensor,
@@ -313,6 +352,13 @@ class Kernels(Protocol):
 
         A stored vector of `blocks` [blocks, block_size, 1, rank + rope] is every head's key, and its first `rank`
         elements are every head's value. Causal, or as `batch.tree` says.
+        """
+
+    def heads_linear(self, x: Tensor, weight: Tensor, tail: int = 0) -> Tensor:
+        """Each head of x [tokens, heads, ...] times its own of `weight` [heads, n, k], transposed: [tokens, heads, n].
+
+        A head's first k elements are multiplied. With a `tail` the `tail` elements behind them follow the result:
+        [tokens, heads, n + tail].
         """
 
     def block_copier(self, pools: Sequence[Tensor]) -> BlockCopier:
@@ -345,6 +391,10 @@ class Kernels(Protocol):
 
     def combine(self, slots: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of each token's slots, [slots, n] to [tokens, n]."""
+
+    def count_routed(self, routing: Routing, tokens: Tensor, load: Tensor, probability: Tensor) -> None:
+        """Adds to `tokens` [] (int64) how many were routed, to `load` [experts] (int64) each expert's slots, and to
+        `probability` [experts] (fp64) the sums of `routing.probabilities`."""
 
     def causal_convolution(
         self, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RaggedBatch

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from membound.kernels import kivi, recurrent, routing
-from membound.kernels.base import BlockCopier, ChainVerifier, Mamba2Vectors, PackedWeight, RaggedBatch
+from membound.kernels.base import Activation, BlockCopier, ChainVerifier, Mamba2Vectors, PackedWeight, RaggedBatch
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
 from membound.kernels.sight import visible_tokens
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu_squared": lambda x: functional.relu(x).square(),
+}
+CLAMPED_SLOPE = 1.702  # gpt-oss `config.json`: swiglu_alpha
 
 
 class ComposedKernels(ABC):
@@ -41,6 +52,42 @@ class ComposedKernels(ABC):
         softcap: float | None = None,
     ) -> Tensor:
         """See `Kernels.attention`."""
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> Tensor:
+        if residual is not None:
+            residual += x
+            x = residual
+        return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+    def norm_heads(self, x: Tensor, first: int, heads: int, weight: Tensor, eps: float) -> None:
+        groups, width = weight.view(-1, weight.shape[-1]).shape
+        pieces = x[:, first : first + heads * width].float().view(x.shape[0], -1, groups, width)
+        normed = pieces * torch.rsqrt(pieces.square().mean(-1, keepdim=True) + eps) * weight
+        x[:, first : first + heads * width] = normed.flatten(1).to(x.dtype)
+
+    def glu(self, gate_up: Tensor, activation: Activation, limit: float | None = None) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if limit is None:
+            return ACTIVATIONS[activation](gate) * up
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(CLAMPED_SLOPE * gate)
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        return ACTIVATIONS[activation](x)
+
+    def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.to(x.dtype)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def gated(self, x: Tensor, gate: Tensor, *, silu: bool = False) -> Tensor:
+        return x * (functional.silu(gate) if silu else torch.sigmoid(gate))
 
     def attention_with_sinks(
         self,
@@ -98,6 +145,12 @@ class ComposedKernels(ABC):
         seen = self.attention(q.contiguous(), blocks, blocks, batch, scale)
         return seen.unflatten(1, (q.shape[1], -1))[..., :rank]  # of the latents, not of the keys
 
+    def heads_linear(self, x: Tensor, weight: Tensor, tail: int = 0) -> Tensor:
+        k = weight.shape[2]
+        multiplied, kept = x[..., :k].transpose(0, 1).to(weight.dtype), x[..., k : k + tail]
+        out = torch.bmm(multiplied, weight.transpose(1, 2)).transpose(0, 1).to(x.dtype)
+        return torch.cat([out, kept], dim=-1) if tail else out
+
     def block_copier(self, pools: Sequence[Tensor]) -> BlockCopier:
         def copy(pairs: Sequence[tuple[int, int]]) -> None:
             sources, targets = ([pair[side] for pair in pairs] for side in range(2))
@@ -143,6 +196,12 @@ class ComposedKernels(ABC):
 
     def combine(self, slots: Tensor, chosen: Routing) -> Tensor:
         return routing.combined(slots, chosen)
+
+    def count_routed(self, chosen: Routing, tokens: Tensor, load: Tensor, probability: Tensor) -> None:
+        assert chosen.probabilities is not None, "a router that is counted says them"
+        tokens += chosen.probabilities.shape[0]
+        load += chosen.counts
+        probability += chosen.probabilities.double().sum(0)
 
     def causal_convolution(
         self, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RaggedBatch

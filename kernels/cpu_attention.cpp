@@ -28,6 +28,7 @@ struct Arguments {
     const float* q;  // [tokens, heads, head_dim]
     const Batch* batch;
     float* out;  // [tokens, heads, head_dim], or for `membound_attention_scores` [sequences, kv_heads, out_stride]
+    const float* sinks;  // [heads], logits that join the softmax with values of zero, or null
     KvBlocks kv;
     int64_t heads;
     int64_t window;  // a token sees itself and the window - 1 before it
@@ -388,8 +389,14 @@ void write_out(const Arguments& a, const Task& task, State state, int64_t dim) {
     const int64_t group = a.heads / a.kv.kv_heads;
     for (int64_t r = 0; r < task.count * group; r++) {
         const int64_t token = a.batch->query_start[task.sequence] + task.first + r / group;
-        float* out = a.out + (token * a.heads + task.kv_head * group + r % group) * a.kv.head_dim;
-        const float inverse = 1.0f / state.total[r];
+        const int64_t head = task.kv_head * group + r % group;
+        float* out = a.out + (token * a.heads + head) * a.kv.head_dim;
+        float inverse = 1.0f / state.total[r];
+        if (a.sinks) {
+            const float sink = a.sinks[head], highest = sink > state.maximum[r] ? sink : state.maximum[r];
+            const float kept = std::exp(state.maximum[r] - highest);
+            inverse = kept / (state.total[r] * kept + std::exp(sink - highest));
+        }
         for (int64_t i = 0; i < a.kv.head_dim; i++) out[i] = state.sums[r * dim + i] * inverse;
     }
 }

@@ -22,8 +22,18 @@ import torch
 
 from membound.roofline.home import home_folder
 
-SOURCES = ("cpu_linear.cpp", "cpu_integer.cpp", "cpu_attention.cpp", "cpu_pointwise.cpp", "cpu_replay.cpp")
-HEADERS = ("cpu_batch.h", "cpu_kv.h", "cpu_threads.h", "cpu_vector.h", "cpu_weight.h")
+SOURCES = (
+    "cpu_linear.cpp",
+    "cpu_integer.cpp",
+    "cpu_attention.cpp",
+    "cpu_norms.cpp",
+    "cpu_pointwise.cpp",
+    "cpu_mixture.cpp",
+    "cpu_latent.cpp",
+    "cpu_recurrent.cpp",
+    "cpu_replay.cpp",
+)
+HEADERS = ("cpu_batch.h", "cpu_kv.h", "cpu_norm.h", "cpu_threads.h", "cpu_vector.h", "cpu_weight.h")
 _THIS_PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # Contraction stays off: a compiler that fuses a multiply-add here and not there changes bits between code paths.
 FLAGS = ("-std=c++17", "-O3", _THIS_PROCESSOR, "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")

@@ -37,7 +37,6 @@ template <int... I, class Body> INLINE void unroll(std::integer_sequence<int, I.
 template <int COUNT, class Body> INLINE void unroll(Body body) {
     unroll(std::make_integer_sequence<int, COUNT>{}, body);
 }
-#define LAMBDA __attribute__((always_inline))
 
 INLINE UintVec load_words(const uint32_t* p) {
     UintVec v;

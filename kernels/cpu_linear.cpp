@@ -296,6 +296,17 @@ template <class W> void linear(const Product& p, W w, int threads) {
 
 }  // namespace
 
+void linear_rows(const PackedWeight& w, const float* x, float* out, int64_t m, int threads) {
+    const Product p{x, (const float*)w.scale, out, m, w.n, w.k, w.format == FP8 ? E4M3_UNIT : 1.0f};
+    switch (w.format) {
+        case FP32: return linear(p, (const float*)w.data, threads);
+        case BF16: return linear(p, (const bf16*)w.data, threads);
+        case FP8: return linear(p, (const e4m3*)w.data, threads);
+        case SPARSE24: return linear(p, Sparse24{(const bf16*)w.data, w.kept}, threads);
+        default: return linear_integer(w, x, out, m, threads);
+    }
+}
+
 struct LinearArguments {
     const PackedWeight* weight;  // [n, k]
     const float* x;              // [rows, k]
@@ -303,16 +314,6 @@ struct LinearArguments {
     Rows rows;
 };
 
-// x times a packed weight, transposed.
-EXPORT void membound_linear(const LinearArguments* arguments, int threads) {
-    const LinearArguments& a = *arguments;
-    const PackedWeight& w = *a.weight;
-    const Product p{a.x, (const float*)w.scale, a.out, a.rows, w.n, w.k, w.format == FP8 ? E4M3_UNIT : 1.0f};
-    switch (w.format) {
-        case FP32: return linear(p, (const float*)w.data, threads);
-        case BF16: return linear(p, (const bf16*)w.data, threads);
-        case FP8: return linear(p, (const e4m3*)w.data, threads);
-        case SPARSE24: return linear(p, Sparse24{(const bf16*)w.data, w.kept}, threads);
-        default: return linear_integer(w, a.x, a.out, a.rows, threads);
-    }
+EXPORT void membound_linear(const LinearArguments* a, int threads) {
+    linear_rows(*a->weight, a->x, a->out, a->rows, threads);
 }

@@ -1,4 +1,4 @@
-// Norms, rotary embedding and activation: one pass over the activations each.
+// Activations, sums, rotary embedding and reading: one pass over the activations each.
 
 #include <cmath>
 
@@ -9,39 +9,70 @@
 
 namespace {
 
-constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // some 5 us of work: below it a second thread brings nothing
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED };  // as in cpu_pointwise.py
+constexpr float CLAMPED_SLOPE = 1.702f;
 
-// Rows that one thread takes at a time; all of them when the whole is too little to share.
-int64_t rows_at_once(int64_t rows, int64_t width) {
-    return rows * width <= SERIAL_ELEMENTS ? rows : 1 + SERIAL_ELEMENTS / 4 / width;
+INLINE Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(-x)); }
+
+template <Activation KIND> INLINE Vec bend(Vec x) {
+    if constexpr (KIND == SILU) return x / (broadcast(1.0f) + exp(-x));
+    if constexpr (KIND == RELU) return x > Vec{} || x != x ? x : Vec{};
+    if constexpr (KIND == RELU_SQUARED) return bend<RELU>(x) * bend<RELU>(x);
+    if constexpr (KIND == GELU_TANH) {  // (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        const Vec u = fma(x * x * x, broadcast(0.044715f), x) * broadcast(1.5957691216f);
+        return x / (broadcast(1.0f) + exp(-u));
+    }
+    if constexpr (KIND == GELU) {
+        Vec y;
+        for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+        return y;
+    }
+    return x;
 }
 
-// x (plus residual, which receives the sum) over its root mean square, times weight.
-template <bool ADD>
-void norm_row(const float* x, float* residual, const float* weight, float* out, int64_t width, float eps) {
+template <Activation KIND> INLINE Vec joined(Vec gate, Vec up, float limit) {
+    if constexpr (KIND != CLAMPED) return bend<KIND>(gate) * up;
+    const Vec most = broadcast(limit);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < -most ? -most : up;
+    return (up + broadcast(1.0f)) * gate * sigmoid(gate * broadcast(CLAMPED_SLOPE));
+}
+
+// out[i] = body(i) for i in [0, width): whole vectors of `load`, the last one padded.
+template <class Body> INLINE void each_vector(int64_t width, float* out, const Body& body) {
     const int64_t whole = width / LANES * LANES;
-    Vec squares{};
-    for (int64_t i = 0; i < whole; i += LANES) {
-        Vec v = load(x + i);
-        if (ADD) {
-            v += load(residual + i);
-            store(residual + i, v);
-        }
-        squares = fma(v, v, squares);
-    }
-    float rest = 0;
-    for (int64_t i = whole; i < width; i++) {
-        if (ADD) residual[i] += x[i];
-        const float v = ADD ? residual[i] : x[i];
-        rest += v * v;
-    }
-    const float factor = 1.0f / std::sqrt((sum(squares) + rest) / width + eps);
-    const float* from = ADD ? residual : x;
-    for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(from + i) * broadcast(factor) * load(weight + i));
-    for (int64_t i = whole; i < width; i++) out[i] = from[i] * factor * weight[i];
+    for (int64_t i = 0; i < whole; i += LANES)
+        store(out + i, body([&](const float* p) LAMBDA { return load(p + i); }));
+    if (whole == width) return;
+    const int count = width - whole;
+    const Vec v = body([&](const float* p) LAMBDA { return load_partial(p + whole, count); });
+    memcpy(out + whole, &v, count * sizeof(float));
 }
 
-INLINE Vec silu_times(Vec gate, Vec up) { return gate / (broadcast(1.0f) + exp(-gate)) * up; }
+struct ActivationArguments {
+    const float* x;  // [rows, width], or where `gated` [rows, 2 width], gate first
+    float* out;      // [rows, width]
+    int64_t width;
+    Rows rows;
+    int64_t kind, gated;
+    float limit;
+};
+
+template <Activation KIND> void activate(const ActivationArguments& a, int threads) {
+    const int64_t rows = a.rows, width = a.width;
+    parallel_for(rows, rows_at_once(rows, 4 * width), threads, [&](int64_t row, int64_t last) {
+        for (; row < last; row++) {
+            float* to = a.out + row * width;
+            if (a.gated) {
+                const float *gate = a.x + row * 2 * width, *up = gate + width;
+                each_vector(width, to, [&](auto at) LAMBDA { return joined<KIND>(at(gate), at(up), a.limit); });
+            } else {
+                const float* x = a.x + row * width;
+                each_vector(width, to, [&](auto at) LAMBDA { return bend<KIND>(at(x)); });
+            }
+        }
+    });
+}
 
 }  // namespace
 
@@ -68,52 +99,61 @@ EXPORT int64_t membound_read(const uint8_t* data, int64_t nbytes, int threads) {
 
 EXPORT int membound_lanes() { return LANES; }
 
-struct NormArguments {
-    const float* x;  // [rows, width]
-    float* residual;  // the same, or null
-    const float* weight;  // [width]
-    float* out;
-    int64_t width;
+EXPORT void membound_activate(const ActivationArguments* arguments, int threads) {
+    switch (arguments->kind) {
+        case SILU: return activate<SILU>(*arguments, threads);
+        case GELU: return activate<GELU>(*arguments, threads);
+        case GELU_TANH: return activate<GELU_TANH>(*arguments, threads);
+        case RELU: return activate<RELU>(*arguments, threads);
+        case RELU_SQUARED: return activate<RELU_SQUARED>(*arguments, threads);
+        case CLAMPED: return activate<CLAMPED>(*arguments, threads);
+    }
+}
+
+struct SumArguments {
+    const float *x, *y;  // [rows, width], rows as far apart as the strides say; y may be null
+    float* out;          // [rows, width], may be x
+    int64_t width, x_stride, y_stride;
     Rows rows;
-    float eps;
+    float factor;
 };
 
-EXPORT void membound_rms_norm(const NormArguments* arguments, int threads) {
-    const NormArguments& a = *arguments;
+// factor * x + y
+EXPORT void membound_sum(const SumArguments* arguments, int threads) {
+    const SumArguments& a = *arguments;
     const int64_t rows = a.rows, width = a.width;
     parallel_for(rows, rows_at_once(rows, width), threads, [&](int64_t row, int64_t last) {
         for (; row < last; row++) {
-            const float* x = a.x + row * width;
-            float* out = a.out + row * width;
-            if (a.residual)
-                norm_row<true>(x, a.residual + row * width, a.weight, out, width, a.eps);
-            else
-                norm_row<false>(x, nullptr, a.weight, out, width, a.eps);
+            const float *x = a.x + row * a.x_stride, *y = a.y ? a.y + row * a.y_stride : nullptr;
+            each_vector(width, a.out + row * width, [&](auto at) LAMBDA {
+                const Vec scaled = at(x) * broadcast(a.factor);
+                return y ? scaled + at(y) : scaled;
+            });
         }
     });
 }
 
 struct GateArguments {
-    const float* gate_up;  // [rows, 2 width]
-    float* out;            // [rows, width]
-    int64_t width;
+    const float *x, *gate;  // [rows, width]; rows of the gate lie `gate_stride` apart
+    float* out;             // [rows, width]
+    int64_t width, gate_stride;
+    int64_t gate_width;  // 1: one gate a row
     Rows rows;
+    int64_t silu;  // times silu(gate) instead of sigmoid(gate)
 };
 
-EXPORT void membound_silu_mul(const GateArguments* arguments, int threads) {
+// x * sigmoid(gate)
+EXPORT void membound_gate(const GateArguments* arguments, int threads) {
     const GateArguments& a = *arguments;
     const int64_t rows = a.rows, width = a.width;
     parallel_for(rows, rows_at_once(rows, 4 * width), threads, [&](int64_t row, int64_t last) {
         for (; row < last; row++) {
-            const float *gate = a.gate_up + row * 2 * width, *up = gate + width;
-            float* to = a.out + row * width;
-            const int64_t whole = width / LANES * LANES;
-            for (int64_t i = 0; i < whole; i += LANES) store(to + i, silu_times(load(gate + i), load(up + i)));
-            if (whole < width) {
-                const int count = width - whole;
-                const Vec v = silu_times(load_partial(gate + whole, count), load_partial(up + whole, count));
-                memcpy(to + whole, &v, count * sizeof(float));
-            }
+            const float *x = a.x + row * width, *gate = a.gate + row * a.gate_stride;
+            auto opened = [&](Vec v) LAMBDA { return a.silu ? bend<SILU>(v) : sigmoid(v); };
+            const Vec whole_row = opened(broadcast(*gate));
+            each_vector(width, a.out + row * width, [&](auto at) LAMBDA {
+                return at(x) * (a.gate_width == 1 ? whole_row : opened(at(gate)));
+            });
         }
     });
 }
@@ -138,10 +178,7 @@ EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads)
             const float* x = a.qkv + token * width;
             const float *cos = a.cos + a.batch->positions[token] * half, *sin = a.sin + a.batch->positions[token] * half;
             auto rotate = [&](float* to) {
-                for (int64_t i = 0; i < half; i++) {
-                    to[i] = x[i] * cos[i] - x[i + half] * sin[i];
-                    to[i + half] = x[i + half] * cos[i] + x[i] * sin[i];
-                }
+                turn(x, cos, sin, half, to);
                 x += dim;
             };
             for (int64_t h = 0; h < a.heads; h++) rotate(a.q + (token * a.heads + h) * dim);

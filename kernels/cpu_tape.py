@@ -26,7 +26,8 @@ class BatchFields(Structure):
     """The addresses in a ragged batch as the C++ sees them (cpu_batch.h)."""
 
     _fields_ = [
-        (name, c_void_p) for name in ("positions", "slots", "query_start", "context_len", "block_table", "tree")
+        (name, c_void_p)
+        for name in ("positions", "slots", "query_start", "context_len", "block_table", "tree", "seats")
     ]
     _fields_ += [(name, c_int64) for name in ("tokens", "sequences", "table_stride")]
 
@@ -41,6 +42,7 @@ class BatchFields(Structure):
         self.context_len = _pointer(batch.context_len, torch.int32)
         self.block_table = table.data_ptr()
         self.tree = _tree_pointer(batch)
+        self.seats = None if batch.seats is None else _pointer(batch.seats, torch.int64)
         self.tokens, self.sequences = batch.num_tokens, batch.num_sequences
         self.table_stride = table.stride(0)
 
@@ -108,15 +110,21 @@ class Tape:
             return other
         return self.batch
 
-    def shared_rows(self, count: int) -> int | None:
-        """Where an operation on `count` rows finds their number in a replay; None where it is always this one."""
+    @property
+    def batch_address(self) -> int:
+        """Where a replay finds how many tokens it has."""
+        return addressof(self.batch)
+
+    def rows_each(self, count: int) -> int | None:
+        """How many of an operation's `count` rows each token has; None where it always works on so many."""
         if self.rows is None:
             return None
         assert self._batch is not None, "a tape for other steps begins with one"
-        if count != self._batch.num_tokens:
+        each, rest = divmod(count, self._batch.num_tokens)
+        if rest:
             self.problem = "an operation works on other rows than the tokens"
             return None
-        return addressof(self.batch)
+        return each
 
     def only_up_to(self, rows: int) -> None:
         """With more rows than these, an operation would not be the library's."""
@@ -125,9 +133,10 @@ class Tape:
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for an operation's result."""
-        if self.rows is None or self._batch is None or shape[0] != self._batch.num_tokens:
+        if self.rows is None or self._batch is None or shape[0] % self._batch.num_tokens:
             return self._scratch.empty(shape)
-        return self._scratch.empty((self._room or 0, *shape[1:]))[: shape[0]]
+        each = shape[0] // self._batch.num_tokens
+        return self._scratch.empty(((self._room or 0) * each, *shape[1:]))[: shape[0]]
 
     def finish(self) -> None:
         """Ends the recording."""

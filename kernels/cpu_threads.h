@@ -132,3 +132,10 @@ template <class Body> void parallel_for(int64_t count, int64_t grain, int thread
         &loop, (unsigned)threads, 0);
     contention.observe(start, loop.done, Clock::now());
 }
+
+constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // some 5 us of work: below it a second thread brings nothing
+
+// Rows that one thread takes at a time; all of them when the whole is too little to share.
+inline int64_t rows_at_once(int64_t rows, int64_t width) {
+    return rows * width <= SERIAL_ELEMENTS ? rows : 1 + SERIAL_ELEMENTS / 4 / width;
+}

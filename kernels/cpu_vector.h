@@ -19,6 +19,7 @@
 
 #define INLINE inline __attribute__((always_inline))
 #define EXPORT extern "C" __attribute__((visibility("default")))
+#define LAMBDA __attribute__((always_inline))
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -257,6 +258,15 @@ INLINE Vec exp(Vec x) {
 }
 
 INLINE Vec tanh(Vec x) { return broadcast(1.0f) - broadcast(2.0f) / (exp(x + x) + broadcast(1.0f)); }
+
+// Pairs (i, i + half) of x [2 half], turned by an angle each.
+INLINE void turn(const float* x, const float* cos, const float* sin, int64_t half, float* to) {
+    for (int64_t i = 0; i < half; i++) {
+        const float first = x[i], second = x[i + half];
+        to[i] = first * cos[i] - second * sin[i];
+        to[i + half] = second * cos[i] + first * sin[i];
+    }
+}
 
 // Round to nearest even; a NaN stays a NaN.
 INLINE bf16 to_bf16(float x) {

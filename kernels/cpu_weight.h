@@ -18,3 +18,6 @@ struct PackedWeight {
 
 // x [m, k] times a weight of integers, transposed, to out [m, n].
 void linear_integer(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads);
+
+// x [m, k] times any weight, transposed, to out [m, n].
+void linear_rows(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads);

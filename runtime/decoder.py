@@ -75,14 +75,15 @@ class Decoder:
         )
         pairs = zip(spec.stack, weights.layers, strict=False)
         self.blocks = [builder.build(index, layer, tensors) for index, (layer, tensors) in enumerate(pairs)]
+        self._latent = next((block.mixer for block in self.blocks if isinstance(block.mixer, LatentMixer)), None)
         self.final_norm = builder.norm(weights.final_norm, weights.extras.get("final_norm_bias"))
         self.embedding_norm: LayerNorm | None = None
         if "embedding_norm" in weights.extras:
             norm, bias = weights.extras["embedding_norm"], weights.extras.get("embedding_norm_bias")
-            self.embedding_norm = LayerNorm(spec.hidden, norm, bias, spec.norm_eps)
+            self.embedding_norm = LayerNorm(kernels, norm, bias, spec.norm_eps)
         head = recipe.linear("lm_head", weights.lm_head)
         bias = weights.extras.get("lm_head_bias")
-        self.lm_head = head if bias is None else BiasedLinear(head, bias)
+        self.lm_head = head if bias is None else BiasedLinear(kernels, head, bias)
         matrices = {name for name, _ in self.linears()}
         self._vector_bytes = weights.final_norm.nbytes + sum(
             tensor.nbytes
@@ -194,7 +195,8 @@ class Decoder:
 
         if self._replays is None:
             return Hidden(residual, stack(residual))
-        return Hidden(residual, self._replays.run(stack, residual, batch, cache, layers))
+        way = self._latent is not None and self._latent.stays_on_latents(batch)
+        return Hidden(residual, self._replays.run(stack, residual, batch, cache, layers, way))
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class LayerProbe:
 
     def _time_s(self, layer: object, x: Tensor) -> float:
         with torch.inference_mode():
-            return self.stopwatch.time_s([layer] * SAMPLES, lambda: x.mul(1.0), self.grid.cell_s)  # type: ignore[list-item]
+            return self.stopwatch.time_s([layer] * SAMPLES, lambda: self.kernels.scaled(x, 1.0), self.grid.cell_s)  # type: ignore[list-item]
 
     def _ones(self, *shape: int) -> Tensor:
         return torch.ones(shape, dtype=self.kernels.activation_dtype, device=self.device)

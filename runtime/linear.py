@@ -53,9 +53,10 @@ class KernelLinear:
 class BiasedLinear:
     """A linear layer and the bias [n] that is added to what it returns."""
 
-    def __init__(self, inner: Linear, bias: Tensor) -> None:
+    def __init__(self, kernels: Kernels, inner: Linear, bias: Tensor) -> None:
+        self.kernels = kernels
         self.inner = inner
-        self.bias = bias
+        self.bias = bias.to(kernels.activation_dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,8 +71,7 @@ class BiasedLinear:
         return self.inner.emulated
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self.inner(x)
-        return y + self.bias.to(y.dtype)
+        return self.kernels.add_bias(self.inner(x), self.bias)
 
 
 def grouped(kernels: Kernels, linears: Sequence[Linear]) -> GroupedLinear | None:

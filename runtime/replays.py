@@ -6,7 +6,7 @@ small model otherwise spends a third of its time in Python. Layers that torch co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -37,19 +37,26 @@ class Replays:
 
     def __init__(self, kernels: Any) -> None:
         self._record = getattr(kernels, "recording", None)
-        self._known: WeakKeyDictionary[LayerCache, dict[tuple[int, int | None], _Known]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[LayerCache, dict[Hashable, _Known]] = WeakKeyDictionary()
 
     def run(
-        self, stack: Stack, residual: Tensor, batch: RaggedBatch, cache: Sequence[LayerCache], layers: int | None
+        self,
+        stack: Stack,
+        residual: Tensor,
+        batch: RaggedBatch,
+        cache: Sequence[LayerCache],
+        layers: int | None,
+        way: Hashable = None,
     ) -> Tensor:
         """What `stack` makes of `residual` [tokens, hidden], which changes in place: the normed states.
 
-        `stack` is the first `layers` layers over `cache`, the same function whenever these are the same.
+        `stack` is the first `layers` layers over `cache`, computed in some `way`: the same operations whenever these
+        are the same.
         """
         tokens = residual.shape[0]
         if self._record is None or not cache or tokens > MOST_ROWS or batch.num_tokens != tokens:
             return stack(residual)
-        known = self._known.setdefault(cache[0], {}).setdefault((len(cache), layers), _Known())
+        known = self._known.setdefault(cache[0], {}).setdefault((len(cache), layers, way), _Known())
         if tokens >= known.torch_from:
             return stack(residual)
         if known.recorded is None or tokens > known.recorded.rows:
@@ -67,7 +74,7 @@ class Replays:
             normed = stack(states[:tokens])
         residual.copy_(states[:tokens])
         if tape.problem is not None or normed.shape != residual.shape:
-            known.torch_from = tokens
+            known.failed(tokens)
         else:
             known.recorded = _Recorded(tape, states, normed)
         return normed.clone()
@@ -79,6 +86,13 @@ class _Known:
 
     recorded: _Recorded | None = None
     torch_from: int = MOST_ROWS + 1
+    doubtful_from: int = MOST_ROWS + 1
+
+    def failed(self, tokens: int) -> None:
+        """Torch computed a part of a step: for once, such as what is kept from then on, or in each."""
+        if tokens >= self.doubtful_from:
+            self.torch_from = min(self.torch_from, tokens)
+        self.doubtful_from = min(self.doubtful_from, tokens)
 
 
 class _Recorded:

@@ -65,7 +65,7 @@ class GroupedAttention:
         if self.spec.value_dim < self.spec.head_dim:
             attended = attended.unflatten(1, (self.spec.heads, -1))[..., : self.spec.value_dim].flatten(1)
         if gate is not None:
-            attended = attended * gate.sigmoid()
+            attended = self.kernels.gated(attended, gate)
         return self.o(attended)  # [tokens, hidden]
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> KvStore:
@@ -85,23 +85,23 @@ class GroupedAttention:
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """q, k and v [tokens, (heads + 2 * kv_heads) * head_dim], and the output's gate [tokens, heads * v_dim]."""
         spec, qkv = self.spec, self.qkv(x)
-        gate: Tensor | None = None
-        if self.norms is None and not spec.output_gate and spec.value_dim == spec.head_dim:
-            return qkv, gate
         widths = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.value_dim]
-        if spec.output_gate:
-            q, gate, k, v = qkv.split([widths[0], spec.heads * spec.value_dim, *widths[1:]], dim=-1)
-        else:
-            q, k, v = qkv.split(widths, dim=-1)
+        gate_width = spec.heads * spec.value_dim if spec.output_gate else 0
         if self.norms is not None:
-            q, k = self._normed(q, self.norms.q), self._normed(k, self.norms.k)
+            self._norm(qkv, 0, spec.heads, self.norms.q)
+            self._norm(qkv, widths[0] + gate_width, spec.kv_heads, self.norms.k)
+        gate: Tensor | None = None
+        if not spec.output_gate and spec.value_dim == spec.head_dim:
+            return qkv, gate
+        q, found, k, v = qkv.split([widths[0], gate_width, *widths[1:]], dim=-1)
+        if spec.output_gate:
+            gate = found
         if spec.value_dim < spec.head_dim:
             v = functional.pad(v.unflatten(1, (spec.kv_heads, -1)), (0, spec.head_dim - spec.value_dim)).flatten(1)
         return torch.cat([q, k, v], dim=-1), gate
 
-    def _normed(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """[tokens, heads * head_dim] normed."""
+    def _norm(self, qkv: Tensor, first: int, heads: int, weight: Tensor) -> None:
+        """Norms heads of qkv in place, each by itself or all at once."""
         assert self.norms is not None, "the caller has checked it"
-        width = self.spec.head_dim if self.norms.over == "head" else heads.shape[1]
-        rows = heads.reshape(-1, width)
-        return self.kernels.rms_norm(rows, weight, self.norms.eps).view(heads.shape)
+        pieces = heads if self.norms.over == "head" else 1
+        self.kernels.norm_heads(qkv, first, pieces, weight, self.norms.eps)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from membound.kernels.base import RaggedBatch
+from membound.kernels.base import Kernels, RaggedBatch
 from membound.runtime.blocks.norms import Norm
 from membound.runtime.linear import Linear
 
@@ -85,6 +85,7 @@ class Block:
     mixer's norm if it has none of its own. What a part adds is multiplied by `scale`.
     """
 
+    kernels: Kernels
     mixer: Mixer | None
     ffn: FeedForward | ShiftedFeedForward | None
     mixer_norm: Norm | None = None
@@ -106,7 +107,7 @@ class Block:
         if self.parallel:
             x = stream.normed(self.mixer_norm)
             y = x if self.ffn_norm is None else self.ffn_norm(stream.residual)
-            stream.added = self._mix(x, batch, cache) + self._feed(y, batch, cache)
+            stream.added = self.kernels.add(self._mix(x, batch, cache), self._feed(y, batch, cache))
             return
         if self.mixer is not None:
             mixed = self._mix(stream.normed(self.mixer_norm), batch, cache)
@@ -127,4 +128,4 @@ class Block:
         return self._scaled(self.ffn(x))
 
     def _scaled(self, added: Tensor) -> Tensor:
-        return added if self.scale == 1 else added * self.scale
+        return added if self.scale == 1 else self.kernels.scaled(added, self.scale)

@@ -18,7 +18,7 @@ from membound.runtime.arithmetic import Arithmetic
 from membound.runtime.blocks.attention import GroupedAttention, HeadNorms, NewStore
 from membound.runtime.blocks.base import Block, FeedForward, Mixer, ShiftedFeedForward
 from membound.runtime.blocks.delta_net import DeltaNetMixer
-from membound.runtime.blocks.ffn import ACTIVATIONS, DenseNetwork, GatedNetwork, gating
+from membound.runtime.blocks.ffn import DenseNetwork, GatedNetwork, bending, gating
 from membound.runtime.blocks.latent import LatentLinears, LatentMixer
 from membound.runtime.blocks.mamba import Mamba1Mixer, Mamba2Mixer
 from membound.runtime.blocks.moe import MixtureNetwork
@@ -65,6 +65,7 @@ class BlockBuilder:
         """Layer `index`; raises ModelError for one that the chosen KV store does not fit."""
         parts = _Parts(self, f"layers.{index}.", weights)
         return Block(
+            self.kernels,
             mixer=self._mixer(index, layer, parts),
             ffn=self._ffn(layer, parts),
             mixer_norm=self._layer_norm("mixer_norm", layer, weights),
@@ -80,7 +81,7 @@ class BlockBuilder:
         if self.spec.norm == "rms":
             assert weight is not None, "an RMS norm has a weight"
             return RmsNorm(self.kernels, weight, self.spec.norm_eps)
-        return LayerNorm(self.spec.hidden, weight, bias, self.spec.norm_eps)
+        return LayerNorm(self.kernels, weight, bias, self.spec.norm_eps)
 
     def _layer_norm(self, name: str, layer: Layer, weights: LayerWeights) -> Norm | None:
         if name in weights:
@@ -210,7 +211,7 @@ class BlockBuilder:
     def _network(self, parts: _Parts, prefix: str = "", *, gated: bool) -> FeedForward:
         down = parts[f"{prefix}down"]
         if not gated:
-            return DenseNetwork(ACTIVATIONS[self.spec.activation], parts[f"{prefix}up"], down, prefix)
+            return DenseNetwork(bending(self.kernels, self.spec.activation), parts[f"{prefix}up"], down, prefix)
         gate = gating(self.kernels, self.spec.activation, self.arithmetic.glu_limit)
         return GatedNetwork(gate, parts[f"{prefix}gate_up"], down, prefix)
 
@@ -226,7 +227,7 @@ class _Parts:
     def __getitem__(self, part: str) -> Linear:
         linear = self.builder.linear(self.prefix + part, self.weights[part])
         bias = self.weights.get(f"{part}_bias") if part != "router" else None
-        return linear if bias is None else BiasedLinear(linear, bias.to(self.builder.kernels.activation_dtype))
+        return linear if bias is None else BiasedLinear(self.builder.kernels, linear, bias)
 
     def rows(self, part: str, names: str) -> dict[str, Linear]:
         """A matrix in as many linear layers as there are letters in `names`, because each reads another input."""

@@ -6,51 +6,50 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
-from membound.kernels.base import Kernels
+from membound.kernels.base import Activation, Kernels
 from membound.runtime.linear import Linear
 
-Activation = Callable[[Tensor], Tensor]
-_TANH_GELU = partial(functional.gelu, approximate="tanh")
+Between = Callable[[Tensor], Tensor]
 # by the names of config.json
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": functional.silu,
-    "swish": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_new": _TANH_GELU,
-    "gelu_fast": _TANH_GELU,
-    "gelu_pytorch_tanh": _TANH_GELU,
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-    "relu_squared": lambda x: functional.relu(x).square(),
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "relu_squared": "relu_squared",
 }
-CLAMPED_ALPHA = 1.702  # gpt-oss `config.json`: swiglu_alpha
 
 
-def gating(kernels: Kernels, activation: str, limit: float | None = None) -> Activation:
+def gating(kernels: Kernels, activation: str, limit: float | None = None) -> Between:
     """act(gate) * up of gate_up [tokens, 2 * intermediate], gate first; with `limit` as gpt-oss clamps it."""
-    if limit is not None:
-        return partial(_clamped, limit=limit)
-    if ACTIVATIONS[activation] is functional.silu:
+    if limit is None and ACTIVATIONS[activation] == "silu":
         return kernels.silu_mul
-    return partial(_gated, ACTIVATIONS[activation])
+    return partial(kernels.glu, activation=ACTIVATIONS[activation], limit=limit)
+
+
+def bending(kernels: Kernels, activation: str) -> Between:
+    """act(x) of x [tokens, intermediate]."""
+    return partial(kernels.activated, activation=ACTIVATIONS[activation])
 
 
 class TwoLayers(NamedTuple):
     """A network of a linear layer, what joins or bends its rows, and another linear layer."""
 
     first: Linear
-    between: Activation
+    between: Between
     second: Linear
 
 
 class GatedNetwork:
     """down(gate(x) * up(x)), gate and up as one matrix, joined by `gate`."""
 
-    def __init__(self, gate: Activation, gate_up: Linear, down: Linear, prefix: str = "") -> None:
+    def __init__(self, gate: Between, gate_up: Linear, down: Linear, prefix: str = "") -> None:
         self.gate = gate
         self.gate_up = gate_up
         self.down = down
@@ -71,7 +70,7 @@ class GatedNetwork:
 class DenseNetwork:
     """down(act(up(x)))."""
 
-    def __init__(self, act: Activation, up: Linear, down: Linear, prefix: str = "") -> None:
+    def __init__(self, act: Between, up: Linear, down: Linear, prefix: str = "") -> None:
         self.act = act
         self.up = up
         self.down = down
@@ -87,14 +86,3 @@ class DenseNetwork:
     @property
     def layers(self) -> TwoLayers:
         return TwoLayers(self.up, self.act, self.down)
-
-
-def _gated(act: Activation, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return act(gate) * up
-
-
-def _clamped(gate_up: Tensor, limit: float) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(CLAMPED_ALPHA * gate)

@@ -85,7 +85,7 @@ class LatentMixer:
 
     @cached_property
     def _absorbed_halves(self) -> tuple[Tensor, Tensor]:
-        """What turns q into the latents' space, [heads, nope, rank], and what they attend to into v, [heads, rank, v].
+        """What turns q into the latents' space, [heads, rank, nope], and what they attend to into v, [heads, v, rank].
 
         Read back when first needed, so that whoever observes `kv_b` while text is read sees its inputs alone.
         """
@@ -94,14 +94,14 @@ class LatentMixer:
         unpack = self._linears.kv_b(eye).unflatten(1, (spec.heads, -1)).permute(1, 2, 0)  # [heads, nope + v, rank]
         kept = torch.float32 if kernels.kv_dtype == torch.float32 else torch.bfloat16
         k, v = unpack.to(kept).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
-        return k.contiguous(), v.transpose(1, 2).contiguous()
+        return k.transpose(1, 2).contiguous(), v.contiguous()
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, LatentKv)
         spec, parts = self.spec, self._linears
         if parts.inputs is not None and parts.q_norm is not None:
             compressed, latents = parts.inputs(x).split([spec.q_lora_rank or 0, spec.kv_elements_per_token], dim=-1)
-            q = parts.q(parts.q_norm(compressed.contiguous()))
+            q = parts.q(parts.q_norm(compressed))
         else:
             assert parts.kv_a is not None, "the latent comes from somewhere"
             q, latents = parts.q(x), parts.kv_a(x)
@@ -119,9 +119,14 @@ class LatentMixer:
     def linears(self) -> Iterator[tuple[str, Linear]]:
         return self._linears.named()
 
+    def stays_on_latents(self, batch: RaggedBatch) -> bool:
+        """Whether no sequence's latents are unpacked in this step."""
+        few = batch.most_queries is not None and batch.most_queries <= FEW_QUERIES
+        return batch.tree is not None or (self.absorbed and few)
+
     def _attend(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
         """[tokens, heads, v_head_dim]."""
-        if batch.tree is not None or (self.absorbed and (batch.most_queries or FEW_QUERIES + 1) <= FEW_QUERIES):
+        if self.stays_on_latents(batch):
             return self._on_latents(q, batch, cache)
         starts = batch.query_start.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
@@ -137,13 +142,10 @@ class LatentMixer:
         return out
 
     def _on_latents(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
-        spec, (q_absorb, v_absorb) = self.spec, self._absorbed_halves
-        nope, rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
-        latent = torch.bmm(nope.transpose(0, 1).to(q_absorb.dtype), q_absorb).transpose(0, 1)
-        q = torch.cat([latent.to(q.dtype), rope], dim=-1)  # [tokens, heads, rank + rope]
-        seen = self.kernels.latent_attention(q, cache.blocks, batch, self.scale, spec.kv_lora_rank)
-        out = torch.bmm(seen.transpose(0, 1).to(v_absorb.dtype), v_absorb)
-        return out.transpose(0, 1).to(q.dtype)
+        spec, kernels, (q_absorb, v_absorb) = self.spec, self.kernels, self._absorbed_halves
+        q = kernels.heads_linear(q, q_absorb, tail=spec.qk_rope_head_dim)  # [tokens, heads, rank + rope]
+        seen = kernels.latent_attention(q, cache.blocks, batch, self.scale, spec.kv_lora_rank)
+        return kernels.heads_linear(seen, v_absorb)
 
     def _unpacked(self, q: Tensor, batch: RaggedBatch, sequence: int, cache: LatentKv) -> Tensor:
         """The new tokens q [tokens, heads, nope + rope] of one sequence over K and V of every head."""

@@ -52,9 +52,7 @@ class Mamba2Mixer:
         b, c = (part.unflatten(1, (spec.groups, -1)) for part in (b, c))
         y = self.kernels.mamba2_scan(parts["state"], inner, dt, b, c, z, self.vectors, batch).flatten(1)
         if spec.gated_norm:
-            grouped = y.unflatten(1, (spec.groups, -1))
-            y = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(1)
-            y = y * weights["gated_norm"]
+            self.kernels.norm_heads(y, 0, spec.groups, weights["gated_norm"].view(spec.groups, -1), self.eps)
         return self.out_proj(y.to(self.kernels.activation_dtype))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> SeatStates:

@@ -13,7 +13,7 @@ from membound.kernels.base import Kernels
 from membound.kernels.routing import GroupedLinear
 from membound.runtime.arithmetic import Routing
 from membound.runtime.blocks.base import FeedForward
-from membound.runtime.blocks.ffn import Activation, TwoLayers
+from membound.runtime.blocks.ffn import Between, TwoLayers
 from membound.runtime.blocks.routing import RouterStatistics, route
 from membound.runtime.linear import Linear, grouped
 
@@ -22,7 +22,7 @@ class GroupedExperts(NamedTuple):
     """All experts of a mixture, each of their two layers multiplied by one kernel."""
 
     first: GroupedLinear
-    between: Activation
+    between: Between
     second: GroupedLinear
 
 
@@ -74,7 +74,7 @@ class MixtureNetwork:
             out = self._one_by_one(x, inner, logits)
         if self.latent is not None:
             out = self.latent[1](out)
-        out = out if self.shared is None else out + self._shared(self.shared, x)
+        out = out if self.shared is None else self.kernels.add(out, self._shared(self.shared, x))
         return out if self.summed is None else self.summed(out)
 
     @cached_property
@@ -93,7 +93,8 @@ class MixtureNetwork:
 
     def _by_groups(self, inner: Tensor, logits: Tensor, experts: GroupedExperts) -> Tensor:
         routing = self.kernels.route(logits, self.top_k, self.rule, self.router_bias)
-        self.statistics.add(routing)
+        counted = self.statistics
+        self.kernels.count_routed(routing, counted.tokens, counted.load, counted.probability)
         slots = experts.between(experts.first(inner, routing, shared_rows=True))
         return self.kernels.combine(experts.second(slots, routing, shared_rows=False), routing)
 
@@ -135,4 +136,4 @@ class MixtureNetwork:
 
     def _shared(self, shared: FeedForward, x: Tensor) -> Tensor:
         y = shared(x)
-        return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
+        return y if self.shared_gate is None else self.kernels.gated(y, self.shared_gate(x))

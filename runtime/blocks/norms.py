@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from torch import Tensor
-from torch.nn import functional
 
 from membound.kernels.base import Kernels
 
@@ -38,15 +37,14 @@ class RmsNorm:
 class LayerNorm:
     """(x - mean(x)) / std(x) * weight + bias; without a weight only the first, without a bias no offset."""
 
-    def __init__(self, width: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-        self.width = width
+    def __init__(self, kernels: Kernels, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+        self.kernels = kernels
         self.weight = weight
         self.bias = bias
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x.float(), (self.width,), self.weight, self.bias, self.eps).to(x.dtype)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        residual += x
-        return self(residual)
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)

@@ -62,9 +62,8 @@ class RouterStatistics:
         self.load = torch.zeros(experts, dtype=torch.int64, device=device)  # slots
         self.probability = torch.zeros(experts, dtype=torch.float64, device=device)  # sums over tokens
 
-    def add(self, routed: Routed | routing.Routing) -> None:
+    def add(self, routed: Routed) -> None:
         """Counts a step."""
-        assert routed.probabilities is not None, "a router that is counted says them"
         self.tokens += routed.probabilities.shape[0]
         self.load += routed.counts
         self.probability += routed.probabilities.double().sum(0)

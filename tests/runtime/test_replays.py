@@ -14,7 +14,10 @@ import torch
 from membound.kernels.cpu import CpuKernels
 from membound.kernels.cpu_build import KernelBuildError
 from membound.kernels.cpu_tape import Scratch
-from membound.roofline.models import GatedFfn, GroupedQueryAttention, ModelSpec
+from membound.kernels.reference import TorchKernels
+from membound.roofline.models import GatedFfn, GroupedQueryAttention, LatentAttention, ModelSpec, MoeFfn
+from membound.roofline.models.ffn import DenseFfn, NoFfn
+from membound.roofline.models.recurrent import Mamba2
 from membound.roofline.scenario import load_scenario
 from membound.runtime import replays
 from membound.runtime.decoder import Decoder
@@ -60,11 +63,11 @@ def steps(seed: int) -> list[list[Part]]:
             start = lengths[sequence]
             blocks = range(sequence * BLOCKS_EACH, sequence * BLOCKS_EACH + chance.randint(26, BLOCKS_EACH))
             if not start:
-                parts.append(Part(0, chance.randint(1, 40), blocks))
+                parts.append(Part(0, chance.randint(1, 40), blocks, sequence))
             elif chance.random() < 0.4:
-                parts.append(Part(start, 4, blocks, guesses=3, parents=(-1, -1, 1)))
+                parts.append(Part(start, 4, blocks, sequence, guesses=3, parents=(-1, -1, 1)))
             else:
-                parts.append(Part(start, 1, blocks))
+                parts.append(Part(start, 1, blocks, sequence))
             lengths[sequence] = start + (1 if start else parts[-1].tokens)
         found.append(parts)
     return found
@@ -99,11 +102,73 @@ def test_replayed_steps_have_the_bits_of_those_run_kernel_by_kernel(
     assert all(each.recorded for each in known.values()), "these steps can be replayed"
 
 
-def test_what_torch_computes_is_not_lost(kernels: CpuKernels, reference: Path) -> None:
-    spec, weights = load_safetensors(reference / "tiny_qwen3")  # its norms of q and k are joined by torch
+def gqa(**extra: Any) -> GroupedQueryAttention:
+    return GroupedQueryAttention(heads=6, kv_heads=2, head_dim=32, **extra)
+
+
+def mla(**extra: Any) -> LatentAttention:
+    sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    return LatentAttention(heads=6, **sizes, **extra)
+
+
+MOE = MoeFfn(experts=8, top_k=3, intermediate=48)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "biases, as in Qwen2": {"attention": gqa(qkv_bias=True, o_bias=True)},
+    "norms of q and k, as in Qwen3": {"attention": gqa(qk_norm=True)},
+    "norms of all heads at once, as in OLMo 2": {"attention": gqa(qk_norm=True, qk_norm_over="heads")},
+    "four norms, a window and GELU, as in Gemma 3": {
+        "attention": gqa(qk_norm=True, window=8),
+        "norms_per_layer": 4,
+        "activation": "gelu_pytorch_tanh",
+    },
+    "side by side with layer norms, as in Falcon": {
+        "norms_per_layer": 1,
+        "norm": "layer",
+        "ffn": DenseFfn(intermediate=160),
+        "activation": "gelu",
+    },
+    "a mixture, as Mixtral": {"ffn": MOE},
+    "a mixture beside a gated shared expert, as in Qwen2-MoE": {
+        "ffn": MOE.model_copy(update={"shared_intermediate": 80, "shared_gate": True})
+    },
+    "sinks, as in gpt-oss": {"attention": gqa(sinks=True, qkv_bias=True)},
+    "latents, as in DeepSeek-V2-Lite": {"attention": mla()},
+    "latents of a compressed q, as in DeepSeek-V3": {"attention": mla(q_lora_rank=40)},
+    "states, as in Mamba-2": {"attention": Mamba2(heads=4, head_dim=16, d_state=24, groups=2), "ffn": NoFfn()},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("trees", [False, True])
+def test_layers_of_every_family_are_replayed(kernels: CpuKernels, family: str, trees: bool) -> None:
+    spec = SPEC.model_copy(update=FAMILIES[family])
+    if trees and isinstance(spec.attention, Mamba2):
+        pytest.skip("a state knows no branches")
+    weights = random_weights(spec, seed=1)
+    played, plain = Decoder(spec, weights, kernels), Decoder(spec, weights, kernels, replayed=False)
+    caches = [decoder.new_cache(SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, SEQUENCES) for decoder in (played, plain)]
+    for number, parts in enumerate(steps(3)):
+        if not trees:
+            parts = [part._replace(guesses=0, parents=None) for part in parts]
+        batch = ragged_batch(parts, BLOCK_SIZE)
+        ids = torch.arange(batch.num_tokens) * 7 % SPEC.vocab
+        ours, theirs = (
+            decoder.hidden(ids, batch, cache) for decoder, cache in zip((played, plain), caches, strict=True)
+        )
+        assert torch.equal(ours.normed, theirs.normed), f"step {number}"
+        assert torch.equal(ours.residual, theirs.residual)
+    assert any(each.recorded for each in played._replays._known[caches[0][0]].values())
+    for ours, theirs in zip(played.mixtures().values(), plain.mixtures().values(), strict=True):
+        assert torch.equal(ours.statistics.load, theirs.statistics.load)
+        assert int(ours.statistics.tokens) == int(theirs.statistics.tokens) > 0
+
+
+def test_what_torch_computes_is_not_lost(kernels: CpuKernels, reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, weights = load_safetensors(reference / "tiny_qwen3")
+    monkeypatch.setattr(kernels, "silu_mul", TorchKernels().silu_mul)
     played, plain = Decoder(spec, weights, kernels), Decoder(spec, weights, kernels, replayed=False)
     caches = [decoder.new_cache(8, BLOCK_SIZE) for decoder in (played, plain)]
-    for start in (0, 5, 6):
+    for start in (0, 5, 6, 7):
         batch = ragged_batch([Part(start, 5 if start == 0 else 1, range(8))], BLOCK_SIZE)
         ids = torch.arange(batch.num_tokens) + start
         ours, theirs = (
@@ -121,7 +186,7 @@ def test_steps_that_torch_multiplies_faster_are_left_to_it(monkeypatch: pytest.M
     weights = random_weights(SPEC, seed=1)
     played, plain = Decoder(SPEC, weights, kernels), Decoder(SPEC, weights, kernels, replayed=False)
     caches = [decoder.new_cache(BLOCKS_EACH, BLOCK_SIZE) for decoder in (played, plain)]
-    for tokens in (20, 1, 5, 6, 7, 2):
+    for tokens in (20, 1, 5, 6, 6, 7, 2):
         batch = ragged_batch([Part(0, tokens, range(BLOCKS_EACH))], BLOCK_SIZE)
         ids = torch.arange(tokens)
         ours, theirs = (
@@ -165,6 +230,20 @@ def test_each_operation_of_a_tape_is_timed(kernels: CpuKernels) -> None:
     seconds = tape.timed_s()
     assert len(seconds) == len(tape) == 2 and all(0 < second < 1 for second in seconds)
     assert torch.allclose(y, torch.nn.functional.silu(torch.tensor(256.0)) * 256), "it was computed when played"
+
+
+def test_what_is_computed_once_does_not_keep_layers_from_the_tape(kernels: CpuKernels) -> None:
+    """Torch reads the absorbed matrices back in the first step."""
+    spec = SPEC.model_copy(update=FAMILIES["latents, as in DeepSeek-V2-Lite"])
+    decoder = Decoder(spec, random_weights(spec, seed=1), kernels)
+    cache = decoder.new_cache(BLOCKS_EACH, BLOCK_SIZE)
+    found = []
+    for start in range(3):
+        batch = ragged_batch([Part(start, 1, range(BLOCKS_EACH))], BLOCK_SIZE)
+        decoder.hidden(torch.zeros(1, dtype=torch.int64), batch, cache)
+        (known,) = decoder._replays._known[cache[0]].values()
+        found.append(known.recorded is not None)
+    assert found == [False, True, True]
 
 
 def test_memory_is_given_out_again_only_when_nothing_lies_in_it() -> None:
