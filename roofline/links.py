@@ -20,11 +20,14 @@ class Hop:
     beyond_node: bool
 
 
-def hops(hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: int) -> tuple[Hop, ...]:
+def hops(
+    hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: int, copies: Count = 1.0
+) -> tuple[Hop, ...]:
     """The stages of a collective: one within a node or domain; beyond it a second one between the nodes.
 
     NCCL reduces within the node first, so that each device sends only its share of the message over its own network
-    link (hierarchical rings and trees). Raises MemboundError where no link reaches so many devices.
+    link (hierarchical rings and trees). Of the `copies` of a token in an all-to-all one crosses the network for each
+    node that they go to by chance. Raises MemboundError where no link reaches so many devices.
     """
     near = hardware.scale_up
     inside = near.max_devices if near is not None else 1
@@ -33,7 +36,10 @@ def hops(hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: in
         return (Hop(link, ranks, message_bytes, shared, False),)
     assert near is not None
     nodes = -(-ranks // inside)
-    share = message_bytes / inside if operation in ("allreduce", "allgather", "reducescatter") else message_bytes
+    if operation == "alltoall":
+        share = message_bytes * nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies) / copies
+    else:
+        share = message_bytes / inside
     return (
         Hop(near, inside, message_bytes, near.topology == "host", False),
         Hop(hardware.scale_out, nodes, share, False, True),

@@ -97,13 +97,15 @@ class ExpertLoad:
 class Collective:
     """A message among `ranks` devices; `message_bytes` as nccl-tests counts them.
 
-    One `in_layers` has the rest of the layers around it, behind whose computing another batch may hide it.
+    One `in_layers` has the rest of the layers around it, behind whose computing another batch may hide it. Of a token
+    an all-to-all has so many `copies` that cross the network once for each node they go to, and are made there.
     """
 
     operation: Literal["allreduce", "allgather", "reducescatter", "alltoall", "sendrecv"]
     message_bytes: Count
     ranks: int
     in_layers: bool = True
+    copies: Count = 1.0
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,16 @@ def matrix_bytes(weights: Precision, n: int, k: int) -> float:
 
 
 def message(
-    name: str, calls: int, operation: str, message_bytes: Count, ranks: int, *, in_layers: bool = True
+    name: str,
+    calls: int,
+    operation: str,
+    message_bytes: Count,
+    ranks: int,
+    *,
+    in_layers: bool = True,
+    copies: Count = 1.0,
 ) -> Operator:
-    collective = Collective(operation, message_bytes, ranks, in_layers)  # type: ignore[arg-type]
+    collective = Collective(operation, message_bytes, ranks, in_layers, copies)  # type: ignore[arg-type]
     passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
     share = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
     return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)

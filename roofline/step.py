@@ -31,7 +31,7 @@ from membound.roofline.operators import (
     message,
 )
 from membound.roofline.precision import PRECISIONS, Precision
-from membound.roofline.shape import AttentionPart, Count, StepShape
+from membound.roofline.shape import AttentionPart, Count, StepShape, is_there
 from membound.roofline.techniques import EngineSetup, KvBudget
 
 
@@ -341,10 +341,14 @@ class _Step:
             # A token goes to the devices of its experts and comes back; ranks that hold several of them get it once.
             # The busiest device gets more than its share, and all wait for it.
             uneven = pairs * parallel.ep / np.maximum(self.all_tokens * ffn.top_k, 1e-9)
-            copies = np.minimum(min(ffn.top_k, parallel.ep) * uneven, float(parallel.ep))
+            chosen = float(min(ffn.top_k, parallel.ep))
+            copies = np.minimum(chosen * uneven, float(parallel.ep))
+            # Kernels for prompts send a token to a node once; those for decode send each copy, which is sooner there.
+            merged = 1.0 + (chosen - 1.0) * is_there(self.shape.prefill_tokens)
             sent = t * model.hidden * copies * min(plan.activations_of("experts").bits / 8, w)
-            made.append(message(f"{prefix}dispatch", count, "alltoall", sent, parallel.ep))
-            made.append(message(f"{prefix}combine", count, "alltoall", t * model.hidden * copies * w, parallel.ep))
+            back = t * model.hidden * copies * w
+            made.append(message(f"{prefix}dispatch", count, "alltoall", sent, parallel.ep, copies=merged))
+            made.append(message(f"{prefix}combine", count, "alltoall", back, parallel.ep, copies=merged))
         elif parallel.tp > 1:
             made.append(message(f"{prefix}reduce_experts", count, "allreduce", t * model.hidden * w, parallel.tp))
         return made

@@ -15,11 +15,13 @@ from membound.roofline.efficiency import distinct_experts, expert_chances
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import get_hardware
+from membound.roofline.links import hops
 from membound.roofline.memory import weights_by_part
 from membound.roofline.models import get_model
+from membound.roofline.operators import message
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
-from membound.roofline.step import check_parallel
+from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import EngineSetup, ExpertBalancing, ExpertOffload, engine_setup
 from membound.roofline.times import times_for
 
@@ -189,3 +191,47 @@ def test_deepseeks_decode_divides_only_with_its_redundant_experts():
 def test_copies_and_offload_exclude_each_other():
     with pytest.raises(MemboundError, match="leave one of them out"):
         engine_setup((ExpertOffload(), ExpertBalancing()))
+
+
+# --- between nodes ----------------------------------------------------------------------------------------------------
+
+
+@given(nodes=st.integers(2, 18), copies=st.floats(1, 16), sent=st.floats(1, 1e9))
+@settings(max_examples=40)
+def test_copies_of_a_token_cross_the_network_once_a_node(nodes, copies, sent):
+    """Of c copies to n nodes at random n (1 - (1 - 1/n)^c) go to different ones."""
+    hardware = get_hardware("H100-SXM5")
+    inside, between = hops(hardware, "alltoall", sent, 8 * nodes, copies)
+    assert inside.message_bytes == sent and between.beyond_node
+    assert between.message_bytes == pytest.approx(sent / copies * nodes * (1 - (1 - 1 / nodes) ** copies))
+    assert sent / copies * (1 - 1e-9) <= between.message_bytes <= sent * (1 + 1e-9)
+    assert hops(hardware, "alltoall", sent, 8 * nodes)[1].message_bytes == pytest.approx(sent)
+
+
+def test_prompts_send_a_token_to_a_node_once_and_decode_sends_each_copy():
+    for shape, copies in ((StepShape.prefill(32.0, 1024.0), 8.0), (StepShape.decode(4096.0, 1024.0), 1.0)):
+        sent = [op.collective for op in step_operators(DEEPSEEK, spread(32, 0.0), shape) if op.collective]
+        assert {one.operation for one in sent} == {"alltoall"} and {float(one.copies) for one in sent} == {copies}
+
+
+# DeepEP's docs/legacy.md, H800 and 400 Gb/s: microseconds of dispatch in fp8 (with a scale for 128 values) and of
+# combine in bf16, of 128 tokens a device with 8 experts each.
+LOW_LATENCY_US = {16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369)}
+# The same page and DeepEP with NCCL on H100: 4,096 tokens a device, GB/s of what goes to each node, the own one too.
+THROUGHPUT_GB_S = {("H800-SXM5", 32): 58, ("H800-SXM5", 64): 51, ("H100-SXM5", 16): 79.7, ("H100-SXM5", 32): 62.9}
+
+
+@pytest.mark.parametrize("ep", LOW_LATENCY_US)
+def test_messages_of_decode_take_about_what_deepep_published(ep):
+    for bytes_a_token, published_us in zip((7168 * 33 / 32, 7168 * 2), LOW_LATENCY_US[ep], strict=True):
+        sent = message("experts", 1, "alltoall", 128.0 * 8 * bytes_a_token, ep)
+        assert float(H800.of(sent, 0.0).time_s) * 1e6 == pytest.approx(published_us, rel=0.2)
+
+
+@pytest.mark.parametrize(("device", "ep"), THROUGHPUT_GB_S)
+def test_messages_of_prompts_reach_about_what_deepep_published(device, ep):
+    nodes, a_token = ep // 8, 7168.0 * 33 / 32
+    sent = message("dispatch", 1, "alltoall", 4096 * 8 * a_token, ep, copies=8.0)
+    seconds = float(times_for(get_hardware(device)).of(sent, 0.0).time_s)
+    logical = 4096 * a_token * nodes * (1 - (1 - 1 / nodes) ** 8)
+    assert logical / seconds / 1e9 == pytest.approx(THROUGHPUT_GB_S[device, ep], rel=0.1)
