@@ -259,6 +259,7 @@ def decode_attention_s(
     bytes_per_kv_token: Count,
     flops_per_pair: Count,
     cached: Count = 0.0,
+    rows_of_a_tile: float = MIN_QUERY_ROWS,
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of attention of few queries over many cached tokens.
 
@@ -272,7 +273,7 @@ def decode_attention_s(
     memory_s = stream_s(p, hardware, kv_tokens * bytes_per_kv_token, cached)
     read_s = memory_s * tiles * (1.0 + half / np.maximum(streams, 1e-9))
     pair_s = kv_tokens * flops_per_pair / rate
-    taken_s = overlapped(read_s, np.maximum(rows_per_stream, MIN_QUERY_ROWS) * pair_s)
+    taken_s = overlapped(read_s, np.maximum(rows_per_stream, rows_of_a_tile) * pair_s)
     return launch_s(p, hardware) + taken_s, memory_s, rows_per_stream * pair_s
 
 

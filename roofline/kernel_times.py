@@ -51,6 +51,10 @@ _WEIGHT_ONLY = ("w4a16", "w8a16", "w4a8")
 # operator table (L40S, no peer-to-peer) shows 1.9; end-to-end runs of others (TensorRT-LLM's and MLPerf's L40S) need
 # less than a tenth of that time, so that a device's own table is followed and the catalog is not.
 _USUAL_CONTENTION = 0.3
+# Attention to the latents of MLA, which all heads share, fills the matrix unit as no other decode does, in tiles of 64
+# query rows. No table has it: FlashMLA reaches 580 TFLOP/s on an H800 (its README, February 2025), of 777 that power
+# allows.
+_LATENTS_SHARE, _LATENTS_ROWS = 0.75, 64.0
 # The share of a network's bandwidth that kernels for the messages of experts reach, small ones too: DeepEP on H100 and
 # H800 with 400 Gb/s moves 43 to 47 of 50 GB/s, less what stays in the node (its legacy page, EP 32 and 64, and its
 # low-latency kernels of 128 tokens). Tables of all-to-alls within a node say nothing of that.
@@ -207,6 +211,8 @@ class KernelTimes:
         parts = []
         if np.any(np.asarray(operator.decode.sequences) > 0):
             p = self.fit("decode_attention", kernel).parameters
+            if heads.latents:
+                p = {**p, "matrix_share": _LATENTS_SHARE}
             part = operator.decode
             streams = part.sequences * heads.kv_heads
             rows = part.tokens / np.maximum(part.sequences, 1e-9) * heads.heads / heads.kv_heads
@@ -220,6 +226,7 @@ class KernelTimes:
                 part.kv_tokens * heads.kv_heads,
                 heads.kv_bytes_per_token,
                 heads.flops_per_pair,
+                rows_of_a_tile=_LATENTS_ROWS if heads.latents else efficiency.MIN_QUERY_ROWS,
             )
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         if np.any(np.asarray(operator.prefill.sequences) > 0):

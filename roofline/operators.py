@@ -73,7 +73,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Heads of one device: a KV stream is read once for all of its queries."""
+    """Heads of one device: a KV stream is read once for all of its queries; of `latents` by all heads of MLA."""
 
     heads: int
     kv_heads: int
@@ -81,6 +81,7 @@ class AttentionHeads:
     flops_per_pair: float
     qk_and_v_dims: int
     kv: Precision
+    latents: bool = False
 
 
 @dataclass(frozen=True)

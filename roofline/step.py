@@ -236,7 +236,8 @@ class _Step:
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
             flops = 2.0 * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
             latent = kv.head_bytes(a.kv_elements_per_token)
-            absorbed = AttentionHeads(heads, 1, latent, flops, a.kv_elements_per_token + a.kv_lora_rank, kv)
+            dims = a.kv_elements_per_token + a.kv_lora_rank
+            absorbed = AttentionHeads(heads, 1, latent, flops, dims, kv, latents=True)
             made.append(self._one_attention(f"{prefix}attention", count, absorbed, decode, NO_PART))
         return made
 
