@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.kv_formats import QuantizedKv
+from membound.kernels.recurrences import RecurrentKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ WeightFormat = Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 # gelu_tanh: the approximation by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415).
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "softplus"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +114,14 @@ def chain_of(query_start: Tensor, tokens: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class DeltaNetVectors:
+    """What a gated DeltaNet layer learned for each value head, both [heads] in fp32; `a` is negative."""
+
+    a: Tensor
+    dt_bias: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Mamba2Vectors:
     """What a Mamba-2 layer learned for each head, all [heads] in fp32; `a` is negative."""
 
@@ -162,7 +171,7 @@ class Emitted:
     counts: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(RecurrentKernels, Protocol):
     """One device's implementation of every operation that the decoder needs.
 
     Activations are `activation_dtype`; K and V blocks are `kv_dtype`, laid out
@@ -317,6 +326,9 @@ class Kernels(Protocol):
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(x) for each element."""
 
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows [tokens, ...] side by side, each dense by itself."""
+
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """x [tokens, n] plus bias [n]; x may be changed."""
 
@@ -395,64 +407,3 @@ class Kernels(Protocol):
     def count_routed(self, routing: Routing, tokens: Tensor, load: Tensor, probability: Tensor) -> None:
         """Adds to `tokens` [] (int64) how many were routed, to `load` [experts] (int64) each expert's slots, and to
         `probability` [experts] (fp64) the sums of `routing.probabilities`."""
-
-    def causal_convolution(
-        self, state: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, batch: RaggedBatch
-    ) -> Tensor:
-        """SiLU of a causal convolution of each channel of x [tokens, channels] by `weight` [channels, width]: fp32.
-
-        `state` [seats, width - 1, channels] (fp32) holds a sequence's inputs before x, and those after it then. It
-        counts as zero, as in all the recurrences below, for a sequence whose first new token is its first of all.
-        """
-
-    def mamba2_scan(
-        self,
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        z: Tensor,
-        vectors: Mamba2Vectors,
-        batch: RaggedBatch,
-    ) -> Tensor:
-        """h = exp(dt a) h + dt x B^T, y = (h C + d x) silu(z) with dt = softplus(dt + bias): y as x, in fp32.
-
-        `state` [seats, heads, head_dim, d_state] is h (fp32) and changes in place. x and z are [tokens, heads,
-        head_dim], dt [tokens, heads], b and c [tokens, groups, d_state]; only their first dimension may have gaps.
-        """
-
-    def mamba1_scan(
-        self,
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        b: Tensor,
-        c: Tensor,
-        z: Tensor,
-        a: Tensor,
-        d: Tensor,
-        batch: RaggedBatch,
-    ) -> Tensor:
-        """h = exp(dt a) h + dt x B^T, y = (h C + d x) silu(z) for each channel: y [tokens, d_inner] in fp32.
-
-        `state` [seats, d_inner, d_state] is h (fp32) and changes in place. x, z and dt (positive) are [tokens,
-        d_inner], b and c [tokens, d_state], a [d_inner, d_state] (negative) and d [d_inner] in fp32.
-        """
-
-    def rwkv6_scan(
-        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, u: Tensor, batch: RaggedBatch
-    ) -> Tensor:
-        """y = r (S + u k^T v), then S = diag(w) S + k^T v for each head: y as v.
-
-        `state` [seats, heads, key, value] is S (fp32) and changes in place; r, w, k [tokens, heads, key] and v
-        [tokens, heads, value] are fp32, u is [heads, key].
-        """
-
-    def delta_scan(
-        self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, batch: RaggedBatch
-    ) -> Tensor:
-        """S = diag(w) S + b^T (a S) + k^T v, y = r S for each head: the delta rule of RWKV-7 and of gated DeltaNet.
-
-        As `rwkv6_scan`, with a and b [tokens, heads, key].
-        """

@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from membound.kernels import kivi, recurrent, routing
-from membound.kernels.base import Activation, BlockCopier, ChainVerifier, Mamba2Vectors, PackedWeight, RaggedBatch
+from membound.kernels.base import (
+    Activation,
+    BlockCopier,
+    ChainVerifier,
+    DeltaNetVectors,
+    Mamba2Vectors,
+    PackedWeight,
+    RaggedBatch,
+)
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -24,6 +32,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
+    "softplus": functional.softplus,
 }
 CLAMPED_SLOPE = 1.702  # gpt-oss `config.json`: swiglu_alpha
 
@@ -76,6 +85,9 @@ class ComposedKernels(ABC):
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         return ACTIVATIONS[activation](x)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), dim=-1)
 
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias.to(x.dtype)
@@ -244,6 +256,17 @@ class ComposedKernels(ABC):
         self, state: Tensor, r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, batch: RaggedBatch
     ) -> Tensor:
         return recurrent.delta_scan(state, r, w, k, v, a, b, batch)
+
+    def gated_delta(
+        self, state: Tensor, mixed: Tensor, ba: Tensor, vectors: DeltaNetVectors, batch: RaggedBatch, key_heads: int
+    ) -> Tensor:
+        b, a = ba.float().chunk(2, dim=-1)  # [tokens, heads]
+        beta, kept = b.sigmoid(), (vectors.a * functional.softplus(a + vectors.dt_bias)).exp()
+        q, k, v = recurrent.delta_net_heads(mixed, key_heads, *state.shape[1:])
+        # What k finds in the state is removed from it at the rate beta: S = g S + k^T beta (v - g k S).
+        gate = kept[..., None].expand_as(k).contiguous()
+        removed = -(beta * kept)[..., None] * k
+        return self.delta_scan(state, q, gate, k, beta[..., None] * v, k, removed, batch)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

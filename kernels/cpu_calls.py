@@ -78,9 +78,14 @@ class LibraryCalls:
         if x.dim() != 2 or x.stride(0) == x.shape[1] or x.stride(1) != 1 or x.dtype is not torch.float32:
             return dense(x)
         out = self._empty(*x.shape)
-        rows = self._rows(x.shape[0])
-        self._run(self._sum, SumArguments(x.data_ptr(), None, out.data_ptr(), x.shape[1], x.stride(0), 0, rows, 1.0))
+        self._copy(x, out, 0)
         return out
+
+    def _copy(self, x: Tensor, out: Tensor, first: int) -> None:
+        """The rows of x [tokens, width] into those of out from column `first` on."""
+        to = out.data_ptr() + first * out.itemsize
+        strides, rows = (x.stride(0), 0, out.stride(0)), self._rows(x.shape[0])
+        self._run(self._sum, SumArguments(x.data_ptr(), None, to, x.shape[1], *strides, rows, 1.0))
 
     def _fields(self, batch: RaggedBatch) -> BatchFields:
         if self._tape is not None:
@@ -96,7 +101,7 @@ class SumArguments(Structure):
     """Of `membound_sum` (cpu_pointwise.cpp)."""
 
     _fields_ = [(name, c_void_p) for name in ("x", "y", "out")]
-    _fields_ += [(name, c_int64) for name in ("width", "x_stride", "y_stride")]
+    _fields_ += [(name, c_int64) for name in ("width", "x_stride", "y_stride", "out_stride")]
     _fields_ += [("rows", Rows), ("factor", c_float)]
 
 

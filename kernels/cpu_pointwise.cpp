@@ -9,13 +9,12 @@
 
 namespace {
 
-enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED };  // as in cpu_pointwise.py
+enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, SOFTPLUS, CLAMPED };  // as in cpu_pointwise.py
 constexpr float CLAMPED_SLOPE = 1.702f;
 
-INLINE Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(-x)); }
-
 template <Activation KIND> INLINE Vec bend(Vec x) {
-    if constexpr (KIND == SILU) return x / (broadcast(1.0f) + exp(-x));
+    if constexpr (KIND == SILU) return silu(x);
+    if constexpr (KIND == SOFTPLUS) return softplus(x);
     if constexpr (KIND == RELU) return x > Vec{} || x != x ? x : Vec{};
     if constexpr (KIND == RELU_SQUARED) return bend<RELU>(x) * bend<RELU>(x);
     if constexpr (KIND == GELU_TANH) {  // (1 + tanh(u)) / 2 is the sigmoid of 2 u
@@ -106,14 +105,15 @@ EXPORT void membound_activate(const ActivationArguments* arguments, int threads)
         case GELU_TANH: return activate<GELU_TANH>(*arguments, threads);
         case RELU: return activate<RELU>(*arguments, threads);
         case RELU_SQUARED: return activate<RELU_SQUARED>(*arguments, threads);
+        case SOFTPLUS: return activate<SOFTPLUS>(*arguments, threads);
         case CLAMPED: return activate<CLAMPED>(*arguments, threads);
     }
 }
 
 struct SumArguments {
     const float *x, *y;  // [rows, width], rows as far apart as the strides say; y may be null
-    float* out;          // [rows, width], may be x
-    int64_t width, x_stride, y_stride;
+    float* out;          // the same, may be x
+    int64_t width, x_stride, y_stride, out_stride;
     Rows rows;
     float factor;
 };
@@ -125,7 +125,7 @@ EXPORT void membound_sum(const SumArguments* arguments, int threads) {
     parallel_for(rows, rows_at_once(rows, width), threads, [&](int64_t row, int64_t last) {
         for (; row < last; row++) {
             const float *x = a.x + row * a.x_stride, *y = a.y ? a.y + row * a.y_stride : nullptr;
-            each_vector(width, a.out + row * width, [&](auto at) LAMBDA {
+            each_vector(width, a.out + row * a.out_stride, [&](auto at) LAMBDA {
                 const Vec scaled = at(x) * broadcast(a.factor);
                 return y ? scaled + at(y) : scaled;
             });
@@ -149,7 +149,7 @@ EXPORT void membound_gate(const GateArguments* arguments, int threads) {
     parallel_for(rows, rows_at_once(rows, 4 * width), threads, [&](int64_t row, int64_t last) {
         for (; row < last; row++) {
             const float *x = a.x + row * width, *gate = a.gate + row * a.gate_stride;
-            auto opened = [&](Vec v) LAMBDA { return a.silu ? bend<SILU>(v) : sigmoid(v); };
+            auto opened = [&](Vec v) LAMBDA { return a.silu ? silu(v) : sigmoid(v); };
             const Vec whole_row = opened(broadcast(*gate));
             each_vector(width, a.out + row * width, [&](auto at) LAMBDA {
                 return at(x) * (a.gate_width == 1 ? whole_row : opened(at(gate)));

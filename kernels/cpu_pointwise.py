@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from typing import Any
 
@@ -11,7 +12,15 @@ from torch import Tensor
 from membound.kernels.base import Activation
 from membound.kernels.cpu_calls import LibraryCalls, Rows, SumArguments, dense, pointer
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped")  # in the order of cpu_pointwise.cpp
+KINDS = (
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu_squared",
+    "softplus",
+    "clamped",
+)  # in the order of cpu_pointwise.cpp
 
 
 class PointwiseCalls(LibraryCalls):
@@ -55,6 +64,15 @@ class PointwiseCalls(LibraryCalls):
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         return self._activated(x, activation, gated=False)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        out, first = self._empty(parts[0].shape[0], sum(part.shape[1] for part in parts)), 0
+        for part in parts:
+            if part.stride(1) != 1 or part.dtype is not torch.float32:
+                raise ValueError("the rows of what is joined are dense and fp32")
+            self._copy(part, out, first)
+            first += part.shape[1]
+        return out
 
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         x = dense(x)
@@ -112,7 +130,7 @@ class PointwiseCalls(LibraryCalls):
         out = self._empty(*x.shape) if out is None else out
         width = x.shape[-1]
         rows = self._rows(x.numel() // width)
-        arguments = SumArguments(x.data_ptr(), pointer(y), out.data_ptr(), width, width, y_stride, rows, factor)
+        arguments = SumArguments(x.data_ptr(), pointer(y), out.data_ptr(), width, width, y_stride, width, rows, factor)
         self._run(self._sum, arguments, y if y_stride == 0 else None)
         return out
 

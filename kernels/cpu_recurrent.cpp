@@ -24,8 +24,6 @@ struct Span {
     bool empty() const { return first == last; }
 };
 
-INLINE Vec silu(Vec x) { return x / (broadcast(1.0f) + exp(-x)); }
-
 // body(sequence, piece) for all sequences and pieces.
 template <class Body> void each_piece(const Batch& batch, int64_t pieces, int threads, const Body& body) {
     parallel_for(batch.sequences * pieces, 1, threads, [&](int64_t i, int64_t last) {
@@ -75,8 +73,6 @@ struct Mamba2Arguments {
     int64_t x_stride, dt_stride, b_stride, c_stride, z_stride;
 };
 
-float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // One row of the state [d_state] takes x * b in and gives its product with c.
 INLINE float advance(float* h, float kept, float x, const float* b, const float* c, int64_t d_state) {
     const Vec decay = broadcast(kept), input = broadcast(x);
@@ -100,7 +96,7 @@ void mamba2_head(const Mamba2Arguments& a, const Span& span, int64_t head) {
     if (span.fresh) memset(state, 0, a.dim * a.d_state * sizeof(float));
     const int64_t group = head / (a.heads / a.groups) * a.d_state;
     for (int64_t token = span.first; token < span.last; token++) {
-        const float step = softplus(a.dt[token * a.dt_stride + head] + a.dt_bias[head]);
+        const float step = softplus(broadcast(a.dt[token * a.dt_stride + head] + a.dt_bias[head]))[0];
         const float kept = std::exp(step * a.a[head]);
         const float *x = a.x + token * a.x_stride + head * a.dim, *z = a.z + token * a.z_stride + head * a.dim;
         const float *b = a.b + token * a.b_stride + group, *c = a.c + token * a.c_stride + group;
@@ -111,6 +107,85 @@ void mamba2_head(const Mamba2Arguments& a, const Span& span, int64_t head) {
             const int count = a.dim - p < LANES ? a.dim - p : LANES;
             const Vec y = load_partial(out + p, count) * silu(load_partial(z + p, count));
             memcpy(out + p, &y, count * sizeof(float));
+        }
+    }
+}
+
+struct Mamba1Arguments {
+    float* state;  // [seats, d_inner, d_state]
+    const float *x, *dt, *b, *c, *z;  // rows of the batch, as far apart as the strides say; dt is positive
+    const float *a, *d;  // [d_inner, d_state], [d_inner]
+    float* out;  // [tokens, d_inner]
+    const Batch* batch;
+    int64_t d_inner, d_state;
+    int64_t x_stride, dt_stride, b_stride, c_stride, z_stride;
+};
+
+void mamba1_channel(const Mamba1Arguments& a, const Span& span, int64_t channel) {
+    float* h = a.state + (span.seat * a.d_inner + channel) * a.d_state;
+    const float* rates = a.a + channel * a.d_state;
+    if (span.fresh) memset(h, 0, a.d_state * sizeof(float));
+    for (int64_t token = span.first; token < span.last; token++) {
+        const float x = a.x[token * a.x_stride + channel], dt = a.dt[token * a.dt_stride + channel];
+        const float *b = a.b + token * a.b_stride, *c = a.c + token * a.c_stride;
+        float y = x * a.d[channel];
+        for (int64_t i = 0; i < a.d_state; i += LANES) {
+            const int count = a.d_state - i < LANES ? a.d_state - i : LANES;
+            const Vec kept = exp(load_partial(rates + i, count) * broadcast(dt));
+            const Vec next = fma(load_partial(h + i, count), kept, load_partial(b + i, count) * broadcast(dt * x));
+            memcpy(h + i, &next, count * sizeof(float));
+            y += sum(next * load_partial(c + i, count));
+        }
+        a.out[token * a.d_inner + channel] = y * silu(broadcast(a.z[token * a.z_stride + channel]))[0];
+    }
+}
+
+struct GatedDeltaArguments {
+    float* state;        // [seats, heads, key, value]
+    const float* mixed;  // [tokens, ...]: q and k of the key heads, then v of all heads
+    const float* ba;     // [tokens, 2 heads]
+    const float *a, *dt_bias;  // [heads]
+    float* out;          // [tokens, heads, value]
+    const Batch* batch;
+    int64_t heads, key_heads, key, value;
+};
+
+constexpr float LENGTH_EPS = 1e-6f;  // as in recurrent.py
+
+// x [count] brought to the length `length`.
+void of_length(const float* x, int64_t count, float length, float* to) {
+    float squares = 0;
+    for (int64_t i = 0; i < count; i++) squares += x[i] * x[i];
+    const float factor = length / std::sqrt(squares + LENGTH_EPS);
+    for (int64_t i = 0; i < count; i++) to[i] = x[i] * factor;
+}
+
+void gated_delta_head(const GatedDeltaArguments& a, const Span& span, int64_t head) {
+    thread_local Scratch scratch;
+    const int64_t key = a.key, value = a.value, keys = a.key_heads * key, width = 2 * keys + a.heads * value;
+    float *q = scratch.floats(2 * key), *k = q + key;
+    float* state = a.state + (span.seat * a.heads + head) * key * value;
+    if (span.fresh) memset(state, 0, key * value * sizeof(float));
+    for (int64_t token = span.first; token < span.last; token++) {
+        const float* from = a.mixed + token * width + head / (a.heads / a.key_heads) * key;
+        of_length(from, key, 1.0f / std::sqrt((float)key), q);
+        of_length(from + keys, key, 1.0f, k);
+        const float *v = a.mixed + token * width + 2 * keys + head * value, *ba = a.ba + token * 2 * a.heads + head;
+        const Vec beta = sigmoid(broadcast(ba[0]));
+        const Vec kept = exp(broadcast(a.a[head]) * softplus(broadcast(ba[a.heads] + a.dt_bias[head])));
+        float* out = a.out + (token * a.heads + head) * value;
+        for (int64_t j = 0; j < value; j += LANES) {
+            const int count = value - j < LANES ? value - j : LANES;
+            float* s = state + j;
+            Vec found{}, y{};
+            for (int64_t i = 0; i < key; i++) found = fma(load_partial(s + i * value, count), broadcast(k[i]), found);
+            const Vec added = beta * (load_partial(v + j, count) - kept * found);
+            for (int64_t i = 0; i < key; i++) {
+                const Vec next = fma(load_partial(s + i * value, count), kept, added * broadcast(k[i]));
+                memcpy(s + i * value, &next, count * sizeof(float));
+                y = fma(next, broadcast(q[i]), y);
+            }
+            memcpy(out + j, &y, count * sizeof(float));
         }
     }
 }
@@ -183,4 +258,18 @@ EXPORT void membound_mamba2(const Mamba2Arguments* arguments, int threads) {
 EXPORT void membound_delta(const DeltaArguments* arguments, int threads) {
     const DeltaArguments& a = *arguments;
     each_piece(*a.batch, a.heads, threads, [&](const Span& span, int64_t head) { delta_head(a, span, head); });
+}
+
+EXPORT void membound_mamba1(const Mamba1Arguments* arguments, int threads) {
+    const Mamba1Arguments& a = *arguments;
+    each_piece(*a.batch, ceil_div(a.d_inner, CHANNELS_AT_ONCE), threads, [&](const Span& span, int64_t piece) {
+        const int64_t first = piece * CHANNELS_AT_ONCE;
+        const int64_t end = first + CHANNELS_AT_ONCE < a.d_inner ? first + CHANNELS_AT_ONCE : a.d_inner;
+        for (int64_t channel = first; channel < end; channel++) mamba1_channel(a, span, channel);
+    });
+}
+
+EXPORT void membound_gated_delta(const GatedDeltaArguments* arguments, int threads) {
+    const GatedDeltaArguments& a = *arguments;
+    each_piece(*a.batch, a.heads, threads, [&](const Span& span, int64_t head) { gated_delta_head(a, span, head); });
 }

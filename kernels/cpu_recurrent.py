@@ -7,7 +7,7 @@ from ctypes import Structure, addressof, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Mamba2Vectors, RaggedBatch
+from membound.kernels.base import DeltaNetVectors, Mamba2Vectors, RaggedBatch
 from membound.kernels.cpu_calls import LibraryCalls, pointer
 
 MOST_WIDTH = 16  # of a convolution
@@ -20,6 +20,8 @@ class RecurrentCalls(LibraryCalls):
         super().__init__()
         self._convolution = self._declare("membound_convolution", _ConvolutionArguments)
         self._mamba2 = self._declare("membound_mamba2", _Mamba2Arguments)
+        self._mamba1 = self._declare("membound_mamba1", _Mamba1Arguments)
+        self._gated_delta = self._declare("membound_gated_delta", _GatedDeltaArguments)
         self._delta = self._declare("membound_delta", _DeltaArguments)
 
     def causal_convolution(
@@ -63,6 +65,40 @@ class RecurrentCalls(LibraryCalls):
             *(part.stride(0) for part in inputs),
         )
         self._run(self._mamba2, arguments, vectors, fields)
+        return out
+
+    def mamba1_scan(
+        self,
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        z: Tensor,
+        a: Tensor,
+        d: Tensor,
+        batch: RaggedBatch,
+    ) -> Tensor:
+        tokens, d_inner = x.shape
+        inputs = [_rows_of(part) for part in (x, dt, b, c, z)]
+        a, d = a.float().contiguous(), d.float().contiguous()
+        out, fields = self._empty(tokens, d_inner), self._fields(batch)
+        addresses = [part.data_ptr() for part in (*inputs, a, d, out)]
+        sizes = d_inner, b.shape[1], *(part.stride(0) for part in inputs)
+        arguments = _Mamba1Arguments(_state(state), *addresses, addressof(fields), *sizes)
+        self._run(self._mamba1, arguments, a, d, fields)
+        return out
+
+    def gated_delta(
+        self, state: Tensor, mixed: Tensor, ba: Tensor, vectors: DeltaNetVectors, batch: RaggedBatch, key_heads: int
+    ) -> Tensor:
+        mixed, ba = self._dense(mixed), self._dense(ba)
+        _, heads, key, value = state.shape
+        out, fields = self._empty(mixed.shape[0], heads, value), self._fields(batch)
+        addresses = (part.data_ptr() for part in (mixed, ba, vectors.a, vectors.dt_bias, out))
+        sizes = heads, key_heads, key, value
+        arguments = _GatedDeltaArguments(_state(state), *addresses, addressof(fields), *sizes)
+        self._run(self._gated_delta, arguments, vectors, fields)
         return out
 
     def rwkv6_scan(
@@ -115,6 +151,17 @@ class _Mamba2Arguments(Structure):
     _fields_ = [(name, c_void_p) for name in ("state", "x", "dt", "b", "c", "z", "dt_bias", "a", "d", "out", "batch")]
     _fields_ += [(name, c_int64) for name in ("heads", "dim", "d_state", "groups")]
     _fields_ += [(f"{name}_stride", c_int64) for name in ("x", "dt", "b", "c", "z")]
+
+
+class _Mamba1Arguments(Structure):
+    _fields_ = [(name, c_void_p) for name in ("state", "x", "dt", "b", "c", "z", "a", "d", "out", "batch")]
+    _fields_ += [("d_inner", c_int64), ("d_state", c_int64)]
+    _fields_ += [(f"{name}_stride", c_int64) for name in ("x", "dt", "b", "c", "z")]
+
+
+class _GatedDeltaArguments(Structure):
+    _fields_ = [(name, c_void_p) for name in ("state", "mixed", "ba", "a", "dt_bias", "out", "batch")]
+    _fields_ += [(name, c_int64) for name in ("heads", "key_heads", "key", "value")]
 
 
 class _DeltaArguments(Structure):

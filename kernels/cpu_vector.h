@@ -259,6 +259,18 @@ INLINE Vec exp(Vec x) {
 
 INLINE Vec tanh(Vec x) { return broadcast(1.0f) - broadcast(2.0f) / (exp(x + x) + broadcast(1.0f)); }
 
+INLINE Vec sigmoid(Vec x) { return broadcast(1.0f) / (broadcast(1.0f) + exp(-x)); }
+INLINE Vec silu(Vec x) { return x / (broadcast(1.0f) + exp(-x)); }
+
+// log(1 + e^x) = max(x, 0) + log(1 + e) with e = e^-|x|, whose logarithm is 2 artanh(e / (2 + e)).
+INLINE Vec softplus(Vec x) {
+    const Vec magnitude = (Vec)((UintVec)x & 0x7FFFFFFFu), e = exp(-magnitude);
+    const Vec z = e / (broadcast(2.0f) + e), square = z * z;
+    Vec series = broadcast(1.0f / 13);
+    for (int odd = 11; odd > 0; odd -= 2) series = fma(series, square, broadcast(1.0f / odd));
+    return (x > Vec{} || x != x ? x : Vec{}) + (z + z) * series;
+}
+
 // Pairs (i, i + half) of x [2 half], turned by an angle each.
 INLINE void turn(const float* x, const float* cos, const float* sin, int64_t half, float* to) {
     for (int64_t i = 0; i < half; i++) {

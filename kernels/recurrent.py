@@ -16,6 +16,7 @@ from torch.nn import functional
 from membound.kernels.base import Mamba2Vectors, RaggedBatch
 
 CHUNK_TOKENS = 64
+LENGTH_EPS = 1e-6  # of q and k in a gated DeltaNet
 
 
 @dataclass(frozen=True)
@@ -158,3 +159,12 @@ def delta_scan(
             out[at] = (r[at][..., None] * s).sum(-2)
         state[segment.seats] = s
     return out
+
+
+def delta_net_heads(mixed: Tensor, key_heads: int, heads: int, key: int, value: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [tokens, heads, key] of length 1 (q then scaled), and v [tokens, heads, value] of a gated DeltaNet."""
+    keys = key_heads * key
+    q, k, v = mixed.split([keys, keys, heads * value], dim=-1)
+    q, k = (part.unflatten(1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for part in (q, k))
+    q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + LENGTH_EPS) for part in (q, k))
+    return q * key**-0.5, k, v.unflatten(1, (heads, -1))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -98,7 +97,7 @@ class GroupedAttention:
             gate = found
         if spec.value_dim < spec.head_dim:
             v = functional.pad(v.unflatten(1, (spec.kv_heads, -1)), (0, spec.head_dim - spec.value_dim)).flatten(1)
-        return torch.cat([q, k, v], dim=-1), gate
+        return self.kernels.joined([q, k, v]), gate
 
     def _norm(self, qkv: Tensor, first: int, heads: int, weight: Tensor) -> None:
         """Norms heads of qkv in place, each by itself or all at once."""

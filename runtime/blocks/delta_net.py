@@ -10,15 +10,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.base import DeltaNetVectors, Kernels, RaggedBatch
 from membound.roofline.models.recurrent import GatedDeltaNet
 from membound.runtime.blocks.base import LayerCache
 from membound.runtime.blocks.states import SeatStates
 from membound.runtime.linear import Linear
-
-_LENGTH_EPS = 1e-6
 
 
 class DeltaNetMixer:
@@ -37,6 +34,7 @@ class DeltaNetMixer:
         self.kernels = kernels
         self._linears = linears
         self.weights = weights
+        self.vectors = DeltaNetVectors(weights["a"].float(), weights["dt_bias"].float())
         self.eps = eps
         self.device = device
 
@@ -45,16 +43,11 @@ class DeltaNetMixer:
         spec, weights, states = self.spec, self.weights, cache.parts
         width = spec.value_heads * spec.value_head_dim
         qkv, z = self._linears["qkvz"](x).split([spec.conv_channels, width], dim=-1)
-        b, a = self._linears["ba"](x).float().chunk(2, dim=-1)  # [tokens, value_heads]
-        beta, kept = b.sigmoid(), (weights["a"] * functional.softplus(a + weights["dt_bias"])).exp()
+        ba = self._linears["ba"](x)
         mixed = self.kernels.causal_convolution(states["conv"], qkv, weights["conv"], None, batch)
-        q, k, v = self._heads(mixed)
-        # What k finds in the state is removed from it at the rate beta: S = g S + k^T beta (v - g k S).
-        gate = kept[..., None].expand_as(k).contiguous()
-        removed = -(beta * kept)[..., None] * k
-        out = self.kernels.delta_scan(states["state"], q, gate, k, beta[..., None] * v, k, removed, batch)
-        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + self.eps) * weights["gated_norm"]
-        y = normed.flatten(1) * functional.silu(z.float())
+        out = self.kernels.gated_delta(states["state"], mixed, ba, self.vectors, batch, spec.key_heads).flatten(1)
+        self.kernels.norm_heads(out, 0, spec.value_heads, weights["gated_norm"], self.eps)
+        y = self.kernels.gated(out, z.to(out.dtype), silu=True)
         return self._linears["o"](y.to(self.kernels.activation_dtype))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> SeatStates:
@@ -64,13 +57,3 @@ class DeltaNetMixer:
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         return iter(self._linears.items())
-
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [tokens, value_heads, key_head_dim] of length 1 (q then scaled), and v."""
-        spec = self.spec
-        keys = spec.key_heads * spec.key_head_dim
-        q, k, v = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
-        each = spec.value_heads // spec.key_heads
-        q, k = (part.unflatten(1, (spec.key_heads, -1)).repeat_interleave(each, dim=1) for part in (q, k))
-        q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + _LENGTH_EPS) for part in (q, k))
-        return q * spec.key_head_dim**-0.5, k, v.unflatten(1, (spec.value_heads, -1))

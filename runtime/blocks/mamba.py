@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from membound.kernels.base import Kernels, Mamba2Vectors, RaggedBatch
 from membound.roofline.models.recurrent import Mamba1, Mamba2
@@ -95,11 +94,14 @@ class Mamba1Mixer:
         inputs, z = linears["in_proj"](x).chunk(2, dim=-1)
         mixed = self.kernels.causal_convolution(states["conv"], inputs, weights["conv"], weights["conv_bias"], batch)
         widths = [spec.dt_rank, spec.d_state, spec.d_state]
-        parts = linears["x_proj"](mixed.to(kind)).float().split(widths, dim=-1)
+        projected = linears["x_proj"](mixed.to(kind)).float()
+        widths = [spec.dt_rank, spec.d_state, spec.d_state]
         if spec.inner_norms:
-            parts = tuple(self._normed(part, name) for part, name in zip(parts, ["dt", "b", "c"], strict=True))
-        rank, b, c = parts
-        dt = functional.softplus(linears["dt_proj"](rank.to(kind).contiguous()).float() + weights["dt_bias"])
+            for first, name in zip((0, spec.dt_rank, spec.dt_rank + spec.d_state), ("dt", "b", "c"), strict=True):
+                self.kernels.norm_heads(projected, first, 1, weights[f"{name}_norm"], self.eps)
+        rank, b, c = projected.split(widths, dim=-1)
+        dt = linears["dt_proj"](self.kernels.joined([rank.to(kind)])).float()
+        dt = self.kernels.activated(self.kernels.add_bias(dt, weights["dt_bias"]), "softplus")
         y = self.kernels.mamba1_scan(states["state"], mixed, dt, b, c, z, weights["a"], weights["d"], batch)
         return linears["out_proj"](y.to(kind))
 
@@ -110,6 +112,3 @@ class Mamba1Mixer:
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         return iter(self._linears.items())
-
-    def _normed(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weights[f"{name}_norm"]

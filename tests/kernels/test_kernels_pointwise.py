@@ -60,6 +60,7 @@ EXACT_ACTIVATIONS = {
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "relu": lambda x: x.clamp_min(0),
     "relu_squared": lambda x: x.clamp_min(0) ** 2,
+    "softplus": lambda x: torch.log1p(torch.exp(x)),
 }
 
 
@@ -131,6 +132,14 @@ def test_sums_and_gates_of_rows(kernels, tokens, width, one, silu):
     of_gate = gate.double().sigmoid() * (gate.double() if silu else 1)
     found = kernels.gated(x, gate, silu=silu)
     assert torch.allclose(found.double(), x.double() * of_gate, rtol=1e-5, atol=1e-7)
+
+
+@settings(deadline=None, max_examples=20)
+@given(tokens=TOKENS, widths=st.lists(st.sampled_from([1, 7, 16, 100]), min_size=1, max_size=3))
+def test_parts_of_rows_are_joined(kernels, tokens, widths):
+    wide = torch.randn(tokens, 130)
+    parts = [wide[:, 5 : 5 + width] for width in widths]
+    assert torch.equal(kernels.joined(parts), torch.cat(parts, dim=-1))
 
 
 def test_rows_with_gaps_are_read_as_they_lie(cpp):

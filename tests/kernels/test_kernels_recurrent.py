@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from membound.kernels import recurrent  # noqa: E402
-from membound.kernels.base import Mamba2Vectors, RaggedBatch  # noqa: E402
+from membound.kernels.base import DeltaNetVectors, Mamba2Vectors, RaggedBatch  # noqa: E402
+from membound.kernels.reference import TorchKernels  # noqa: E402
 
 # (tokens before, new tokens) of each sequence
 PARTS = st.lists(st.tuples(st.sampled_from([0, 5]), st.sampled_from([1, 2, 70])), min_size=1, max_size=4)
@@ -87,6 +88,39 @@ def test_rwkv6_and_the_delta_rule(cpp, parts, heads, key, value):
     agree(
         (cpp.delta_scan(ours, r, w, k, v, a, b, batch), ours),
         (recurrent.delta_scan(plain, r, w, k, v, a, b, batch), plain),
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(parts=PARTS, d_inner=st.sampled_from([1, 40, 300]), d_state=st.sampled_from([5, 16, 32]))
+def test_mamba1(cpp, parts, d_inner, d_state):
+    batch, random = batch_of(parts), torch.Generator().manual_seed(d_inner)
+    x, dt, z = torch.randn(3, batch.num_tokens, d_inner + 3, generator=random)[..., 1 : 1 + d_inner]
+    b, c = torch.randn(2, batch.num_tokens, d_state, generator=random)
+    a, d = -torch.rand(d_inner, d_state, generator=random), torch.randn(d_inner, generator=random)
+    state = torch.randn(SEATS, d_inner, d_state, generator=random)
+    ours, plain, dt = state.clone(), state.clone(), dt.abs()
+    agree(
+        (cpp.mamba1_scan(ours, x, dt, b, c, z, a, d, batch), ours),
+        (recurrent.mamba1_scan(plain, x, dt, b, c, z, a, d, batch), plain),
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    parts=PARTS, key_heads=st.integers(1, 2), each=st.integers(1, 2), key=st.sampled_from([4, 16, 20]),
+    value=st.sampled_from([3, 16, 40]),
+)  # fmt: skip
+def test_the_gated_delta_rule(cpp, parts, key_heads, each, key, value):
+    batch, random, heads = batch_of(parts), torch.Generator().manual_seed(key), key_heads * each
+    mixed = torch.randn(batch.num_tokens, 2 * key_heads * key + heads * value, generator=random)
+    ba = torch.randn(batch.num_tokens, 2 * heads, generator=random)
+    vectors = DeltaNetVectors(-torch.rand(heads, generator=random), torch.randn(heads, generator=random))
+    state = torch.randn(SEATS, heads, key, value, generator=random)
+    ours, plain = state.clone(), state.clone()
+    agree(
+        (cpp.gated_delta(ours, mixed, ba, vectors, batch, key_heads), ours),
+        (TorchKernels().gated_delta(plain, mixed, ba, vectors, batch, key_heads), plain),
     )
 
 

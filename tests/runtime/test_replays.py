@@ -17,7 +17,7 @@ from membound.kernels.cpu_tape import Scratch
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, LatentAttention, ModelSpec, MoeFfn
 from membound.roofline.models.ffn import DenseFfn, NoFfn
-from membound.roofline.models.recurrent import Mamba2
+from membound.roofline.models.recurrent import GatedDeltaNet, Mamba1, Mamba2
 from membound.roofline.scenario import load_scenario
 from membound.runtime import replays
 from membound.runtime.decoder import Decoder
@@ -134,6 +134,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sinks, as in gpt-oss": {"attention": gqa(sinks=True, qkv_bias=True)},
     "latents, as in DeepSeek-V2-Lite": {"attention": mla()},
     "latents of a compressed q, as in DeepSeek-V3": {"attention": mla(q_lora_rank=40)},
+    "a gate on attention's output, as in Qwen3-Next": {"attention": gqa(qk_norm=True, output_gate=True)},
+    "the gated delta rule, as in Qwen3-Next": {
+        "attention": GatedDeltaNet(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=24)
+    },
+    "a state a channel, as in Mamba": {"attention": Mamba1(d_inner=64, d_state=16, dt_rank=6), "ffn": NoFfn()},
+    "the same with norms, as in Falcon-Mamba": {
+        "attention": Mamba1(d_inner=64, d_state=16, dt_rank=6, inner_norms=True),
+        "ffn": NoFfn(),
+    },
     "states, as in Mamba-2": {"attention": Mamba2(heads=4, head_dim=16, d_state=24, groups=2), "ffn": NoFfn()},
 }
 
@@ -142,7 +151,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("trees", [False, True])
 def test_layers_of_every_family_are_replayed(kernels: CpuKernels, family: str, trees: bool) -> None:
     spec = SPEC.model_copy(update=FAMILIES[family])
-    if trees and isinstance(spec.attention, Mamba2):
+    if trees and isinstance(spec.attention, GatedDeltaNet | Mamba1 | Mamba2):
         pytest.skip("a state knows no branches")
     weights = random_weights(spec, seed=1)
     played, plain = Decoder(spec, weights, kernels), Decoder(spec, weights, kernels, replayed=False)
