@@ -13,6 +13,7 @@ from membound.roofline.part import MAX_TOKENS, Part
 BatchingName = Literal["static", "continuous", "prefill_first", "chunked_prefill"]
 OrderName = Literal["fcfs", "priority", "deadline", "slack"]
 Reservation = Literal["pow2", "oracle"]
+Allocator = Literal["paged", "buddy"]
 
 DEFAULT_AGEING_S = 30.0
 
@@ -69,8 +70,9 @@ class Engine(Part):
     first; `classes` divide the requests by a draw of each. KV blocks are paged; with `reserved_tokens` each request
     takes all of its blocks at once, which is what paging replaced: those of that many tokens, of its prompt and true
     output ('oracle'), or of its prompt and the next power of two from its output on ('pow2'), which are the baselines
-    of Kwon et al., PagedAttention, SOSP 2023, section 6.1. `host_kv_gib` is host memory for KV: preempted sequences are
-    swapped there with preemption 'swap', and evicted blocks of the prefix cache go there.
+    of Kwon et al., PagedAttention, SOSP 2023, section 6.1, as are the chunks of a 'buddy' `kv_allocator`, each of a
+    power of two tokens. `host_kv_gib` is host memory for KV: preempted sequences are swapped there with preemption
+    'swap', and evicted blocks of the prefix cache go there.
     """
 
     max_num_seqs: int = Field(16, ge=1, le=1_000_000, description="sequences in one step at most")
@@ -93,6 +95,7 @@ class Engine(Part):
         None,
         description="tokens whose KV a request takes at once, 'pow2' or 'oracle'; without, blocks as they are needed",
     )
+    kv_allocator: Allocator = Field("paged", description="'buddy' reserves chunks of a power of two tokens, not blocks")
     prefix_caching: bool = False
     disaggregation: Annotated[Disaggregation | None, Field(description="one engine does both where not given")] = None
 
@@ -124,6 +127,8 @@ class Engine(Part):
                 f"host_kv_gib is {self.host_kv_gib:g}, but nothing is put there; set preemption to 'swap' or "
                 "prefix_caching to true"
             )
+        if self.kv_allocator == "buddy" and self.reserved_tokens is None:
+            raise ValueError("kv_allocator is 'buddy', which holds what is reserved; give reserved_tokens, or 'paged'")
         if self.reserved_tokens is not None and self.prefix_caching:
             raise ValueError("reserved_tokens and prefix_caching exclude each other: reserved memory is not shared")
         return self

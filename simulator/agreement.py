@@ -24,7 +24,7 @@ INTRODUCTION = (
 NOT_YET = (
     "Uneven micro-batches of a pipeline: all of a step are alike, so that Sarathi-Serve's 5.6x with Falcon-180B, which "
     "removes the bubbles of whole prompts, is out of reach.",
-    "External fragmentation: what is reserved is made of blocks, never of contiguous chunks.",
+    "Where chunks of a buddy allocator lie, and so what is lost between them.",
     "Offload of experts to host memory with a cache: the ratio of copying to computing is a closed form, Fiddler's "
     "tokens a second are not simulated.",
 )

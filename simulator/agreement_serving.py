@@ -159,9 +159,9 @@ def orca() -> list[Case]:
 SHAREGPT = lognormal(161, 1.2, 1024), lognormal(338, 0.9, 1024)
 VLLM_ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {"batching": "prefill_first"},
-    "orca-max": {"batching": "continuous", "reserved_tokens": 2048},
-    "orca-pow2": {"batching": "continuous", "reserved_tokens": "pow2"},
-    "orca-oracle": {"batching": "continuous", "reserved_tokens": "oracle"},
+    "orca-max": {"batching": "continuous", "reserved_tokens": 2048, "kv_allocator": "buddy"},
+    "orca-pow2": {"batching": "continuous", "reserved_tokens": "pow2", "kv_allocator": "buddy"},
+    "orca-oracle": {"batching": "continuous", "reserved_tokens": "oracle", "kv_allocator": "buddy"},
     "fastertransformer": {"batching": "static", "reserved_tokens": 2048},
 }
 
@@ -209,9 +209,8 @@ def kv_share(engine: str, slower: float) -> float:
     return 100.0 * _crowded(engine, slower)[1]
 
 
-# Figure 2 of the paper: per cent of the KV memory that hold tokens, and that no chunk of the allocator could be made of
-# (external fragmentation and others); the rest is reserved. Figure 13: requests batched. vLLM's other 3.7 % are in use.
-FIGURE_2 = {"orca-max": (20.4, 8.9), "orca-pow2": (26.8, 41.6), "orca-oracle": (38.2, 36.6), "vllm": (96.3, 0.0)}
+# Figure 2 of the paper: per cent of the KV memory that hold tokens. Figure 13: requests batched.
+FIGURE_2 = {"orca-max": 20.4, "orca-pow2": 26.8, "orca-oracle": 38.2, "vllm": 96.3}
 FIGURE_13 = {"orca-max": 7.0, "orca-pow2": 9.81, "orca-oracle": 13.62, "vllm": 30.42}
 RESERVES = {
     "orca-max": "maximum reserved",
@@ -224,13 +223,10 @@ RESERVES = {
 def paging() -> list[Case]:
     conditions = (
         "OPT-13B on one A100-40GB, ShareGPT lengths as lognormals (means 161 in and 338 out from memory, sigmas "
-        "assumed), at most 2048 tokens; half a second a token sustained for 300 s (the figure's knee, assumed); of "
-        "figure 2 the share of tokens in what is not lost to external fragmentation"
+        "assumed), at most 2048 tokens; half a second a token sustained for 300 s (the figure's knee, assumed); chunks "
+        "of a buddy allocator are reserved"
     )
-    fragments = (
-        "reservations are made of blocks here, and the paper's of a buddy allocator's chunks, between which 37 to 42 % "
-        "of the memory are lost: so much less leaves 10.2 and 13.4 requests of ours"
-    )
+    fragments = "memory between chunks that none fits into is not lost here, as the places of chunks are not simulated"
     source = "Kwon et al., SOSP 2023, section 6.2, figures 2, 12 and 13; A1-28"
     error = step_error("A100-SXM4-40GB", "vllm-2023")
     whole: dict[str, Any] = {"conditions": conditions, "source": source, "how": "simulated", "error": error}
@@ -239,25 +235,22 @@ def paging() -> list[Case]:
             Case(
                 f"paging-batch-{engine}", f"requests batched, {RESERVES[engine]}", "(mean of a saturated run)",
                 published=Range.of(batch), value=lambda slower, engine=engine: paging_batch(engine, slower),  # type: ignore[misc]
-                within=2.0 if FIGURE_2[engine][1] > 10 else 1.3, unit="requests", **whole,
-                why=fragments if FIGURE_2[engine][1] > 10 else "",
+                within=1.3, unit="requests", **whole, why="" if engine in ("vllm", "orca-max") else fragments,
             )
             for engine, batch in FIGURE_13.items()
         ),
         *(
             Case(
                 f"paging-share-{engine}", f"KV in use that holds tokens, {RESERVES[engine]}",
-                "(mean of a saturated run)", published=Range.of(100.0 * tokens / (100.0 - external)),
+                "(mean of a saturated run)", published=Range.of(share),
                 value=lambda slower, engine=engine: kv_share(engine, slower),  # type: ignore[misc]
-                within=1.3, unit="%", **whole,
-                why="real lengths are not those of a lognormal" if engine == "orca-max" else "",
+                within=1.3, unit="%", **whole, why=fragments if engine == "orca-pow2" else "",
             )
-            for engine, (tokens, external) in FIGURE_2.items()
+            for engine, share in FIGURE_2.items()
         ),
         Case(
             "paging-oracle", "paged KV", "Orca (Oracle): true length reserved", published=Range.of(1.7, 2.7),
-            value=lambda slower: paging_rps("vllm", slower) / paging_rps("orca-oracle", slower), within=1.6, **whole,
-            why=fragments,
+            value=lambda slower: paging_rps("vllm", slower) / paging_rps("orca-oracle", slower), within=1.3, **whole,
         ),
         Case(
             "paging", "paged KV", "Orca (Max): maximum length reserved", published=Range.of(2.7, 8.0),

@@ -77,6 +77,7 @@ def build_scheduler(
         classify=_classify(scenario),
         swap=engine.preemption == "swap",
         reserved_tokens=engine.reserved_tokens,
+        chunks=engine.kv_allocator == "buddy",
         itemized=content_known or drafter is not None or numbered_blocks,
         tables=BlockTables(memory.num_blocks, memory.block_size, memory.fixed_blocks) if numbered_blocks else None,
         max_context=model.max_context,

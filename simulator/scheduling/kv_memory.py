@@ -88,13 +88,14 @@ def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest
 
 def _most_held(engine: Engine, longest: int, max_context: int) -> int:
     """Tokens for which a request of up to `longest` takes blocks at most."""
+    rounded = 2 if engine.kv_allocator == "buddy" else 1
     match engine.reserved_tokens:
         case int(reserved):
-            return max(longest, reserved)
+            return max(longest, reserved) * rounded
         case "pow2":
-            return min(2 * longest, max_context)
+            return min(2 * longest, max_context) * rounded
         case _:
-            return longest
+            return longest * rounded
 
 
 def _footprint(model: ModelSpec, scenario: Scenario, longest: int) -> tuple[float, float]:

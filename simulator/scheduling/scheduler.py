@@ -23,6 +23,11 @@ FIRST_COME, EVERYBODY = FirstCome(), Everybody()
 _NO_DRAFT = Draft()
 
 
+def power_of_two(tokens: int) -> int:
+    """The smallest power of two that is at least `tokens`."""
+    return 1 << (tokens - 1).bit_length()
+
+
 class Scheduler:
     """Holds the queue and the batch: `add` requests, `plan` a step, `commit` what came of it.
 
@@ -34,6 +39,7 @@ class Scheduler:
 
     With `itemized` each step lists the work of every sequence, which an engine that computes needs, and drafts do.
     Without, steps cost nothing for each sequence, and equal steps are planned as one. The decisions are the same.
+    With `reserved_tokens` a request takes all its blocks at once, in `chunks` those of the next power of two tokens.
     `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the
     class, priority and deadline of one that arrives.
     """
@@ -52,6 +58,7 @@ class Scheduler:
         classify: Classify | None = None,
         swap: bool = False,
         reserved_tokens: int | Reservation | None = None,
+        chunks: bool = False,
         itemized: bool = True,
         tables: BlockTables | None = None,
         max_context: int | None = None,
@@ -68,6 +75,7 @@ class Scheduler:
         self.classify = classify
         self.swap = swap
         self.reserved_tokens = reserved_tokens
+        self.chunks = chunks
         self.itemized = itemized
         self.tables = tables
         if pool.cache is not None:
@@ -111,9 +119,10 @@ class Scheduler:
             return f"{total} tokens are more than the {self.max_context} of the model's context; give shorter requests"
         if isinstance(self.reserved_tokens, int) and total > self.reserved_tokens:
             return f"{total} tokens are more than engine.reserved_tokens ({self.reserved_tokens}); raise it"
-        if pool.blocks_for(self._reserved(request) or total) > pool.num_blocks:
+        taken = self._reserved(request) or total
+        if pool.blocks_for(taken) > pool.num_blocks:
             return (
-                f"{total} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
+                f"{taken} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
                 "requests, more devices (parallel.tp), or fewer bits (kv_quantization, weight_quantization)"
             )
         if self.batching.whole_prompts and total > self.max_batched_tokens:
@@ -425,13 +434,17 @@ class Scheduler:
 
     def _reserved(self, request: Request) -> int | None:
         """Tokens whose blocks a request takes when it joins, or None where blocks come one by one."""
-        reserved = self.reserved_tokens
-        if reserved == "oracle":
-            return request.tokens
-        if reserved == "pow2":
-            doubled = request.prompt_tokens + (1 << (request.output_tokens - 1).bit_length())
-            return min(doubled, self.max_context or doubled)
-        return reserved
+        match self.reserved_tokens:
+            case None:
+                return None
+            case "oracle":
+                tokens = request.tokens
+            case "pow2":
+                doubled = request.prompt_tokens + power_of_two(request.output_tokens)
+                tokens = min(doubled, self.max_context or doubled)
+            case number:
+                tokens = number
+        return power_of_two(tokens) if self.chunks else tokens
 
     def _share(self, sequence: Sequence) -> None:
         """Blocks of `sequence` that are full and computed become blocks of the prefix cache."""

@@ -126,6 +126,24 @@ def test_what_is_reserved_is_what_the_rule_says_and_never_runs_out(reserved):
     assert crowded.summary.preemptions == 0 and crowded.summary.completed == 200
 
 
+def test_a_buddy_allocator_gives_chunks_of_a_power_of_two():
+    one = scenario(reserved_tokens="oracle", kv_allocator="buddy", max_num_seqs=1, block_size=1)
+    one = one.with_value("workload.prompts", {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 40}})
+    result = run(one.with_value("workload.output_tokens", {"kind": "fixed", "tokens": 25}))
+    np.testing.assert_allclose(result.steps["blocks_used"], 128)
+    for reserved in RESERVED[:3]:
+        tight = scenario(reserved_tokens=reserved, num_blocks=256).with_value("workload.arrivals.rate_rps", 100.0)
+        blocks, chunks = run(tight), run(tight.with_value("engine.kv_allocator", "buddy"))
+        assert chunks.summary.completed == 200 and chunks.summary.preemptions == 0
+        assert chunks.summary.kv_waste >= blocks.summary.kv_waste - 1e-9
+        assert chunks.steps["sequences"].max() <= blocks.steps["sequences"].max()
+
+
+def test_chunks_need_a_reservation():
+    with pytest.raises(MemboundError, match="kv_allocator is 'buddy', which holds what is reserved"):
+        scenario(kv_allocator="buddy")
+
+
 def test_a_reservation_is_never_longer_than_the_model_takes():
     longest = scenario("OPT-13B", "A100-SXM4-80GB", reserved_tokens="pow2", block_size=1, max_batched_tokens=8192)
     longest = longest.with_value("workload.prompts", {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 1000}})

@@ -35,6 +35,7 @@ EXTRAS = st.sampled_from(
         {"reserved_tokens": 300},
         {"reserved_tokens": "pow2"},
         {"reserved_tokens": "oracle"},
+        {"reserved_tokens": "pow2", "kv_allocator": "buddy"},
         {"prefix_caching": True},
         {"prefix_caching": True, "host_kv_gib": 0.05},
         {

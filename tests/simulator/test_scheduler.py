@@ -67,7 +67,7 @@ ENGINES = st.fixed_dictionaries(
         "batching": st.sampled_from(list(BATCHINGS.values())),
         "order": st.sampled_from([FirstCome(), PriorityWithAgeing(0.5), EarliestDeadline(), LeastSlack(0.01)]),
         "memory": st.sampled_from(
-            ["paged", "swap", "reserved", "pow2", "oracle", "prefix cache", "prefix cache on host"]
+            ["paged", "swap", "reserved", "pow2", "oracle", "buddy", "prefix cache", "prefix cache on host"]
         ),
         "blocks": st.integers(16, 60),
         "fixed": st.integers(0, 1),
@@ -94,7 +94,8 @@ def scheduler_of(engine: dict, drafter: FixedDrafter | None = None, **kwargs) ->
         order=engine["order"],
         classify=classify,
         swap=memory == "swap",
-        reserved_tokens={"reserved": 60, "pow2": "pow2", "oracle": "oracle"}.get(memory),
+        reserved_tokens={"reserved": 60, "pow2": "pow2", "oracle": "oracle", "buddy": "oracle"}.get(memory),
+        chunks=memory == "buddy",
         **kwargs,
     )
 
