@@ -225,7 +225,8 @@ def plan(document: dict[str, Any]) -> RenderableType:
     )
     parts: list[RenderableType] = [
         f"{demand['model']}, {load}, {demand['prompt_tokens']:.0f} tokens in and {demand['output_tokens']:.0f} out, "
-        f"{bounds}; {document['screened']:,} replicas screened, {document['simulated']} deployments simulated"
+        f"{bounds}, engine profile '{demand['profile']}'; {document['screened']:,} replicas screened, "
+        f"{document['simulated']} deployments simulated"
     ]
     if best is None:
         parts.append(f"no answer: {document['reason']}")
@@ -238,6 +239,7 @@ def plan(document: dict[str, Any]) -> RenderableType:
         if option is not None:
             kinds = ", ".join(t["name"] for t in option["deployment"]["techniques"])
             parts.append(f"{name} is {kinds}: not the same model in quality; measure it with `membound compare`")
+    parts += [] if best is None else _at_upper_end(best)
     parts += _sensitivity(document["sensitivity"])
     parts.append(_front(document))
     return Group(*parts, *document["notes"])
@@ -260,9 +262,9 @@ def _replicas(deployment: dict[str, Any]) -> str:
 
 def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Table:
     """What each costs and reaches; how it is made up is said below."""
-    right = ("$/h", "$/M tok", "p99 TTFT", "p99 TPOT", "J/tok")
-    title = f"deployments that meet the objective, by {objective}"
-    table = _table(title, "", "devices", "$/h", "$/M tok", "p99 TTFT", "p99 TPOT", "J/tok", right=right)
+    right = ("$/h", "$/M out", "p99 TTFT", "p99 TPOT", "J/out")
+    title = f"deployments that meet the objective, by {objective} ($ and J for tokens of output)"
+    table = _table(title, "", "devices", *right, right=right)
     _fold(table, "devices")
     for name, one in rows:
         summary, estimate = one["summary"], one["estimate"]
@@ -281,14 +283,34 @@ def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Tabl
     return table
 
 
+def _at_upper_end(best: dict[str, Any]) -> Iterator[str]:
+    """How many of the answer's devices it takes where its times are as long as their interval allows."""
+    end = best["upper_end"]
+    if end is None or end["meets_slo"]:
+        return
+    enough, at = (
+        end["gpus_that_meet_it"],
+        f"at the upper end of the interval, times {text.percent(end['relative_error'])} longer",
+    )
+    said = (
+        f"it takes {enough} x {best['device']}"
+        if enough
+        else f"no number of {best['device']} tried meets the objective"
+    )
+    yield f"{at}, {said}"
+
+
 def _made_up(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """How each deployment is made up, and who says that it holds."""
+    """How each deployment is made up, who says that it holds, and whether it does where all times are longer."""
     for name, one in rows:
         deployment = one["deployment"]
         pools, devices = deployment["disaggregation"], deployment["gpus_per_replica"]
         each = devices // (pools["prefill_engines"] + pools["decode_engines"]) if pools else devices
         size = f"{each} device{'s' if each > 1 else ''} each ({_divided(deployment)})"
-        by = "simulation" if one["summary"] else "closed form"
+        by, end = "simulation" if one["summary"] else "closed form", one["upper_end"]
+        if end is not None:
+            holds = "still meets" if end["meets_slo"] else "misses"
+            by = f"{by}; {holds} the objective with all times {text.percent(end['relative_error'])} longer"
         yield f"{name}: {_replicas(deployment)}, {size}, up to {deployment['max_num_seqs']} sequences; by {by}"
 
 
@@ -314,12 +336,17 @@ def _devices(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
 def _sensitivity(found: dict[str, Any] | None) -> Iterator[str]:
     if found is None:
         return
-    moved = ", ".join(f"{name} {value:+.2f}" for name, value in found["elasticity"].items())
     binds = found["binds"] or "nothing that hardware has more of"
-    yield f"what binds: {binds} (relative change of the rate within the objective for each resource: {moved})"
+    moved = ", ".join(f"{name} {value:+.1f} %" for name, value in _tenths(found["elasticity"]))
+    yield f"what binds: {binds}; with a tenth more of a resource it would serve, by closed forms, so much more: {moved}"
     changes = "; ".join(f"with {name}: {answer}" for name, answer in found["answer_changes"].items())
-    changes = changes or "a tenth more or less of an input changes nothing"
-    yield f"closed forms alone would take {found['screened_answer']}; {changes}"
+    yield changes or "a tenth more or less of an input changes nothing in the answer"
+    yield f"closed forms alone would take {found['screened_answer']}"
+
+
+def _tenths(elasticity: dict[str, float]) -> list[tuple[str, float]]:
+    """What a tenth more of each resource changes, in percent, the most first."""
+    return sorted(((name, 10.0 * value) for name, value in elasticity.items()), key=lambda item: -item[1])
 
 
 def _front(document: dict[str, Any]) -> Table:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
 from membound.roofline.model_files import resolve_model
@@ -28,7 +28,17 @@ from membound.roofline.workload import ClosedLoop
 from membound.simulator.candidates import Demand, Replica, replicas_on
 from membound.simulator.front import FrontPoint, front_of, nearest_miss
 from membound.simulator.search import Deployed, Objective, Searching, denser, meets, search
-from membound.simulator.sensitivity import Sensitivity, sensitivity_of
+from membound.simulator.sensitivity import (
+    Asking,
+    Changed,
+    Sensitivity,
+    Slower,
+    UpperEnd,
+    ask,
+    changes_of,
+    sensitivity_of,
+    slow,
+)
 from membound.simulator.steady import Lengths, arrival_rate, check_context
 from membound.simulator.sweep import Workers
 
@@ -57,6 +67,11 @@ class Plan:
     unpriced: tuple[str, ...]
     reason: str | None = None
     notes: tuple[str, ...] = ()
+    upper_ends: dict[int, UpperEnd] = field(default_factory=dict)
+
+    def upper_end(self, deployed: Deployed) -> UpperEnd | None:
+        """Whether it holds at the upper end of its times' interval; None where nothing was simulated."""
+        return self.upper_ends.get(id(deployed))
 
 
 # --- what is asked for ---
@@ -157,12 +172,19 @@ def plan(
         for name in precisions
     ]
     crowd = workers or Workers("loky" if confirm else "sequential")
-    answers = crowd.map(search, searches, lambda done, said: progress(0.5 + done * 0.5, f"precisions searched: {said}"))
+    answers = crowd.map(search, searches, lambda done, said: progress(0.5 + done * 0.3, f"precisions searched: {said}"))
     options = {name: one.found[0] if one.found else None for name, one in zip(precisions, answers, strict=True)}
     confirmed, missed, runs = answers[0].found, answers[0].nearest, sum(answer.runs for answer in answers)
-    progress(1.0, "done")
     best = options[precisions[0]]
-    pool = [one for one in replicas if one.precision.name == precisions[0]]
+    pool = tuple(one for one in replicas if one.precision.name == precisions[0])
+    changed: list[Changed] = []
+    if best is not None:
+        asked = [Asking(best, pool, objective, change, answers[0].seen, disaggregate) for change in changes_of(demand)]
+        changed = crowd.map(ask, asked, lambda done, said: progress(0.8 + done * 0.15, f"inputs changed: {said}"))
+    shown = {id(one): one for one in (*confirmed, *options.values()) if one is not None and one.summary is not None}
+    slower = [Slower(one, objective, _error_of(one.replica), more=one is best) for one in shown.values()]
+    ends = crowd.map(slow, slower, lambda done, said: progress(0.95 + done * 0.05, f"upper ends: {said}"))
+    progress(1.0, "done")
     reason = None
     if best is None:
         near = missed.said if missed is not None else nearest_miss(pool or replicas, demand)
@@ -175,12 +197,13 @@ def plan(
         tuple(confirmed),
         options,
         tuple(front_of(replicas, demand.slo)),
-        None if best is None else sensitivity_of(best, pool, objective),
+        None if best is None else sensitivity_of(best, pool, objective, changed),
         len(replicas),
         runs,
         unpriced,
         reason,
         tuple(_notes(scenario, unpriced, objective)),
+        dict(zip(shown, ends, strict=True)),
     )
 
 
@@ -237,11 +260,11 @@ def max_rate(scenario: Scenario, *, tolerance: float = 0.03, progress: Progress 
 def to_json(found: Plan) -> dict[str, Any]:
     demand = found.demand
     return {
-        "best": _deployed_json(found.best),
+        "best": _deployed_json(found, found.best),
         "reason": found.reason,
         "front": [_front_json(point) for point in found.front],
-        "confirmed": [_deployed_json(one) for one in found.confirmed],
-        "options": {name: _deployed_json(one) for name, one in found.options.items()},
+        "confirmed": [_deployed_json(found, one) for one in found.confirmed],
+        "options": {name: _deployed_json(found, one) for name, one in found.options.items()},
         "sensitivity": None
         if found.sensitivity is None
         else {
@@ -249,6 +272,7 @@ def to_json(found: Plan) -> dict[str, Any]:
             "elasticity": found.sensitivity.elasticity,
             "screened_answer": found.sensitivity.screened_answer,
             "answer_changes": found.sensitivity.answer_changes,
+            "changed": [_changed_json(one) for one in found.sensitivity.changed],
         },
         "demand": {
             "model": found.scenario.model,
@@ -257,6 +281,7 @@ def to_json(found: Plan) -> dict[str, Any]:
             "prompt_tokens": demand.lengths.prompt_tokens,
             "output_tokens": demand.lengths.output_tokens,
             "slo": demand.slo.model_dump(),
+            "profile": found.scenario.engine.profile,
         },
         "objective": found.objective,
         "screened": found.screened,
@@ -266,11 +291,39 @@ def to_json(found: Plan) -> dict[str, Any]:
     }
 
 
-def _origin_json(replica: Replica) -> dict[str, Any]:
-    """What the device's times rest on: its own measurements, or its relatives', in a decode step of half its seats."""
+def _error_of(replica: Replica) -> float:
+    """The relative interval of a decode step's time, at half its seats."""
+    return float(_step_of(replica).relative_error)
+
+
+def _step_of(replica: Replica) -> StepCost:
     model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
     times = times_for(replica.hardware, setup.profile)
-    cost = step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
+    return step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
+
+
+def _upper_end_json(end: UpperEnd | None) -> dict[str, Any] | None:
+    if end is None:
+        return None
+    enough = None if end.enough is None else end.enough.gpus
+    return {"relative_error": end.error, "meets_slo": end.holds, "gpus_that_meet_it": enough}
+
+
+def _changed_json(one: Changed) -> dict[str, Any]:
+    answer = one.answer
+    return {
+        "input": one.name,
+        "easier": one.easier,
+        "changes": one.changes,
+        "device": None if answer is None else answer.replica.hardware.name,
+        "gpus": None if answer is None else answer.gpus,
+        "usd_per_h": None if answer is None else answer.usd_per_h,
+    }
+
+
+def _origin_json(replica: Replica) -> dict[str, Any]:
+    """What the device's times rest on: its own measurements, or its relatives', in a decode step of half its seats."""
+    times, cost = times_for(replica.hardware, replica.scenario.setup.profile), _step_of(replica)
     origin = origin_of(times, cost.operators, float(cost.time_s))
     return {
         "kind": origin.kind,
@@ -294,7 +347,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     }
 
 
-def _deployed_json(deployed: Deployed | None) -> dict[str, Any] | None:
+def _deployed_json(found: Plan, deployed: Deployed | None) -> dict[str, Any] | None:
     if deployed is None:
         return None
     replica, demand = deployed.replica, deployed.demand
@@ -315,6 +368,7 @@ def _deployed_json(deployed: Deployed | None) -> dict[str, Any] | None:
         "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
         "price": None if price is None else price.model_dump(mode="json"),
         "origin": _origin_json(replica),
+        "upper_end": _upper_end_json(found.upper_end(deployed)),
         "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
         "scenario": deployed.scenario.model_dump(mode="json"),
     }

@@ -24,8 +24,15 @@ MOST_REQUESTS = 4000
 # Simulations of one precision's search at most.
 MOST_RUNS = 40
 MOST_POOL_RUNS = 12
+# Simulations that look for another answer under a changed input at most, after what is known of the given one.
+MOST_CHANGED_RUNS = 10
 # How many times the replicas that closed forms expect are tried at most.
 MOST_BEYOND = 1.5
+# Who is so many times too slow is not tried again at a load that differs by a tenth.
+FAR = 1.5
+
+# Which deployment it is, whatever it is asked for: its replica in words, how many, and engines for prompts.
+Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,10 @@ class Deployed:
     @property
     def gpus(self) -> int:
         return (self.replicas + self.prompt_engines) * self.replica.devices
+
+    @property
+    def key(self) -> Key:
+        return name_of(self.replica), self.replicas, self.prompt_engines
 
     @property
     def scenario(self) -> Scenario:
@@ -138,6 +149,14 @@ def meets(summary: Summary, slo: Slo) -> bool:
     return all(bound is None or value.p99 is None or value.p99 <= bound for value, bound in asked)
 
 
+def excess(summary: Summary, slo: Slo) -> float:
+    """How many times too slow the slowest of the bounded 99th percentiles is: at most 1 where all are met."""
+    if summary.rejected or not summary.completed:
+        return math.inf
+    asked = ((summary.ttft_s, slo.ttft_s), (summary.tpot_s, slo.tpot_s), (summary.e2e_s, slo.e2e_s))
+    return max((value.p99 / bound for value, bound in asked if bound is not None and value.p99 is not None), default=0)
+
+
 @dataclass(frozen=True)
 class Missed:
     """A simulated deployment that misses the objective: how many times too slow, and what it misses in words."""
@@ -161,12 +180,22 @@ class Missed:
 
 
 @dataclass
-class _Search:
-    """Looks for the deployments that rank first and meet the objective in the simulator."""
+class Search:
+    """Looks for the deployments that rank first and meet the objective in the simulator.
+
+    `seen` are the summaries at this load. Those at a load near by (`elsewhere`) stand for who surely misses here too:
+    who misses there where this demand is `harder`, who misses by far where it is easier. None ranks before `floor`.
+    """
 
     demand: Demand
     objective: Objective
     wanted: int
+    most_runs: int = MOST_RUNS
+    most_pool_runs: int = MOST_POOL_RUNS
+    seen: dict[Key, Summary] = field(default_factory=dict)
+    elsewhere: dict[Key, Summary] = field(default_factory=dict)
+    harder: bool = False
+    floor: tuple[float, ...] | None = None
     runs: int = 0
     nearest: Missed | None = None
     confirmed: list[Deployed] = field(default_factory=list)
@@ -180,9 +209,9 @@ class _Search:
                 bounds.append(Deployed(one, fewest, self.demand))
         bounds.sort(key=lambda deployed: deployed.rank(self.objective))
         for least in bounds:
-            if self.runs >= MOST_RUNS or self._ranks_lower(least):
+            if self.runs >= self.most_runs or self._ranks_lower(least):
                 break
-            self._keep(self._fewest(least))
+            self._keep(self._fewest(self._not_before_floor(least)))
         return self.confirmed[: self.wanted]
 
     def among_pools(self, replicas: Sequence[Replica]) -> list[Deployed]:
@@ -193,20 +222,29 @@ class _Search:
             if pools is not None:
                 bounds.append(Deployed(one, pools[1], self.demand, prompt_engines=pools[0]))
         bounds.sort(key=lambda deployed: deployed.rank(self.objective))
-        most_runs = self.runs + MOST_POOL_RUNS
+        most_runs = self.runs + self.most_pool_runs
         for tried in bounds:
             if self.runs >= most_runs or self._ranks_lower(tried):
                 break
-            self._keep(self._balanced(tried, most_runs))
+            self._keep(self.grown(tried, most_runs))
         return self.confirmed[: self.wanted]
 
     def _keep(self, found: Deployed | None) -> None:
-        if found is not None:
+        if found is not None and not self._before_floor(found):
             self.confirmed.append(found)
             self.confirmed.sort(key=lambda deployed: deployed.rank(self.objective))
 
-    def _balanced(self, least: Deployed, most_runs: int) -> Deployed | None:
-        """Both pools from their fewest on: the one that holds the objective up gets another engine."""
+    def _before_floor(self, deployed: Deployed) -> bool:
+        return self.floor is not None and deployed.rank(self.objective) < self.floor
+
+    def _not_before_floor(self, least: Deployed) -> Deployed:
+        """It, or the fewest of its replicas that do not rank before the floor."""
+        while self._before_floor(least):
+            least = replace(least, replicas=least.replicas + 1)
+        return least
+
+    def grown(self, least: Deployed, most_runs: int) -> Deployed | None:
+        """From so many on until the objective is met: of two pools the one that holds it up gets another engine."""
         slo, deployed = self.demand.slo, least
         while self.runs < most_runs:
             tried = self._tried(deployed)
@@ -218,7 +256,7 @@ class _Search:
                 return None
             late = tried.summary.ttft_s.p99
             prompts_hold_up = slo.ttft_s is not None and late is not None and late > slo.ttft_s
-            if prompts_hold_up:
+            if deployed.prompt_engines and prompts_hold_up:
                 deployed = replace(deployed, prompt_engines=deployed.prompt_engines + 1)
             else:
                 deployed = replace(deployed, replicas=deployed.replicas + 1)
@@ -246,9 +284,11 @@ class _Search:
             return None
         count, best = first.replicas, first if self._good(first) else None
         step = -1 if best else 1
-        while self.runs < MOST_RUNS:
+        while self.runs < self.most_runs:
             count += step
-            if count < 1 or count > MOST_BEYOND * max(expected, least.replicas) + 1:
+            if count < 1 or self._before_floor(replace(least, replicas=count)):
+                break
+            if count > MOST_BEYOND * max(expected, least.replicas) + 1:
                 break
             tried = self._tried(replace(least, replicas=count))
             if tried is None:
@@ -265,11 +305,26 @@ class _Search:
         """The deployment with its simulated summary; None where it would rank too low to matter, or cannot run."""
         if self._ranks_lower(deployed):
             return None
-        self.runs += 1
-        try:
-            return replace(deployed, summary=simulate(deployed))
-        except MemboundError:
-            return None
+        summary = self._summary(deployed)
+        return None if summary is None else replace(deployed, summary=summary)
+
+    def _summary(self, deployed: Deployed) -> Summary | None:
+        """What is known of it, else what the simulator says; None where it cannot run."""
+        near = self.elsewhere.get(deployed.key)
+        if near is not None and excess(near, self.demand.slo) > (1.0 if self.harder else FAR):
+            return near
+        if deployed.key not in self.seen:
+            self.runs += 1
+            try:
+                self.seen[deployed.key] = simulate(deployed)
+            except MemboundError:
+                return None
+        return self.seen[deployed.key]
+
+    def holds(self, deployed: Deployed) -> bool:
+        """Whether the simulator says that it meets the objective."""
+        tried = self._tried(deployed)
+        return tried is not None and tried.summary is not None and self._good(tried)
 
     def _good(self, deployed: Deployed) -> bool:
         """Whether it meets the objective; where it does not, the nearest miss is kept."""
@@ -284,11 +339,12 @@ class _Search:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """What a search came to, and what it simulated."""
 
     found: list[Deployed]
     nearest: Missed | None
     runs: int
+    seen: dict[Key, Summary] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -305,11 +361,11 @@ class Searching:
         if not self.wanted:
             only = screened_best(self.replicas, self.demand, self.objective)
             return Found([] if only is None else [only], None, 0)
-        search = _Search(self.demand, self.objective, self.wanted)
-        found = search.among(self.replicas)
+        looking = Search(self.demand, self.objective, self.wanted)
+        found = looking.among(self.replicas)
         if self.disaggregate:
-            found = search.among_pools(self.replicas)
-        return Found(found, search.nearest, search.runs)
+            found = looking.among_pools(self.replicas)
+        return Found(found, looking.nearest, looking.runs, looking.seen)
 
 
 def search(task: Searching) -> Found:

@@ -18,6 +18,7 @@ from membound.simulator.front import front_of, pareto
 from membound.simulator.planner import demand_of, max_rate, plan, to_json
 from membound.simulator.run import run
 from membound.simulator.search import Deployed, meets, share_of, simulate
+from membound.simulator.sensitivity import Slower, changes_of
 from membound.simulator.steady import Lengths
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
@@ -79,6 +80,34 @@ def test_pools_for_prompts_and_outputs_are_chosen_where_they_are_cheaper():
     engines = pools["prefill_engines"] + pools["decode_engines"]
     assert best["gpus"] == engines * both.best.replica.devices == best["deployment"]["gpus_per_replica"]
     assert meets(run(parse_scenario(best["scenario"])).summary, both.demand.slo)
+    # closed forms, which know no pools, would take a dearer one: a smaller demand must not be answered by them
+    assert both.sensitivity.screened_answer != f"{both.best.gpus} x H200-SXM"
+    smaller = [one for one in both.sensitivity.changed if one.easier]
+    assert len(smaller) == 3 and all(one.answer.usd_per_h <= both.best.usd_per_h for one in smaller)
+
+
+def test_a_changed_input_is_answered_by_the_method_of_the_answer(planned):
+    """A larger demand: no change where the answer's own deployment meets it in the simulator, else nothing cheaper."""
+    changes = {change.name: change for change in changes_of(planned.demand)}
+    assert {one.name for one in planned.sensitivity.changed} == set(changes)
+    for one in planned.sensitivity.changed:
+        holds = meets(simulate(changes[one.name].of(planned.best)), changes[one.name].demand.slo)
+        if one.easier:
+            assert one.answer.rank("cost") <= planned.best.rank("cost")
+        else:
+            assert holds != one.changes or one.answer.rank("cost") == planned.best.rank("cost")
+            assert one.answer is None or one.answer.rank("cost") >= planned.best.rank("cost")
+
+
+def test_the_upper_end_of_no_interval_is_the_answer_and_what_holds_slower_holds_faster(planned):
+    holds = [Slower(planned.best, "cost", error, more=False)().holds for error in (0.0, 0.2, 0.5, 1.0, 3.0, 10.0)]
+    assert holds == sorted(holds, reverse=True) and holds[0] and not holds[-1]
+
+
+def test_where_the_answer_misses_at_the_upper_end_more_replicas_meet_it():
+    busy = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=1, disaggregate=False)
+    end = Slower(busy.best, "cost", 0.3, more=True)()
+    assert not end.holds and end.enough.replicas > busy.best.replicas
 
 
 def test_confirmed_deployments_are_in_the_order_of_their_cost(planned):
