@@ -18,7 +18,8 @@ class Parallelism(Part):
     divides the sequences, while mixtures of experts spread over all tp x dp devices of a stage: `ep` of them hold
     different experts, and what is left of tp x dp splits each expert. A pipeline has `micro_batches` parts of its batch
     under way, as many as stages where it is not given (as vLLM does); with 1 a step passes all stages before the next
-    begins, and all but one of them wait.
+    begins, and all but one of them wait. With `exact`, devices of `tp` exchange the inputs of a matrix instead of sums
+    of its products: each output is summed by one device over all inputs, in the order in which a single device does.
     """
 
     tp: int = Field(1, ge=1, le=4096)
@@ -29,6 +30,14 @@ class Parallelism(Part):
     micro_batches: int | None = Field(
         None, ge=1, le=4096, description="parts of the batch in a pipeline; pp if not given"
     )
+
+    exact: bool = Field(False, description="tp leaves every token as one device gives it, for more traffic")
+
+    @model_validator(mode="after")
+    def _exact_needs_slices(self) -> Self:
+        if self.exact and self.tp == 1:
+            raise ValueError("exact is true, but tp is 1: nothing is summed over devices; give tp, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _experts_divide(self) -> Self:
@@ -47,6 +56,10 @@ class Parallelism(Part):
     def micro_batches_of(self, sequences: Count) -> Count:
         """Micro-batches that so many sequences of a replica make; none has less than one sequence."""
         return np.clip(sequences / self.dp, 1.0, float(self.micro_batches or self.pp))
+
+    def uneven(self, micro_batches: Count, prompts: Count) -> Count:
+        """How many times its share of the prompts the largest micro-batch has, where no prompt is in two of them."""
+        return np.maximum(np.minimum(micro_batches, float(self.pp)) / np.maximum(prompts, 1.0), 1.0)
 
     def busy_stages(self, sequences: Count) -> Count:
         """Stages that have a micro-batch to work on, of so many sequences of a replica."""

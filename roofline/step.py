@@ -15,7 +15,7 @@ from membound.roofline.efficiency import distinct_experts, missing_experts
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import Busiest, busiest_rank
 from membound.roofline.memory import cached_token_bytes, page_bytes
-from membound.roofline.models import ModelSpec
+from membound.roofline.models import LinearShape, ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.layers import LayerGroup
@@ -88,7 +88,7 @@ class _Step:
         made: list[Operator] = []
         made += self._mixer(group, prefix)
         if tp > 1 and mixer.kind != "none":
-            made.append(message(f"{prefix}reduce_attention", count, "allreduce", t * model.hidden * w, tp))
+            made += self._after_divided(prefix, "attention", count, _inputs(mixer.linears(model.hidden)))
         norms = model.norms_per_layer if mixer.kind != "none" and ffn.kind != "none" else 1
         moved = 4 * t * model.hidden * w
         made.append(elementwise(f"{prefix}norms", "add_rms_norm", norms * count, t * model.hidden, moved))
@@ -283,7 +283,7 @@ class _Step:
         return made
 
     def _ffn(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
+        model, t, tp = self.model, self.shape.tokens, self.parallel.tp
         count, ffn = group.count, group.ffn
         if ffn.kind == "none":
             return []
@@ -295,8 +295,19 @@ class _Step:
             if name in ("gate_up", "up"):
                 made.append(self._activation(f"{prefix}silu_mul", count, t, n, gated=name == "gate_up"))
         if tp > 1:
-            made.append(message(f"{prefix}reduce_ffn", count, "allreduce", t * model.hidden * w, tp))
+            made += self._after_divided(prefix, "ffn", count, _inputs(ffn.linears(model.hidden)))
         return made
+
+    def _after_divided(self, prefix: str, part: str, count: int, inputs: int) -> list[Operator]:
+        """The messages about a matrix of whose `inputs` each device of tp has some: its products are summed, or, where
+        the division is exact, its inputs and then its products gathered."""
+        tp, each = self.parallel.tp, self.shape.tokens * self.width
+        if not self.parallel.exact:
+            return [message(f"{prefix}reduce_{part}", count, "allreduce", each * self.model.hidden, tp)]
+        return [
+            message(f"{prefix}gather_{part}_inputs", count, "allgather", each * inputs, tp),
+            message(f"{prefix}gather_{part}", count, "allgather", each * self.model.hidden, tp),
+        ]
 
     def _activation(self, name: str, count: int, t: Count, n: int, *, gated: bool) -> Operator:
         out = n // 2 if gated else n
@@ -366,6 +377,11 @@ class _Step:
         return Busiest(tokens * ffn.top_k, read)
 
 
+def _inputs(linears: tuple[LinearShape, ...]) -> int:
+    """Inputs of the matrix that gives a layer's output."""
+    return next(k for name, _, k in linears if name in ("o", "out_proj", "down"))
+
+
 def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
     """The part of a step that one data-parallel rank has."""
     dp = setup.parallel.dp
@@ -414,6 +430,8 @@ def check_parallel(model: ModelSpec, setup: EngineSetup) -> None:
 
 
 def _check_experts(ffn: MoeFfn, setup: EngineSetup, name: str) -> None:
+    if setup.parallel.exact:
+        raise MemboundError(f"parallel.exact is true, but '{name}' sums its experts over devices; leave it out")
     ep, redundant = setup.parallel.ep, setup.redundant_experts
     if redundant is not None and ffn.choice == "expert":
         raise MemboundError(f"the experts of '{name}' each take equally many tokens; leave expert_balancing out")

@@ -122,9 +122,8 @@ class Decoders:
     def part(self, scenario: Scenario, group: Group) -> Decoder:
         """What this process of `group` holds of the scenario's model."""
         loaded, whole = self.model(scenario), self.model(scenario).spec
-        ep = scenario.parallel.ep
-        recipe = ShardRecipe(self._recipe(scenario), group, whole, ep)
-        spec, weights = shard_spec(whole, group.size, ep), loaded.weights.to(self.device)
+        recipe = ShardRecipe(self._recipe(scenario), group, whole, scenario.parallel)
+        spec, weights = shard_spec(whole, scenario.parallel), loaded.weights.to(self.device)
         part = Decoder(spec, weights, self.kernels, recipe, replayed=False)
         for mixture in part.mixtures().values():
             mixture.summed = group.all_reduce
@@ -134,7 +133,7 @@ class Decoders:
         if self._divided is None or self._divided[0] != key or not self._divided[1].usable:
             self.close()
             spec = self.model(scenario).spec
-            shard_spec(spec, key[-1], scenario.parallel.ep)
+            shard_spec(spec, scenario.parallel)
             opened = divided(scenario, spec, self.device, lambda group: self.part(scenario, group))
             self._divided = key, self._processes.enter_context(opened)
         return self._divided[1]

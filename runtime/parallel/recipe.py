@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from membound.roofline.models import ModelSpec
+from membound.roofline.parallel import Parallelism
 from membound.runtime.linear import Linear
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.shards import Share, shard_weights
 from membound.runtime.recipe import Recipe
 from membound.runtime.weights import Weights
 
-REDUCED = ("o", "down")
+AFTER_DIVIDED = ("o", "down")  # matrices of which each device has some inputs
 
 
 class _Sharded:
@@ -42,6 +43,18 @@ class ReducedLinear(_Sharded):
         return self.group.all_reduce(self.part(x))
 
 
+class ExactLinear(_Sharded):
+    """Some rows of a matrix [n, k] of whose inputs each device has some: both inputs and products are gathered."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.part.shape
+        return n * self.group.size, k
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.all_gather(self.part(self.group.all_gather(x)))
+
+
 class GatheredLinear(_Sharded):
     """Some rows of a matrix [n, k]: the products of all devices are put side by side."""
 
@@ -60,20 +73,20 @@ class ShardRecipe:
     `inner` prepares the weights of the `whole` model: what it folds or rotates concerns all devices.
     """
 
-    def __init__(self, inner: Recipe, group: Group, whole: ModelSpec, ep: int = 1) -> None:
+    def __init__(self, inner: Recipe, group: Group, whole: ModelSpec, parallel: Parallelism) -> None:
         self.inner = inner
         self.group = group
         self.whole = whole
-        self.ep = ep
+        self.parallel = parallel
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
         """This device's part of the whole `weights`; `spec` is the shape of the part."""
         prepared = self.inner.prepare(self.whole, weights)
-        return shard_weights(self.whole, prepared, Share(self.group.rank, self.group.size, self.ep))
+        return shard_weights(self.whole, prepared, Share(self.group.rank, self.parallel))
 
     def linear(self, name: str, weight: Tensor) -> Linear:
         part = self.inner.linear(name, weight)
-        if name.rsplit(".", 1)[-1] in REDUCED and ".experts." not in name:  # a mixture is summed as a whole
-            return ReducedLinear(part, self.group)
+        if name.rsplit(".", 1)[-1] in AFTER_DIVIDED and ".experts." not in name:  # a mixture is summed as a whole
+            return (ExactLinear if self.parallel.exact else ReducedLinear)(part, self.group)
         gathered = self.whole.vocab % self.group.size == 0
         return GatheredLinear(part, self.group) if name == "lm_head" and gathered else part

@@ -1,8 +1,9 @@
 """Which part of a model's weights does each of several devices hold?
 
 The division of Shoeybi et al., Megatron-LM (2019): q, k, v, gate and up by rows, o and down by columns, so that a layer
-sums twice over the devices; the lm_head by rows, so that its logits are gathered. Of latent attention the heads are
-divided and the latents copied. Routed experts are divided among `ep` groups of devices, as in Lepikhin et al., GShard
+sums twice over the devices; the lm_head by rows, so that its logits are gathered. Where tokens must not depend on the
+division, o and down are divided by rows too, and their inputs gathered. Of latent attention the heads are divided and
+the latents copied. Routed experts are divided among `ep` groups of devices, as in Lepikhin et al., GShard
 (2020), and each expert among the devices of its group; the router is on all of them.
 """
 
@@ -17,19 +18,27 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, LatentAttention, ModelSpec, MoeFfn
 from membound.roofline.models.ffn import DenseFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer
+from membound.roofline.parallel import Parallelism
 from membound.runtime.weights import LayerWeights, Weights
 
 
 @dataclass(frozen=True)
 class Share:
-    """What device `rank` of `tp` holds: slice `rank` of what all divide, and slice `inner` of the experts of `group`.
+    """What device `rank` holds: slice `rank` of what all divide, and slice `inner` of the experts of `group`.
 
-    Experts are divided among `ep` groups of `split` devices each.
+    Experts are divided among groups of `split` devices each.
     """
 
     rank: int
-    tp: int
-    ep: int = 1
+    parallel: Parallelism
+
+    @property
+    def tp(self) -> int:
+        return self.parallel.tp
+
+    @property
+    def ep(self) -> int:
+        return self.parallel.ep
 
     @property
     def split(self) -> int:
@@ -48,14 +57,15 @@ class Share:
         return expert // (experts // self.ep) == self.group
 
 
-def shard_spec(spec: ModelSpec, tp: int, ep: int = 1) -> ModelSpec:
-    """The shape of the part that one of `tp` devices holds; raises MemboundError where the model does not divide.
+def shard_spec(spec: ModelSpec, parallel: Parallelism) -> ModelSpec:
+    """The shape of the part that one device holds; raises MemboundError where the model does not divide.
 
     Mixtures keep their number of experts, because the router chooses among all of them.
     """
+    tp, ep = parallel.tp, parallel.ep
     usual = Layer(spec.usual_attention, spec.usual_ffn)
     for layer in {*spec.stack, usual}:
-        _check(spec, layer, tp, ep)
+        _check(spec, layer, parallel)
     return spec.model_copy(
         update={
             "attention": _narrower(usual.attention, tp),
@@ -75,7 +85,7 @@ def shard_spec(spec: ModelSpec, tp: int, ep: int = 1) -> ModelSpec:
 
 def shard_weights(spec: ModelSpec, weights: Weights, share: Share) -> Weights:
     """The part of one device; the embedding is whole on each. Raises MemboundError as `shard_spec` does."""
-    shard_spec(spec, share.tp, share.ep)
+    shard_spec(spec, share.parallel)
     divided = spec.vocab % share.tp == 0
     lm_head = _rows(weights.lm_head, [spec.vocab], share.rank, share.tp) if divided else weights.lm_head
     layers = zip(spec.stack, weights.layers, strict=False)
@@ -83,8 +93,9 @@ def shard_weights(spec: ModelSpec, weights: Weights, share: Share) -> Weights:
     return replace(weights, layers=parts, lm_head=lm_head)
 
 
-def _check(spec: ModelSpec, layer: Layer, tp: int, ep: int) -> None:
+def _check(spec: ModelSpec, layer: Layer, parallel: Parallelism) -> None:
     """Raises MemboundError where a layer does not divide."""
+    tp, ep = parallel.tp, parallel.ep
     attention, ffn = layer
     mixes = isinstance(attention, LatentAttention) or (
         isinstance(attention, GroupedQueryAttention)
@@ -97,7 +108,11 @@ def _check(spec: ModelSpec, layer: Layer, tp: int, ep: int) -> None:
             f"gate on its output, and of dense, gated or expert networks, and {spec.name} has others; set it to 1"
         )
     assert isinstance(attention, GroupedQueryAttention | LatentAttention), "checked above"
+    if parallel.exact and isinstance(ffn, MoeFfn):
+        raise MemboundError(f"parallel.exact is true, but {spec.name} sums its experts over devices; leave it out")
     counts = [("attention.heads", attention.heads, "parallel.tp", tp)]
+    if parallel.exact:
+        counts.append(("hidden", spec.hidden, "parallel.tp", tp))
     if isinstance(attention, GroupedQueryAttention):
         counts.append(("attention.kv_heads", attention.kv_heads, "parallel.tp", tp))
     if isinstance(ffn, MoeFfn):
@@ -141,14 +156,14 @@ def _mixer_part(attention: Attention, held: LayerWeights, share: Share) -> Layer
     for name, sections in by_rows.items():
         if name in held:
             parts[name] = _rows(held[name], sections, share.rank, share.tp)
-    parts["o"] = _columns(held["o"], share.rank, share.tp)
+    parts["o"] = _after_divided(held["o"], share.rank, share.tp, share.parallel.exact)
     return parts
 
 
 def _ffn_part(ffn: Ffn, held: LayerWeights, share: Share) -> LayerWeights:
     """The weights of the layer's network, divided; of a mixture those of the experts that lie here."""
     if not isinstance(ffn, MoeFfn):
-        return held | _network_part(held, "", share.rank, share.tp)
+        return held | _network_part(held, "", share.rank, share.tp, share.parallel.exact)
     parts = {name: tensor for name, tensor in held.items() if not name.startswith("experts.")}
     parts |= _network_part(held, "shared_", share.rank, share.tp)
     for expert in range(ffn.experts):
@@ -160,7 +175,7 @@ def _ffn_part(ffn: Ffn, held: LayerWeights, share: Share) -> LayerWeights:
     return parts
 
 
-def _network_part(held: LayerWeights, prefix: str, part: int, of: int) -> LayerWeights:
+def _network_part(held: LayerWeights, prefix: str, part: int, of: int, exact: bool = False) -> LayerWeights:
     """One network's gate, up and down."""
     parts: LayerWeights = {}
     for name, tensor in held.items():
@@ -168,7 +183,7 @@ def _network_part(held: LayerWeights, prefix: str, part: int, of: int) -> LayerW
         if not name.startswith(prefix):
             continue
         if kind == "down":
-            parts[name] = _columns(tensor, part, of)
+            parts[name] = _after_divided(tensor, part, of, exact)
         elif kind == "down_bias":
             parts[name] = tensor
         elif kind in ("gate_up", "gate_up_bias", "up", "up_bias"):
@@ -182,5 +197,6 @@ def _rows(matrix: Tensor, sections: list[int], rank: int, tp: int) -> Tensor:
     return torch.cat([part.chunk(tp)[rank] for part in matrix.split(sections)]).contiguous()
 
 
-def _columns(matrix: Tensor, rank: int, tp: int) -> Tensor:
-    return matrix.chunk(tp, dim=1)[rank].contiguous()
+def _after_divided(matrix: Tensor, rank: int, tp: int, exact: bool) -> Tensor:
+    """The part of a matrix of whose inputs each device has some: their columns, or rows that need all inputs."""
+    return matrix.chunk(tp, dim=0 if exact else 1)[rank].contiguous()

@@ -19,15 +19,16 @@ from membound.runtime.engine import Runtime
 from membound.runtime.parallel.group import GroupError
 from membound.runtime.parallel.shards import Share, shard_spec, shard_weights
 from membound.runtime.plain import generate_plain
+from membound.runtime.ragged import Part, ragged_batch
 from membound.runtime.weights import Weights, random_weights
 
 
-def scenario_of(folder: Path, tp: int) -> Scenario:
+def scenario_of(folder: Path, tp: int, exact: bool = False) -> Scenario:
     return load_scenario("live-cpu").model_copy(
         update={
             "model": str(folder / "config.json"),
             "weights": str(folder),
-            "parallel": Parallelism(tp=tp),
+            "parallel": Parallelism(tp=tp, exact=exact),
             "workload": load_scenario("million-requests").workload.model_copy(update={"requests": 1}),
             "techniques": (),
             "sweep": (),
@@ -39,8 +40,8 @@ def scenario_of(folder: Path, tp: int) -> Scenario:
 def test_the_parts_have_the_shapes_of_the_roofline_and_are_the_whole(tp: int) -> None:
     spec = get_model("Llama-3.2-1B").model_copy(update={"layers": 1, "vocab": 64})
     weights = random_weights(spec, seed=0)
-    part_spec = shard_spec(spec, tp)
-    parts = [shard_weights(spec, weights, Share(rank, tp)) for rank in range(tp)]
+    part_spec = shard_spec(spec, Parallelism(tp=tp))
+    parts = [shard_weights(spec, weights, Share(rank, Parallelism(tp=tp))) for rank in range(tp)]
     expected = spec.attention.linears(spec.hidden, tp) + spec.ffn.linears(spec.hidden, tp)
     for part in parts:
         assert {(name, *part.layers[0][name].shape) for name, _, _ in expected} == {tuple(shape) for shape in expected}
@@ -65,7 +66,7 @@ def test_the_parts_have_the_shapes_of_the_roofline_and_are_the_whole(tp: int) ->
 )
 def test_what_does_not_divide_is_refused_in_one_sentence(model: str, tp: int, said: str) -> None:
     with pytest.raises(MemboundError, match=said):
-        shard_spec(get_model(model), tp)
+        shard_spec(get_model(model), Parallelism(tp=tp))
 
 
 @pytest.mark.parametrize("name", ["tiny_qwen2", "tiny_llama3"])
@@ -80,6 +81,24 @@ def test_two_processes_write_the_tokens_of_one(name: str, reference: Path) -> No
     followers = together.followers
     runtime.close()
     assert not followers.alive and torch.get_num_threads() >= 1
+
+
+@pytest.mark.parametrize("name", ["tiny_qwen2", "tiny_llama3"])
+def test_an_exact_division_gives_the_bits_of_one(name: str, reference: Path) -> None:
+    runtime = Runtime(kernels=kernels_for("cpu", batch_invariant=True))
+    alone = runtime.decoder(scenario_of(reference / name, 1))
+    together = runtime.decoders.engine_decoder(scenario_of(reference / name, 2, exact=True))
+    batch, ids = ragged_batch([Part(0, 20, range(2))], 16), torch.arange(3, 23)
+    rows = torch.arange(20)
+    expected = alone.forward(ids, batch, alone.new_cache(2, 16), rows)
+    assert torch.equal(together.forward(ids, batch, together.new_cache(2, 16), rows), expected)
+    assert together.weight_bytes < 0.7 * alone.weight_bytes
+    runtime.close()
+
+
+def test_an_exact_division_of_a_mixture_is_refused() -> None:
+    with pytest.raises(MemboundError, match=r"parallel\.exact is true, but .*Mixtral.* sums its experts"):
+        shard_spec(get_model("Mixtral-8x7B"), Parallelism(tp=2, exact=True))
 
 
 def test_three_processes_serve_real_weights_as_one_does(smollm2: tuple[ModelSpec, Weights]) -> None:

@@ -13,6 +13,7 @@ from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import ModelSpec, get_model
+from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, load_scenario
 from membound.runtime.decoder import Decoder
 from membound.runtime.engine import Runtime
@@ -99,10 +100,10 @@ def test_the_parts_of_a_mixture_sum_to_the_mixture(family: str, tp: int, ep: int
     kernels = kernels_for("cpu", batch_invariant=True)
     whole = Decoder(spec, weights, kernels, "fp32").mixtures()
     x = torch.randn(7, spec.hidden)
-    sums = {layer: torch.zeros_like(x) for layer in whole}
+    sums, parallel = {layer: torch.zeros_like(x) for layer in whole}, Parallelism(tp=tp, ep=ep)
     held = 0
     for rank in range(tp):
-        part = Decoder(shard_spec(spec, tp, ep), shard_weights(spec, weights, Share(rank, tp, ep)), kernels, "fp32")
+        part = Decoder(shard_spec(spec, parallel), shard_weights(spec, weights, Share(rank, parallel)), kernels, "fp32")
         for layer, mixture in part.mixtures().items():
             sums[layer] += mixture(x)
             held += sum(linear.nbytes for name, linear in mixture.linears() if name.startswith("experts."))
@@ -124,7 +125,7 @@ def test_the_parts_of_a_mixture_sum_to_the_mixture(family: str, tp: int, ep: int
 )
 def test_what_does_not_divide_is_refused(model: str, tp: int, ep: int, said: str) -> None:
     with pytest.raises(MemboundError, match=said):
-        shard_spec(get_model(model), tp, ep)
+        shard_spec(get_model(model), Parallelism(tp=tp, ep=ep))
 
 
 @pytest.mark.parametrize(("family", "ep"), [("mixtral", 2), ("deepseek_v3", 2), ("qwen3_moe", 2), ("mixtral", 1)])
