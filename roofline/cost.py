@@ -125,18 +125,21 @@ def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepSha
 
 
 def pipelined_cost(
-    model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape, micro_batches: Count | None = None
+    model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape, *, whole_prompts: bool = False
 ) -> StepCost:
     """The cost of a step of a whole replica, whose pipeline has its sequences in micro-batches under way.
 
     Each of m micro-batches passes all of the pp stages between two tokens of a sequence. A stage works on one at a
     time, so that this takes m of its turns, or those of a whole pass where fewer than pp are under way and stages wait:
-    max(m, pp) / pp passes of one micro-batch. Prompts of unequal length in micro-batches are taken to be evened out.
+    max(m, pp) / pp passes of one micro-batch. With `whole_prompts` a prompt is in one of them, for which the others
+    wait where there are fewer prompts; else chunks of it are in all.
     """
     parallel = setup.parallel
     if parallel.pp == 1:
         return step_cost(model, setup, times, shape)
-    micro = parallel.micro_batches_of(shape.sequences) if micro_batches is None else micro_batches
+    micro = parallel.micro_batches_of(shape.sequences)
+    if whole_prompts:
+        shape = shape.with_prompts(parallel.uneven(micro, shape.prefill_sequences))
     cost = step_cost(model, setup, times, shape.divided(micro))
     turns = np.maximum(micro / parallel.pp, 1.0)
     if np.all(np.asarray(turns) == 1.0):

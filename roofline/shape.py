@@ -133,6 +133,21 @@ class StepShape:
         """One of so many equal parts of the batch."""
         return StepShape(*(value / parts for value in self.columns().values()))
 
+    def with_prompts(self, times: Count) -> StepShape:
+        """With so many times the prompts, and the same sequences that decode."""
+        more = times - 1.0
+        return StepShape(
+            self.tokens + more * self.prefill_tokens,
+            self.sequences + more * self.prefill_sequences,
+            self.kv_tokens + more * self.prefill_kv_tokens,
+            self.attended + more * self.prefill_attended,
+            self.logits_rows,
+            self.prefill_tokens * times,
+            self.prefill_sequences * times,
+            self.prefill_kv_tokens * times,
+            self.prefill_attended * times,
+        )
+
     def columns(self) -> dict[str, Any]:
         """The sums by name, for a table of steps."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

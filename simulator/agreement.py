@@ -22,8 +22,8 @@ INTRODUCTION = (
     "*Agrees* says that the interval meets the published range within 10 %. Nothing was fitted to this table."
 )
 NOT_YET = (
-    "Uneven micro-batches of a pipeline: all of a step are alike, so that Sarathi-Serve's 5.6x with Falcon-180B, which "
-    "removes the bubbles of whole prompts, is out of reach.",
+    "Sarathi-Serve's 5.6x with Falcon-180B in stages: bubbles of whole prompts are simulated, but its network and "
+    "objective were not seen.",
     "Where chunks of a buddy allocator lie, and so what is lost between them.",
     "Offload of experts to host memory with a cache: the ratio of copying to computing is a closed form, Fiddler's "
     "tokens a second are not simulated.",

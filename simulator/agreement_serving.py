@@ -129,8 +129,8 @@ def orca() -> list[Case]:
         Case(
             "orca-rate", "iteration-level scheduling", "(requests a second)", published=Range.of(6.81),
             value=lambda slower: orca_rps(128, "continuous", slower), within=1.9, unit="req/s", **whole,
-            why="both stages' micro-batches are alike here, so that none waits for a longer prompt of another, and the "
-            "attention of a selective batch, request by request there, takes no longer than that of one kernel",
+            why="the attention of a selective batch, request by request there, takes no longer here than that of one "
+            "kernel",
         ),
         Case(
             "orca-ft-rate", "FasterTransformer, batch 1", "(requests a second)", published=Range.of(0.185),

@@ -19,7 +19,7 @@ from membound.roofline.workload import TextPrompts
 from membound.simulator.content import Content, content_for
 from membound.simulator.executor import RooflineExecutor
 from membound.simulator.lockstep import Lockstep, Watch, is_ordinary
-from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
+from membound.simulator.scheduling.build import batching_of, bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
@@ -76,7 +76,14 @@ def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[De
         content_known = drafts is None or isinstance(drafts, NgramDrafts)
         requests = iter(listed if content_known else [_without_content(request) for request in listed])
     memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest)
-    step_times = StepTimes(model, scenario.setup, times, memory.seats, scenario.engine.max_batched_tokens)
+    step_times = StepTimes(
+        model,
+        scenario.setup,
+        times,
+        memory.seats,
+        scenario.engine.max_batched_tokens,
+        whole_prompts=batching_of(scenario.engine, scenario.setup).whole_prompts,
+    )
     content = content_for(scenario, content_known)
     return Deployment(scenario, model, times, memory, step_times, content, content_known), requests
 

@@ -48,10 +48,21 @@ _KEPT_PROMPTS = 1 << 14
 
 
 class StepTimes:
-    """Seconds of steps of one engine of up to `most_sequences` sequences and `most_tokens` tokens a step."""
+    """Seconds of steps of one engine of up to `most_sequences` sequences and `most_tokens` tokens a step.
+
+    `whole_prompts` says that the engine never computes a prompt in chunks, so that a pipeline has each in one
+    micro-batch.
+    """
 
     def __init__(
-        self, model: ModelSpec, setup: EngineSetup, times: Times, most_sequences: int, most_tokens: int
+        self,
+        model: ModelSpec,
+        setup: EngineSetup,
+        times: Times,
+        most_sequences: int,
+        most_tokens: int,
+        *,
+        whole_prompts: bool = False,
     ) -> None:
         self.model = model
         self.setup = setup
@@ -62,6 +73,7 @@ class StepTimes:
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
         self._speculations: dict[int, Speculation] = {}
         self._guessing: dict[int, _Guessing] = {}
+        self.whole_prompts = whole_prompts
         self._stages = setup.parallel.pp
         self._parts: dict[float, _Parts] = {}  # of each number of micro-batches
 
@@ -102,6 +114,9 @@ class StepTimes:
         micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
         if micro not in self._parts:
             self._parts[micro] = _Parts(self, micro)
+        if micro > 1 and self.whole_prompts:
+            uneven = float(self.setup.parallel.uneven(micro, sums[6]))
+            sums = tuple(StepShape(*sums).with_prompts(uneven).columns().values())
         return self._parts[micro].seconds(sums)
 
     def _speculating(self, sums: tuple[float, ...], unread: StepShape | None) -> float:
@@ -152,7 +167,7 @@ class StepTimes:
 
     def exact(self, shape: StepShape) -> Any:
         """Seconds by the roofline itself."""
-        return pipelined_cost(self.model, self.setup, self.times, shape).time_s
+        return pipelined_cost(self.model, self.setup, self.times, shape, whole_prompts=self.whole_prompts).time_s
 
     def split(self, shape: StepShape, micro_batches: float) -> tuple[Column, Any]:
         """Seconds of the device alone, and of waiting for the host, of a step in so many micro-batches."""
@@ -227,7 +242,8 @@ class _Parts:
     def __init__(self, times: StepTimes, micro_batches: float) -> None:
         self._times = times
         self._micro_batches = micro_batches
-        most = max(times.most_tokens + times.most_sequences, DENSE_TOKENS)
+        largest = int(micro_batches) if times.whole_prompts else 1  # a prompt counts in all, as all wait for it
+        most = max(times.most_tokens * largest + times.most_sequences, DENSE_TOKENS)
         nodes = np.arange(0.0, DENSE_TOKENS + 1)
         if most > DENSE_TOKENS:
             nodes = np.concatenate((nodes, np.unique(np.geomspace(DENSE_TOKENS + 64, most + 64, 512).round())))

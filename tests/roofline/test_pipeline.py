@@ -97,3 +97,29 @@ def test_predict_says_how_many_are_under_way_and_how_long_stages_wait():
 def test_micro_batches_without_stages_are_refused():
     with pytest.raises(ValueError, match="micro_batches is 4, but pp is 1"):
         Parallelism(micro_batches=4)
+
+
+def test_a_prompt_that_is_not_cut_holds_up_the_other_micro_batches():
+    """Sarathi-Serve (OSDI 2024, section 3.3): bubbles of uneven micro-batches, which chunks remove."""
+    decoding = StepShape.decode(64.0, 1000.0)
+    for prompts in (1.0, 2.0, 4.0, 8.0):
+        shape = decoding + StepShape.prefill(prompts, 1500.0)
+        whole, cut = (
+            float(pipelined_cost(LLAMA, setup_of(4), TIMES, shape, whole_prompts=one).time_s) for one in (True, False)
+        )
+        largest = decoding.divided(4.0) + StepShape.prefill(max(1.0, prompts / 4), 1500.0)
+        assert whole == pytest.approx(float(step_cost(LLAMA, setup_of(4), TIMES, largest).time_s), rel=1e-3)
+        assert whole > 1.5 * cut if prompts == 1.0 else whole >= cut * (1 - 1e-9)
+    for shape in (decoding, StepShape.prefill(8.0, 500.0)):
+        assert float(pipelined_cost(LLAMA, setup_of(4), TIMES, shape, whole_prompts=True).time_s) == pytest.approx(
+            float(pipelined_cost(LLAMA, setup_of(4), TIMES, shape).time_s)
+        )
+
+
+def test_whole_prompts_of_many_steps_at_once_equal_each_alone():
+    prompts = np.array([0.0, 1.0, 3.0, 9.0])
+    shapes = [StepShape.decode(32.0, 500.0) + StepShape.prefill(one, 700.0) for one in prompts]
+    together = StepShape(*(np.array([getattr(one, name) for one in shapes]) for name in shapes[0].columns()))
+    found = pipelined_cost(LLAMA, setup_of(4), TIMES, together, whole_prompts=True).time_s
+    alone = [float(pipelined_cost(LLAMA, setup_of(4), TIMES, one, whole_prompts=True).time_s) for one in shapes]
+    np.testing.assert_allclose(found, alone, rtol=1e-9)
