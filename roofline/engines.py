@@ -10,6 +10,7 @@ import difflib
 import re
 from functools import cache
 from importlib import resources
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -54,6 +55,16 @@ class EngineProfile(BaseModel):
     weight_only_s: float = Field(0.0, ge=0)
     spread: float = Field(0.15, ge=0)
     source: str = Field(min_length=1)
+
+    @property
+    def batching(self) -> Literal["chunked_prefill"] | None:
+        """How an engine that batches continuously fills its steps where nobody says; None where no source does."""
+        return "chunked_prefill" if self.name in _IN_CHUNKS else None
+
+
+# vLLM from version 1 on computes prompts in chunks beside decodes by default (docs.vllm.ai, "Optimization and Tuning",
+# section "Chunked Prefill"; Agrawal et al., Sarathi-Serve, OSDI 2024).
+_IN_CHUNKS = ("vllm", "vllm-eager")
 
 
 @cache

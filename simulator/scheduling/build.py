@@ -10,6 +10,7 @@ import numpy as np
 
 from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.engine_settings import DEFAULT_AGEING_S, Engine
+from membound.roofline.engines import get_profile
 from membound.roofline.errors import MemboundError
 from membound.roofline.metrics import summarize
 from membound.roofline.models import ModelSpec
@@ -85,12 +86,13 @@ def build_scheduler(
 
 
 def batching_of(engine: Engine, setup: EngineSetup) -> Batching:
-    """As the engine says, else as the techniques make it."""
+    """As the engine says, else as the techniques make it: a continuous one by its profile's default."""
     if engine.batching == "static" and setup.policy != "static":
         raise MemboundError(
             f"field 'engine.batching' is 'static', but a technique makes it {setup.policy}; remove one of them"
         )
-    return BATCHINGS[engine.batching or setup.policy]
+    usual = get_profile(engine.profile).batching if setup.policy == "continuous" else None
+    return BATCHINGS[engine.batching or usual or setup.policy]
 
 
 def _modelled_drafter(workload: Workload, drafts: Drafts) -> ModelledDrafter:
