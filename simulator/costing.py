@@ -5,26 +5,29 @@ Stacks and advice ask this of many engines that differ by a technique or two; ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from membound.roofline.comparison import bottleneck, metric_value
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
-from membound.roofline.result import RunResult
+from membound.roofline.result import Column, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric
 from membound.simulator.drafting import with_best_drafts
-from membound.simulator.steady import Load, Steady, deployment_of
+from membound.simulator.steady import Load, Steady, deployment_of, refuse_what_only_runs_show
 from membound.simulator.sweep import Workers
 
 
 class Served(NamedTuple):
-    """Both metrics, sequences that decode together, and what binds: of a decode step, or of the time of a run.
+    """Both metrics, sequences that decode together, and what binds: shares of the time of prompts and decode steps.
 
-    `drafting` has the parameters that it speculates with.
+    `drafting` has the parameters that it speculates with. `prompt_share` is the share of the time that prompts take;
+    of a run it is None where no step decodes alone, so that nobody can tell.
     """
 
     tpot_s: float
@@ -33,6 +36,7 @@ class Served(NamedTuple):
     bottleneck: str
     shares: dict[str, float]
     drafting: dict[str, Any] | None = None
+    prompt_share: float | None = None
 
     def better(self, than: Served, metric: GainMetric) -> float:
         """How many times better than another: a time falls, a rate rises."""
@@ -48,14 +52,20 @@ class ClosedForm:
     load: Load
 
     def __call__(self, scenario: Scenario) -> Served:
-        if scenario.engine.prefix_caching:
-            raise MemboundError("only a simulation knows what a prefix cache saves; use --simulate")
+        refuse_what_only_runs_show(scenario)
         scenario, drafting = with_best_drafts(scenario, self.load)
         deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
         steady = Steady(deployment, self.load)
         steady.check()
-        shares = steady.shares
-        return Served(steady.tpot_s, steady.output_tokens_per_s, steady.batch, steady.bottleneck, shares, drafting)
+        return Served(
+            steady.tpot_s,
+            steady.output_tokens_per_s,
+            steady.batch,
+            steady.bottleneck,
+            steady.shares,
+            drafting,
+            steady.prompt_share,
+        )
 
 
 def simulated(scenario: Scenario) -> Served:
@@ -71,7 +81,20 @@ def simulated(scenario: Scenario) -> Served:
     decoding_s = steps["time_s"] * (decoding > 0)
     batch = float((decoding * decoding_s).sum() / max(decoding_s.sum(), 1e-12))
     tpot_s, rate = metric_value(summary, "tpot_s"), summary.output_tokens_per_s
-    return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share, drafting)
+    share = _prompt_share(steps)
+    return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share, drafting, share)
+
+
+def _prompt_share(steps: Mapping[str, Column]) -> float | None:
+    """The share of the steps' time that prompts take: of steps with decodes what goes beyond one without prompts."""
+    decoding, prompts = steps["sequences"] > steps["prefill_sequences"], steps["prefill_sequences"] > 0
+    both, alone = decoding & prompts, decoding & ~prompts
+    time_s, count = steps["time_s"], steps["steps"]
+    if both.any() and not alone.any():
+        return None
+    decode_s = float(time_s[alone].sum() / count[alone].sum()) if alone.any() else 0.0
+    prompts_s = time_s[prompts & ~both].sum() + np.maximum(0.0, time_s[both] - decode_s * count[both]).sum()
+    return float(prompts_s / max(time_s.sum(), 1e-12))
 
 
 def nothing_served(result: RunResult) -> str:

@@ -22,7 +22,7 @@ from membound.roofline.times import times_for
 from membound.simulator.costing import ClosedForm, Served
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.moves import excludes
-from membound.simulator.steady import Load, Steady, deployment_of
+from membound.simulator.steady import Load, Steady, deployment_of, with_room_for
 
 
 class PerToken(NamedTuple):
@@ -101,7 +101,11 @@ class Bench:
         return self._found[digest]
 
     def effect(self, engine: Scenario, technique: Technique) -> Effect:
-        """The technique on top of an engine; what the engine has that excludes it is left out on both sides."""
+        """The technique on top of an engine; what the engine has that excludes it is left out on both sides.
+
+        The load is chosen apart from the engine, whose steps have room for its longest request.
+        """
+        engine = with_room_for(engine, self.load.lengths)
         others = tuple(one for one in engine.techniques if one.name != technique.name and not excludes(one, technique))
         with_it = engine.with_techniques((*others, technique))
         without = with_it.with_techniques(others)
@@ -125,10 +129,11 @@ def _work(scenario: Scenario, load: Load) -> PerToken:
     with fewer sequences than it began with."""
     deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
     steady = Steady(deployment, load)
-    idle = load.lengths.longest_output_of(steady.batch) / load.lengths.output_tokens if steady.is_static else 1.0
+    lengths = steady.lengths
+    idle = lengths.longest_output_of(steady.batch) / lengths.output_tokens if steady.is_static else 1.0
     alive = max(1.0, steady.batch / idle)
-    cost = deployment.verify_cost(alive, load.lengths.context)
-    emitted = float(deployment.decode_shape(alive, load.lengths.context).sequences) * deployment.tokens_per_step
+    cost = deployment.verify_cost(alive, lengths.context)
+    emitted = float(deployment.decode_shape(alive, lengths.context).sequences) * deployment.tokens_per_step
     return PerToken(float(cost.bytes) / emitted, float(cost.flops) / emitted, idle / deployment.tokens_per_step)
 
 

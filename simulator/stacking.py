@@ -21,7 +21,8 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique
 from membound.roofline.times import times_for
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
-from membound.simulator.steady import Lengths, Load, check_context, deployment_of, load_of
+from membound.simulator.scheduling.build import batching_of
+from membound.simulator.steady import Lengths, Load, check_context, deployment_of, load_of, with_room_for
 from membound.simulator.sweep import Workers
 
 # 2^k subsets are all looked at for stacks of up to so many techniques.
@@ -343,7 +344,10 @@ def _point(values: dict[str, Any], plain: Scenario) -> Point:
 
 
 def closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | None) -> Scenario:
-    """The same at a batch: that many clients, each of which asks often enough for the loop to fill."""
+    """The same at a batch: that many clients, each of which asks often enough for the loop to fill.
+
+    At another context steps hold the longest request, as seats hold the batch.
+    """
     asked = plain.workload.requests or 0
     changes: dict[str, Any] = {
         "engine.max_num_seqs": max(batch, plain.engine.max_num_seqs),
@@ -360,7 +364,7 @@ def closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | No
     changes["workload.arrivals"] = {"kind": "closed_loop", "concurrency": batch}
     for path, value in changes.items():
         plain = plain.with_value(path, value)
-    return plain
+    return plain if context is None else with_room_for(plain, lengths)
 
 
 def stack(
@@ -400,9 +404,15 @@ def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:
     how = "discrete-event simulation" if simulate else "closed form"
     return (
         f"{point.plain.model} on {devices}, {point.load.concurrency:.0f} sequences under way, "
-        f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, engine profile "
-        f"'{point.plain.engine.profile}', {how}"
+        f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, {engine_said(point.plain)}, {how}"
     )
+
+
+def engine_said(scenario: Scenario) -> str:
+    """The engine's profile, and how it fills its steps where that is not the techniques' choice."""
+    batching = batching_of(scenario.engine, scenario.setup)
+    chunks = ", prompts in chunks beside decodes" if not batching.whole_prompts else ""
+    return f"engine profile '{scenario.engine.profile}', {scenario.engine.max_batched_tokens} tokens a step{chunks}"
 
 
 # --- what `membound stack --json` prints ---

@@ -7,7 +7,7 @@ the simulator's.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 
@@ -32,6 +32,8 @@ from membound.roofline.workload import (
     TraceArrivals,
     Workload,
 )
+from membound.simulator.scheduling.build import batching_of
+from membound.simulator.scheduling.policies import BATCHINGS, Batching
 from membound.simulator.scheduling.workload import request_stream
 
 # Requests that are drawn to know a workload's lengths.
@@ -64,6 +66,20 @@ class Lengths:
         outputs = np.minimum(self.outputs, max(context - 1.0, 1.0))
         prompt = max(1.0, context - (outputs.mean() + 1.0) / 2.0)
         return Lengths(np.full(len(outputs), prompt), outputs)
+
+    def within(self, tokens: float) -> Lengths:
+        """Those of requests of at most so many tokens, prompt and output; all of them where there is none."""
+        short = self.prompts + self.outputs <= tokens
+        return Lengths(self.prompts[short], self.outputs[short]) if short.any() and not short.all() else self
+
+    @property
+    def shortest(self) -> float:
+        """Tokens of the shortest request, prompt and output."""
+        return float((self.prompts + self.outputs).min())
+
+    @property
+    def longest(self) -> float:
+        return float((self.prompts + self.outputs).max())
 
     @property
     def prompt_tokens(self) -> float:
@@ -99,13 +115,14 @@ class Load:
 
 @dataclass(frozen=True)
 class SpeculatingDeployment(Deployment):
-    """A deployment of up to `seats` sequences whose decode steps may carry guesses.
+    """A deployment of up to `seats` sequences whose decode steps may carry guesses, and whose steps `batching` fills.
 
     Its seconds a token are those of tokens, not of steps.
     """
 
     speculation: Speculation | None = None
     seats: float = math.inf
+    batching: Batching = BATCHINGS["chunked_prefill"]
 
     @property
     def tokens_per_step(self) -> float:
@@ -161,15 +178,40 @@ class SpeculatingDeployment(Deployment):
 
 
 def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) -> SpeculatingDeployment:
-    """One replica as the scenario sets it up; raises MemboundError where the model cannot be divided or drafted so."""
+    """One replica as the scenario sets it up.
+
+    Raises MemboundError where the model cannot be divided or drafted so, or the engine contradicts its techniques.
+    """
+    setup, engine = scenario.setup, scenario.engine
+    batching = batching_of(engine, setup)
     return SpeculatingDeployment(
         model,
         hardware,
-        scenario.setup,
-        chunk_tokens=scenario.engine.max_batched_tokens,
+        replace(setup, policy="static" if batching.name == "static" else "continuous"),
+        chunk_tokens=engine.max_batched_tokens,
         speculation=checked_speculation(scenario, model),
-        seats=float(scenario.engine.max_num_seqs),
+        seats=float(engine.max_num_seqs),
+        batching=batching,
     )
+
+
+def refuse_what_only_runs_show(scenario: Scenario) -> None:
+    """Raises MemboundError where the closed forms of one engine would pass over something that the scenario names."""
+    if scenario.engine.prefix_caching:
+        raise MemboundError("only a simulation knows what a prefix cache saves; use --simulate")
+    if scenario.cluster is not None:
+        raise MemboundError(
+            "field 'cluster' names replicas, and closed forms are of one engine; use a simulation, or remove it and "
+            "give one engine's share of the load"
+        )
+
+
+def with_room_for(scenario: Scenario, lengths: Lengths) -> Scenario:
+    """The scenario with steps that hold the longest request of other lengths than its own, where prompts are whole."""
+    engine, longest = scenario.engine, math.ceil(lengths.longest)
+    if longest <= engine.max_batched_tokens or not batching_of(engine, scenario.setup).whole_prompts:
+        return scenario
+    return scenario.with_value("engine.max_batched_tokens", longest)
 
 
 def check_context(model: ModelSpec, lengths: Lengths) -> None:
@@ -189,8 +231,21 @@ class Steady:
     deployment: SpeculatingDeployment
     load: Load
 
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Those of the requests that are served: where prompts are computed whole, some may be too long for a step."""
+        whole = self.deployment.batching.whole_prompts
+        return self.load.lengths.within(self.deployment.chunk_tokens) if whole else self.load.lengths
+
     def check(self) -> None:
-        """Raises MemboundError where not even one sequence fits."""
+        """Raises MemboundError where every request is too long for a step, or not even one sequence fits."""
+        batching, shortest = self.deployment.batching, self.load.lengths.shortest
+        if batching.whole_prompts and shortest > self.deployment.chunk_tokens:
+            raise MemboundError(
+                f"{shortest:.0f} tokens exceed max_batched_tokens ({self.deployment.chunk_tokens}), and "
+                f"{batching.name} batching computes a prompt in one step; raise engine.max_batched_tokens, or set "
+                "engine.batching to chunked_prefill"
+            )
         context = self._whole_context
         if self.deployment.largest_batch(context) >= 1.0:
             return
@@ -203,7 +258,7 @@ class Steady:
 
     @property
     def _whole_context(self) -> float:
-        return self.load.lengths.prompt_tokens + self.load.lengths.output_tokens
+        return self.lengths.prompt_tokens + self.lengths.output_tokens
 
     @property
     def is_static(self) -> bool:
@@ -211,7 +266,7 @@ class Steady:
 
     @cached_property
     def _continuous(self) -> SteadyLoad:
-        lengths = self.load.lengths
+        lengths = self.lengths
         return SteadyLoad(self.deployment, self.load.concurrency, lengths.prompt_tokens, lengths.output_tokens)
 
     @cached_property
@@ -222,7 +277,7 @@ class Steady:
     @cached_property
     def _static_s(self) -> float:
         """Seconds of a static batch until its longest output ends; whoever is done early leaves a seat empty."""
-        lengths = self.load.lengths
+        lengths = self.lengths
         longest = lengths.longest_output_of(self.batch)
         alive = max(1.0, self.batch * lengths.output_tokens / longest)
         prefill_s = self.deployment.prefill_s(self.batch, lengths.prompt_tokens)
@@ -233,7 +288,7 @@ class Steady:
         """Mean seconds a token after the first."""
         if not self.is_static:
             return self._continuous.tpot_s
-        lengths = self.load.lengths
+        lengths = self.lengths
         batch = StaticBatch(self.deployment, self.batch, lengths.prompt_tokens, lengths.output_tokens)
         steps = math.ceil(self.batch * lengths.prompt_tokens / self.deployment.chunk_tokens)
         waiting_s = batch.prefill_s * (1.0 - 1.0 / steps) / 2.0  # for the batch's other prompts, after the own one
@@ -245,32 +300,75 @@ class Steady:
         if not self.is_static:
             return self._continuous.ttft_s
         waiting_s = (self.load.concurrency / self.batch - 1.0) * self._static_s
-        return self.deployment.prefill_s(self.batch, self.load.lengths.prompt_tokens) + waiting_s
+        return self.deployment.prefill_s(self.batch, self.lengths.prompt_tokens) + waiting_s
 
     @property
     def output_tokens_per_s(self) -> float:
         if not self.is_static:
             return self._continuous.output_tokens_per_s
-        return self.batch * self.load.lengths.output_tokens / self._static_s
+        return self.batch * self.lengths.output_tokens / self._static_s
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.output_tokens_per_s / self.lengths.output_tokens
 
     @property
     def prompt_share(self) -> float:
         """The share of the engine's time that prompts take."""
         if self.is_static:
-            return self.deployment.prefill_s(self.batch, self.load.lengths.prompt_tokens) / self._static_s
+            return self.deployment.prefill_s(self.batch, self.lengths.prompt_tokens) / self._static_s
         prompts_s = self.batch * self._continuous.busy_s
-        return prompts_s / (prompts_s + self.load.lengths.output_tokens * self._continuous.decode_s)
+        return prompts_s / (prompts_s + self.lengths.output_tokens * self._continuous.decode_s)
+
+    @cached_property
+    def shares(self) -> dict[str, float]:
+        """The share of each bound in the engine's time, prompts and decode steps together, as a run counts them."""
+        prompts, steps = self._prompt_bounds, self.decode_shares
+        part = self.prompt_share
+        # what a prompt's step takes over from a decode step, such as its weights, is no longer there
+        mixed = {
+            bound: max(0.0, part * prompts.get(bound, 0.0) + (1.0 - part) * share) for bound, share in steps.items()
+        }
+        whole = sum(mixed.values())
+        return {bound: share / whole for bound, share in mixed.items()}
 
     @property
-    def shares(self) -> dict[str, float]:
+    def decode_shares(self) -> dict[str, float]:
         """The share of each bound in a decode step."""
-        return self.deployment.shares(self.batch, self.load.lengths.context)
+        return self.deployment.shares(self.batch, self.lengths.context)
+
+    @property
+    def _prompt_bounds(self) -> dict[str, float]:
+        """How the time that prompts take divides over the bounds; of steps that they share with decodes what they add,
+        which is below 0 for a bound that they lift."""
+        deployment, lengths = self.deployment, self.lengths
+        room = float(deployment.chunk_tokens)
+        chunk = min(lengths.prompt_tokens, room)
+        # static batches compute as many prompts in a step as it holds, others as many as end meanwhile
+        waiting = self.batch if self.is_static else self.batch / max(lengths.output_tokens, 1.0)
+        together = min(max(waiting, 1.0), max(room // lengths.prompt_tokens, 1.0))
+        prompts = StepShape.prefill(together, chunk, (lengths.prompt_tokens - chunk) / 2.0)
+        if deployment.batching.prompts_alone:
+            return _seconds(deployment.step(prompts), None)
+        others = StepShape.decode(max(self.batch - 1.0, 1e-3), lengths.context)
+        return _seconds(deployment.step(others + prompts), deployment.step(others))
 
     @property
     def bottleneck(self) -> str:
         """The bound with the largest share."""
-        shares = self.shares
-        return max(shares, key=shares.__getitem__)
+        return max(self.shares, key=self.shares.__getitem__)
+
+
+def _seconds(cost: StepCost, less: StepCost | None) -> dict[str, float]:
+    """Each bound's share of a step's time, of what it takes beyond another step where one is given."""
+    whole_s, shares = float(cost.time_s), cost.shares()
+    seconds = {bound: float(shares[bound]) * whole_s for bound in BOUNDS}
+    if less is not None:
+        other_s, other = float(less.time_s), less.shares()
+        if whole_s > other_s:
+            seconds = {bound: seconds[bound] - float(other[bound]) * other_s for bound in BOUNDS}
+            whole_s -= other_s
+    return {bound: value / whole_s for bound, value in seconds.items()}
 
 
 def arrival_rate(workload: Workload) -> float | None:
@@ -311,7 +409,7 @@ def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
         return Load(float(scenario.workload.arrivals.concurrency), lengths)
 
     def served(concurrency: float) -> float:
-        return Steady(deployment, Load(concurrency, lengths)).output_tokens_per_s / lengths.output_tokens
+        return Steady(deployment, Load(concurrency, lengths)).requests_per_s
 
     low, high = 1.0, seats
     if (most := served(high)) <= rate:

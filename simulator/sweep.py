@@ -21,7 +21,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.scenario import Scenario, parse_yaml
 from membound.simulator.drafting import with_best_drafts
-from membound.simulator.steady import Steady, deployment_of, load_of
+from membound.simulator.steady import Steady, deployment_of, load_of, refuse_what_only_runs_show
 
 Backend = Literal["loky", "threading", "sequential", "ray", "dask"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -224,6 +224,7 @@ def simulated(scenario: Scenario) -> dict[str, Any]:
 
 def predicted(scenario: Scenario) -> dict[str, Any]:
     """What closed forms say: means of a steady load, none of the tails."""
+    refuse_what_only_runs_show(scenario)
     scenario, drafting = with_best_drafts(scenario)
     deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
     load = load_of(scenario, deployment)
@@ -233,12 +234,13 @@ def predicted(scenario: Scenario) -> dict[str, Any]:
         "concurrency": load.concurrency,
         "batch": steady.batch,
         "output_tokens_per_s": steady.output_tokens_per_s,
-        "requests_per_s": steady.output_tokens_per_s / load.lengths.output_tokens,
+        "requests_per_s": steady.requests_per_s,
         "ttft_s": steady.ttft_s,
         "tpot_s": steady.tpot_s,
         "tokens_per_step": deployment.tokens_per_step,
         "drafting": drafting,
         "bottleneck_share": steady.shares,
+        "prompt_share": steady.prompt_share,
     }
 
 

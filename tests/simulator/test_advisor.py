@@ -109,7 +109,8 @@ def test_r5_is_silent_where_speculation_pays():
 
 
 def test_r6_wants_long_prompts_many_devices_and_a_strict_objective():
-    strict = scenario(128, 8192, 256, model="Llama-3.1-70B", parallel={"tp": 8})
+    engine = {"max_num_seqs": 512, "batching": "chunked_prefill"}
+    strict = scenario(128, 8192, 256, model="Llama-3.1-70B", parallel={"tp": 8}, engine=engine)
     loose = advise(strict)
     now_s = loose.now.tpot_s
     assert "R6" not in rules(loose)

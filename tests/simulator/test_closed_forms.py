@@ -1,0 +1,132 @@
+"""Do closed forms and runs answer of the same engine, refuse the same, and name the same bottleneck?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
+from membound.roofline.scenario import Scenario, parse_scenario
+from membound.simulator.costing import ClosedForm, Served, simulated
+from membound.simulator.run import run
+from membound.simulator.stacking import stack
+from membound.simulator.steady import deployment_of, load_of
+from membound.simulator.sweep import predicted
+
+CONTINUOUS = ("continuous_batching",)
+
+
+def scenario(
+    users: int = 8,
+    prompt: Any = 512,
+    output: int = 128,
+    techniques: tuple[Any, ...] = CONTINUOUS,
+    model: str = "Llama-3.1-8B",
+    tp: int = 1,
+    **engine: Any,
+) -> Scenario:
+    tokens = {"kind": "fixed", "tokens": prompt} if isinstance(prompt, int) else prompt
+    return parse_scenario(
+        {
+            "name": "closed",
+            "model": model,
+            "hardware": "H100-SXM5",
+            "parallel": {"tp": tp},
+            "techniques": list(techniques),
+            "engine": {"max_num_seqs": 256} | engine,
+            "workload": {
+                "arrivals": {"kind": "closed_loop", "concurrency": users},
+                "requests": max(16, 5 * users),
+                "prompts": {"kind": "synthetic", "tokens": tokens},
+                "output_tokens": {"kind": "fixed", "tokens": output},
+                "seed": 1,
+            },
+        }
+    )
+
+
+def closed(asked: Scenario) -> Served:
+    deployment = deployment_of(asked, resolve_model(asked.model), get_hardware(asked.hardware))
+    return ClosedForm(load_of(asked, deployment))(asked)
+
+
+@pytest.mark.parametrize(
+    ("users", "prompt", "binds", "more"),
+    [
+        (1, 512, "memory_weights", {}),
+        (4, 4096, "memory_weights", {}),
+        (64, 8192, "compute", {}),
+        (64, 8192, "compute", {"model": "Llama-3.1-70B", "tp": 4}),
+        (16, 1024, "memory_weights", {"techniques": (), "batching": None}),
+    ],
+)
+def test_prompts_count_in_what_binds_as_they_do_in_a_run(users, prompt, binds, more):
+    asked = scenario(users, prompt, **({"batching": "chunked_prefill", "max_batched_tokens": 8192} | more))
+    form, served = closed(asked), simulated(asked)
+    assert form.bottleneck == served.bottleneck == binds
+    assert sum(form.shares.values()) == pytest.approx(1.0)
+    for bound, share in served.shares.items():
+        assert form.shares[bound] == pytest.approx(share, abs=0.12)
+    assert form.prompt_share == pytest.approx(served.prompt_share, abs=0.06)
+
+
+def test_longer_prompts_take_more_of_the_time_and_move_what_binds_to_arithmetic():
+    forms = [closed(scenario(64, prompt, max_batched_tokens=16384)) for prompt in (128, 512, 2048, 8192)]
+    parts, compute = [form.prompt_share for form in forms], [form.shares["compute"] for form in forms]
+    assert parts == sorted(parts) and compute == sorted(compute)
+    assert forms[0].bottleneck != "compute" == forms[-1].bottleneck
+
+
+@pytest.mark.parametrize("techniques", [(), CONTINUOUS])
+def test_what_a_run_refuses_as_too_long_for_a_step_closed_forms_refuse_in_the_same_words(techniques):
+    asked = scenario(4, 8192, techniques=techniques)
+    said = "8320 tokens exceed max_batched_tokens"
+    for answer in (closed, simulated, predicted):
+        with pytest.raises(MemboundError, match=said):
+            answer(asked)
+    for mended in ({"batching": "chunked_prefill"}, {"max_batched_tokens": 8320}):
+        able = scenario(4, 8192, techniques=techniques, **mended)
+        assert closed(able).tpot_s > 0 and simulated(able).tpot_s > 0
+
+
+def test_requests_that_a_run_turns_away_do_not_count_in_closed_forms():
+    mixed = scenario(8, {"kind": "uniform", "low": 2000, "high": 6000})
+    summary = run(mixed).summary
+    assert 0 < summary.rejected < summary.requests
+    told, whole = predicted(mixed), predicted(mixed.with_value("engine.batching", "chunked_prefill"))
+    assert told["requests_per_s"] == pytest.approx(summary.requests_per_s, rel=0.25)
+    assert told["requests_per_s"] > whole["requests_per_s"]
+
+
+def test_the_batching_that_an_engine_names_is_that_of_its_closed_form():
+    named = scenario(16, 512, techniques=(), batching="chunked_prefill")
+    assert closed(named) == closed(scenario(16, 512, batching="chunked_prefill"))
+    assert closed(scenario(16, 512, techniques=())).output_tokens_per_s < closed(named).output_tokens_per_s
+    with pytest.raises(MemboundError, match=r"engine\.batching"):
+        closed(scenario(batching="static"))
+
+
+def test_vllm_computes_long_prompts_in_chunks_unless_told_otherwise():
+    assert closed(scenario(4, 8192, profile="vllm")).tpot_s > 0
+    assert run(scenario(4, 8192, profile="vllm")).summary.rejected == 0
+    for refuses in ({"profile": "vllm", "batching": "continuous"}, {"profile": "vllm-0.6"}):
+        with pytest.raises(MemboundError, match="exceed max_batched_tokens"):
+            closed(scenario(4, 8192, **refuses))
+
+
+def test_a_context_that_is_asked_for_finds_steps_that_hold_it_and_says_so():
+    (found,) = stack(scenario(), techniques=["kv_quantization"], batches=[4], contexts=[8192])
+    assert found.reason is None and found.alone[0].gain > 1.0
+    assert "8256 tokens a step" in found.conditions
+
+
+def test_closed_forms_refuse_what_only_runs_show():
+    cluster = scenario().with_value("cluster", {"groups": [{"count": 2}]})
+    for answer in (closed, predicted):
+        with pytest.raises(MemboundError, match="field 'cluster'"):
+            answer(cluster)
+        with pytest.raises(MemboundError, match="prefix cache"):
+            answer(scenario(prefix_caching=True))
