@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import streamlit as st
 
 from membound.app.i18n import LANGUAGES, language_of
-from membound.app.livechart import PLOTLY_URL_VARIABLE
 from membound.app.views import (
     advisor,
     experiments,
@@ -25,7 +23,6 @@ from membound.app.views import (
 from membound.app.views.session import language, translate
 
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
-PNG_BUTTON = Path(__file__).parent / "assets" / "pngbutton.js"
 SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = data; }"
 
 # Streamlit leaves a third of the first screen empty, and writes chosen options in a colour of too little contrast
@@ -79,7 +76,4 @@ if getattr(st.user, "is_logged_in", True):  # unknown where the deployment names
 else:
     st.title(t("login.title"))
     st.button(t("login.button"), on_click=st.login, type="primary")
-if PLOTLY_URL_VARIABLE in os.environ:
-    png = {"label": t("chart.png"), "plotlyUrl": os.environ[PLOTLY_URL_VARIABLE]}
-    st.components.v2.component("membound.png", js=PNG_BUTTON.read_text("utf-8"))(key="png_button", data=png)
 st.components.v2.component("membound.language", js=SET_LANGUAGE)(key="document_language", data=language())

@@ -37,7 +37,7 @@ from streamlit.web.server.starlette.starlette_app_utils import decode_signed_val
 
 from membound.app import jobs
 from membound.app.home import StoreError, membound_home
-from membound.app.livechart import PLOTLY_URL_VARIABLE
+from membound.app.plot import PLOTLY_URL_VARIABLE
 from membound.app.store import Store
 from membound.roofline import hardware, models
 from membound.roofline.errors import MemboundError

@@ -18,9 +18,10 @@ from joblib.externals.loky import ProcessPoolExecutor
 from membound.app.home import membound_home
 from membound.app.views.session import translate
 
-# A page waits so long before it shows that it waits; most answers are there by then.
-WAIT_S = 0.25
-POLL_S = 0.4
+# A page waits so long before it shows that it waits. Nearly all answers are there by then, and to draw a page that
+# waits, and then another with the answer, would take longer than they do.
+WAIT_S = 0.6
+POLL_S = 0.25
 PROCESSES, IDLE_S = 2, 600
 KEPT = 1000
 HEIGHT = 420

@@ -8,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
+from membound.app.plot import TITLES, draw
 from membound.app.views.session import translate
 
 
@@ -19,10 +20,11 @@ def chart(
     caption: str = "",
     table: pd.DataFrame | None = None,
     select: bool = False,
+    keeps_zoom: bool = False,
 ) -> list[Any]:
     """A figure with its caption; with `table` a toggle shows the numbers instead, and they can be downloaded.
 
-    With `select` points can be clicked; their custom data is returned.
+    With `select` points can be clicked; their custom data is returned. `keeps_zoom` is for a chart that grows.
     """
     t = translate()
     picked: list[Any] = []
@@ -32,21 +34,8 @@ def chart(
         csv = table.to_csv(index=False).encode()
         st.download_button(t("chart.csv"), csv, f"{key}.csv", "text/csv", key=f"{key}_csv", on_click="ignore")
     else:
-        config = {
-            "displaylogo": False,
-            "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
-            "toImageButtonOptions": {"format": "svg", "filename": f"membound-{key}"},
-        }
-        state = st.plotly_chart(
-            figure,
-            key=f"{key}_chart",
-            alt=alt,
-            config=config,
-            on_select="rerun" if select else "ignore",
-            selection_mode="points",
-        )
-        if select:
-            picked = [point.get("customdata") for point in state.selection.points]  # type: ignore[union-attr]
+        titles = {name: t(f"chart.{name}") for name in TITLES}
+        picked = draw(figure, f"{key}_chart", alt=alt, titles=titles, keeps_zoom=keeps_zoom, selectable=select)
     if caption:
         st.caption(caption)
     return picked

@@ -11,9 +11,10 @@ import streamlit as st
 
 from membound.app import jobs, text
 from membound.app.figures.live import live_figure
-from membound.app.livechart import live_chart
+from membound.app.plot import describe
 from membound.app.store import Event, Job
 from membound.app.views import results, tables
+from membound.app.views.charts import chart
 from membound.app.views.said import said
 from membound.app.views.session import store, this_machine, translate
 from membound.app.worker import MEASUREMENTS
@@ -22,7 +23,7 @@ POLL_S = 0.5
 # Server and browser take 0.36 of a core for an open page at 0.5 s, and 0.10 at 3 s (`tests/bench/dashboard_speed.py
 # live`), and a CPU run is being timed meanwhile.
 POLL_BESIDE_CPU_S = 3.0
-CHART_HEIGHT, TEXT_HEIGHT = 390, 320
+TEXT_HEIGHT = 320
 
 
 def console(job_id: str, *, watch_text: bool = True) -> Job:
@@ -89,7 +90,8 @@ def _live(job: Job) -> None:
     watched = _watched(job)
     left, right = st.columns([3, 2], gap="medium")
     with left:
-        live_chart(live_figure(watched.points, t), key=f"live_{job.id}", height=CHART_HEIGHT)
+        figure = live_figure(watched.points, t)
+        chart(figure, key=f"live_{job.id}", alt=describe(figure), keeps_zoom=True)
     with right:
         st.markdown(t("live.text"))
         with st.container(height=TEXT_HEIGHT, border=True, autoscroll=True):

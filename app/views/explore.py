@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import plotly.graph_objects as go
 import streamlit as st
 
 from membound.app import text
@@ -14,7 +16,7 @@ from membound.app.views import choices, tables
 from membound.app.views.charts import chart
 from membound.app.views.session import device_name, translate
 from membound.roofline.errors import MemboundError
-from membound.roofline.operating_point import OperatingPoint
+from membound.roofline.operating_point import OperatingPoint, SweepPoint
 from membound.roofline.techniques import EngineSetup
 
 
@@ -25,15 +27,18 @@ def page() -> None:
     st.caption(t("explore.intro"))
     try:
         point = choices.operating_point()
+        # All figures before the first word: what reaches the browser at once is laid out once.
+        moving, filled, points = _moving_figure(point, t), _memory_figure(point, t), point.sweep()
+        times, rates = sweep.time_figure(points, point.batch, t), sweep.rate_figure(points, point.batch, t)
         _answer(point, t)
         _fit(point, t)
         left, right = st.columns([3, 2], gap="large")
         with left:
-            _roofline(point, t)
+            _roofline(point, moving, t)
         with right:
             _shares(point, t)
-            _memory(point, t)
-        _sweep(point, t)
+            _memory(point, filled, t)
+        _sweep(point, points, times, rates, t)
     except MemboundError as error:
         st.error(str(error), icon=":material/error:")
         st.caption(t("explore.error_help"))
@@ -105,11 +110,15 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
         )
 
 
-def _roofline(point: OperatingPoint, t: Translate) -> None:
+def _moving_figure(point: OperatingPoint, t: Translate) -> go.Figure:
     places = [roofline.Place(other.batch, tuple(_steps(other, t))) for other in point.at_batches]
+    return roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t)
+
+
+def _roofline(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:
     st.header(t("explore.roofline"))
     chart(
-        roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t),
+        figure,
         key="roofline",
         alt=roofline.alt_text(_steps(point, t), t),
         caption=t("roofline.caption", source=point.hardware.source),
@@ -133,11 +142,15 @@ def _shares(point: OperatingPoint, t: Translate) -> None:
         st.progress(min(1.0, share), f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}: **{text.percent(share)}**")
 
 
-def _memory(point: OperatingPoint, t: Translate) -> None:
+def _memory_figure(point: OperatingPoint, t: Translate) -> go.Figure:
+    return memory.memory_figure(point.memory, point.usable_bytes, device_name(point.hardware, t), t)
+
+
+def _memory(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:
     st.header(t("explore.memory"))
     capacity, whole = point.usable_bytes, float(point.hardware.memory_bytes)
     chart(
-        memory.memory_figure(point.memory, capacity, device_name(point.hardware, t), t),
+        figure,
         key="memory",
         alt=memory.alt_text(point.memory, capacity, t),
         caption=t(
@@ -151,14 +164,15 @@ def _memory(point: OperatingPoint, t: Translate) -> None:
         st.caption(t("explore.still_fits", batch=f"{point.largest_batch():,}", context=f"{point.largest_context():,}"))
 
 
-def _sweep(point: OperatingPoint, t: Translate) -> None:
+def _sweep(
+    point: OperatingPoint, points: Sequence[SweepPoint], times: go.Figure, rates: go.Figure, t: Translate
+) -> None:
     st.header(t("explore.sweep"))
-    points = point.sweep()
     alt = sweep.alt_text(points, t)
     left, right = st.columns(2, gap="large")
     with left:
         table = tables.sweep_table(points, t)
-        chart(sweep.time_figure(points, point.batch, t), key="sweep", alt=alt, table=table)
+        chart(times, key="sweep", alt=alt, table=table)
     with right:
-        chart(sweep.rate_figure(points, point.batch, t), key="sweep_rate", alt=alt, table=table)
+        chart(rates, key="sweep_rate", alt=alt, table=table)
     st.caption(t("sweep.caption", phase=t(f"phase.{point.phase}"), context=point.context))

@@ -18,20 +18,22 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from streamlit.web.server.starlette.starlette_app_utils import create_signed_value
 
-from membound.app import jobs, livechart, server
+from membound.app import jobs, plot, server
 from membound.app.store import Store
 from membound.roofline.errors import MemboundError
 
 PAGE = """
 import plotly.graph_objects as go
 import streamlit as st
-from membound.app.livechart import live_chart
+from membound.app.plot import draw
 from membound.roofline.errors import MemboundError
 st.title("A page")
 @st.fragment(run_every=0.5)
 def chart():
     points = st.session_state["points"] = st.session_state.get("points", 2) + 1
-    live_chart(go.Figure(go.Scatter(y=list(range(points)), name="measured"), layout={"title": "tok/s"}), key="rate")
+    line = go.Scatter(y=list(range(points)), name="measured")
+    figure = go.Figure(line, layout={"title": "tok/s", "template": "none"})
+    draw(figure, "rate", keeps_zoom=True)
 chart()
 if st.button("refuse"):
     raise MemboundError("batch is 0: at least 1.")
@@ -340,7 +342,7 @@ def test_serving_others_is_warned_about(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(server.uvicorn.Server, "run", lambda self, sockets: None)
     monkeypatch.setattr(server, "build_app", lambda *arguments, **options: None)
     monkeypatch.setattr(server.logging, "basicConfig", lambda **options: None)
-    monkeypatch.setenv(livechart.PLOTLY_URL_VARIABLE, "")
+    monkeypatch.setenv(plot.PLOTLY_URL_VARIABLE, "")
     server.serve("0.0.0.0", 0, open_browser=False)
     printed = capsys.readouterr()
     assert "no login" in printed.err and "http://127.0.0.1:" in printed.out
@@ -368,14 +370,14 @@ def test_a_page_of_another_origin_may_not_change_anything():
     assert asyncio.run(ask("GET", b"http://evil.example")) == 200
 
 
-def test_a_live_chart_is_streamlits_own_where_nobody_serves_plotly(tmp_path, monkeypatch):
-    monkeypatch.delenv(livechart.PLOTLY_URL_VARIABLE, raising=False)
+def test_a_chart_is_streamlits_own_where_nobody_serves_plotly(tmp_path, monkeypatch):
+    monkeypatch.delenv(plot.PLOTLY_URL_VARIABLE, raising=False)
     page = AppTest.from_string(PAGE).run()
     assert not page.exception and len(page.get("plotly_chart")) == 1
 
 
-def test_a_live_chart_is_the_component_where_plotly_is_served(monkeypatch):
-    monkeypatch.setenv(livechart.PLOTLY_URL_VARIABLE, "/assets/plotly.min.js")
+def test_a_chart_is_the_component_where_plotly_is_served(monkeypatch):
+    monkeypatch.setenv(plot.PLOTLY_URL_VARIABLE, "/assets/plotly.min.js")
     page = AppTest.from_string(PAGE).run()
     assert not page.exception and len(page.get("bidi_component")) == 1
 
@@ -387,7 +389,7 @@ def test_a_growing_chart_keeps_its_zoom_and_follows_the_theme_and_asks_nothing_o
     from membound.app.doctor import find_browser
 
     *_, address, _ = served
-    chart = "document.querySelector('.membound-live-chart')"
+    chart = "document.querySelector('.membound-chart')"
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
         browser = playwright.chromium.launch(executable_path=find_browser(), args=options)
@@ -395,9 +397,9 @@ def test_a_growing_chart_keeps_its_zoom_and_follows_the_theme_and_asks_nothing_o
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(address)
-        page.wait_for_selector(".membound-live-chart .nsewdrag", timeout=30_000)
+        page.wait_for_selector(".membound-chart .nsewdrag", timeout=30_000)
         page.evaluate(f"{chart}.mark = 'same node'")
-        box = page.locator(".membound-live-chart .nsewdrag").first.bounding_box()
+        box = page.locator(".membound-chart .nsewdrag").first.bounding_box()
         page.mouse.move(box["x"] + 100, box["y"] + 50)
         page.mouse.down()
         page.mouse.move(box["x"] + 300, box["y"] + 150, steps=5)
@@ -406,8 +408,8 @@ def test_a_growing_chart_keeps_its_zoom_and_follows_the_theme_and_asks_nothing_o
         zoomed, points = page.evaluate(f"[{chart}._fullLayout.xaxis.range, {chart}._fullData[0].y.length]")
         page.wait_for_function(f"{chart}._fullData[0].y.length > {points + 1}")
         assert page.evaluate(f"[{chart}._fullLayout.xaxis.range, {chart}.mark]") == [zoomed, "same node"]
-        assert page.locator(".membound-live-chart").get_attribute("aria-label") == "tok/s: measured"
-        text_colour = "getComputedStyle(document.querySelector('.membound-live-chart .xtick text')).fill"
+        assert page.locator(".membound-chart").get_attribute("aria-label") == "tok/s: measured"
+        text_colour = "getComputedStyle(document.querySelector('.membound-chart .xtick text')).fill"
         assert page.evaluate(text_colour) == "rgb(15, 19, 23)"
         page.emulate_media(color_scheme="dark")
         page.wait_for_function(f"{text_colour} === 'rgb(233, 236, 239)'")
@@ -417,8 +419,8 @@ def test_a_growing_chart_keeps_its_zoom_and_follows_the_theme_and_asks_nothing_o
 
 def test_a_chart_is_described_by_its_title_and_series():
     figure = go.Figure([go.Scatter(y=[1], name="measured"), go.Scatter(y=[1])], layout={"title": "tok/s"})
-    assert livechart.describe(figure) == "tok/s: measured"
-    assert livechart.describe(go.Figure()) == "Live chart"
+    assert plot.describe(figure) == "tok/s: measured"
+    assert plot.describe(go.Figure()) == "Chart"
 
 
 def test_errors_of_a_page_are_shown_as_a_sentence_and_logged_under_an_id(tmp_path, monkeypatch, caplog):

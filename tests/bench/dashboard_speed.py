@@ -4,11 +4,12 @@
         [--home FOLDER] [--pages explore ..] [--repeats 5] [--sessions 20] [--seconds 60] [--minutes 5]
         [--watched simulate]
 
-- `paint`: from the start of navigation to the answer and the first chart of each page; the server has served it before.
+- `paint`: from the start of navigation to the answer of each page, and to its first chart where the first screen has
+  one; the server has served it before.
 - `frames`: from pressing the slider of Explore's roofline to the frame that shows the step at its new place.
-- `controls`: from clicking an option of each page's groups of buttons to the last change that it brings. What a page
-  shows while worker processes compute is its answer at first (`shown`), theirs comes after (`answered`). `busy` is the
-  processor time of browser, server and worker processes together, which other programs do not lengthen.
+- `controls`: from clicking a button, an option of a list, the step of a number or a switch to the last change. What a
+  page shows while worker processes compute is its answer at first (`shown`), theirs comes after (`answered`). `busy`
+  is the processor time of browser, server and worker processes together, which other programs lengthen less.
 - `sessions`: the server's answers to so many sessions, each of which changes a control every few seconds; one is a
   browser, the others speak Streamlit's protocol, because all their browsers would not fit on this machine.
 - `live`: memory of the server while a page watches a run for so many minutes, at one sample a second, and the cores
@@ -34,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +51,23 @@ WIDE = {"width": 1440, "height": 1000}
 TIMEOUT_MS = 180_000
 ANSWERING = ("start", "explore", "techniques", "stack", "advisor", "simulate", "plan", "validate")
 PAGES = (*ANSWERING, "live", "experiments")
-# How many groups of buttons of a page are tried, and how long it must be calm to have answered.
-MOST_GROUPS, CALM_MS = 8, 500
+# How many controls of a kind are tried on a page, and how long it must be calm to have answered.
+MOST_CONTROLS, CALM_MS = 8, 500
 THINK_S = (2.0, 6.0)
 # A page that is still computing runs again and again: its session waits for so long at most.
 MOST_WAIT_S = 30.0
+ANSWER = ".stMainBlockContainer h2"
 
 WATCH = """
 window.membound = {};
 const note = () => {
   const now = performance.now(), seen = window.membound;
-  if (!seen.heading && document.querySelector('.stMainBlockContainer h2')) seen.heading = now;
+  if (!seen.heading && document.querySelector('ANSWER')) seen.heading = now;
   if (!seen.chart && document.querySelector('DRAWN')) seen.chart = now;
   seen.last = now;
 };
 new MutationObserver(note).observe(document, { childList: true, subtree: true, attributes: true, characterData: true });
-""".replace("DRAWN", DRAWN)
+""".replace("DRAWN", DRAWN).replace("ANSWER", ANSWER)
 
 # From the next click on: when the page was calm first, and when it was calm with nothing left to wait for.
 CHANGE = """
@@ -137,7 +140,7 @@ def opened(tab: Tab, page: str) -> Tab:
     tab.page.goto(tab.url + path_of(page), timeout=TIMEOUT_MS)
     tab.page.wait_for_selector(IDLE, timeout=TIMEOUT_MS)
     if page in ANSWERING:
-        tab.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
+        tab.page.wait_for_selector(ANSWER, timeout=TIMEOUT_MS)
     tab.page.wait_for_function(f"!document.querySelector('{WAITING}')", timeout=TIMEOUT_MS)
     tab.page.wait_for_selector(IDLE, timeout=TIMEOUT_MS)
     tab.page.wait_for_timeout(CALM_MS)
@@ -148,7 +151,7 @@ def opened(tab: Tab, page: str) -> Tab:
 
 
 def paint(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int) -> dict[str, Any]:
-    """Navigation to the answer, and to the chart where the page answers unasked."""
+    """Navigation to the answer, and to the chart where the first screen has one."""
     found: dict[str, Any] = {}
     for page in pages:
         context, tab = new_tab(chromium, dashboard)
@@ -166,7 +169,7 @@ def paint(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int) -
 def frames(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any]:
     """Places of the slider of Explore's roofline, one after the other."""
     context, tab = new_tab(chromium, dashboard)
-    opened(tab, "explore")
+    opened(tab, "explore").drawn(TIMEOUT_MS)
     rail = tab.page.locator(".slider-rail-touch-rect").first
     rail.scroll_into_view_if_needed()
     box = rail.bounding_box()
@@ -184,33 +187,75 @@ def frames(chromium: Any, dashboard: Dashboard, repeats: int) -> dict[str, Any]:
 
 
 def controls(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int) -> dict[str, Any]:
-    """An option that is not chosen of each group of buttons of each page, and the one before it again."""
+    """Every kind of control of each page, each changed and changed back: buttons, lists, numbers, switches."""
     found: dict[str, Any] = {}
     for page in pages:
         context, tab = new_tab(chromium, dashboard)
         opened(tab, page)
-        shown, answered, busy, slowest = [], [], [], ("", 0.0)
-        groups = tab.page.locator(".stMainBlockContainer [data-testid=stButtonGroup]")
-        for group in range(min(groups.count(), MOST_GROUPS)):
-            for _ in range(min(repeats, 2)):
-                buttons = groups.nth(group).locator("button")
-                if (option := _other_option(buttons)) is None:
-                    continue  # such as those of a closed expander
-                name = buttons.nth(option).inner_text()
-                before_s = _all_cpu_s()
-                tab.page.evaluate(f"window.changed = ({CHANGE})(); 0")
-                buttons.nth(option).click(timeout=TIMEOUT_MS)
-                seen = tab.page.evaluate("window.changed")
-                busy.append(1e3 * (_all_cpu_s() - before_s))
-                shown.append(seen["shown"])
-                answered.append(seen["answered"])
-                slowest = max(slowest, (name, seen["answered"]), key=lambda item: item[1])
-        if shown:
-            times = {"shown": shown, "answered": answered, "busy": busy}
-            found[page] = {name: spread(values) for name, values in times.items()} | {"slowest": slowest}
+        samples = [
+            {"kind": kind, "name": name} | times
+            for kind, changes in CONTROLS.items()
+            for at in range(min(tab.page.locator(changes.where).count(), MOST_CONTROLS))
+            for _ in range(min(repeats, 2))
+            if (target := changes.target(tab.page.locator(changes.where).nth(at))) is not None
+            for name, times in [_changed(tab, target)]
+        ]
+        if samples:
+            found[page] = {way: spread([one[way] for one in samples]) for way in ("shown", "answered", "busy")} | {
+                "by_kind": {
+                    kind: spread([one["answered"] for one in samples if one["kind"] == kind])
+                    for kind in dict.fromkeys(one["kind"] for one in samples)
+                },
+                "slowest": max(((one["name"], one["answered"]) for one in samples), key=lambda one: one[1]),
+            }
         tab.check()
         context.close()
     return found
+
+
+def _changed(tab: Tab, target: Any) -> tuple[str, dict[str, float]]:
+    """Words of what is clicked, and milliseconds to what follows."""
+    name = target.inner_text()
+    before_s = _all_cpu_s()
+    tab.page.evaluate(f"window.changed = ({CHANGE})(); 0")
+    target.click(timeout=TIMEOUT_MS)
+    seen = tab.page.evaluate("window.changed")
+    return name, {**seen, "busy": 1e3 * (_all_cpu_s() - before_s)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Controls of a kind: where they are, and what of one is to be clicked; None where it cannot be changed now."""
+
+    where: str
+    target: Callable[[Any], Any | None]
+
+
+def _other_button(group: Any) -> Any | None:
+    at = _other_option(group.locator("button"))
+    return None if at is None else group.locator("button").nth(at)
+
+
+def _other_of_list(chosen: Any) -> Any | None:
+    """Opens the list and returns an option after the first that is not chosen."""
+    if not chosen.is_visible():
+        return None
+    chosen.locator("input").click()
+    options = chosen.page.locator("[role=option][aria-selected=false]")
+    options.first.wait_for(timeout=TIMEOUT_MS)
+    return options.nth(min(1, options.count() - 1))
+
+
+def _visible(one: Any) -> Any | None:
+    return one if one.is_visible() and one.is_enabled() else None
+
+
+CONTROLS = {
+    "buttons": Kind(".stMainBlockContainer [data-testid=stButtonGroup]", _other_button),
+    "list": Kind(".stMainBlockContainer [data-testid=stSelectbox]", _other_of_list),
+    "number": Kind(".stMainBlockContainer [data-testid=stNumberInputStepUp]", _visible),
+    "switch": Kind(".stMainBlockContainer [data-testid=stCheckbox] label", _visible),
+}
 
 
 def _other_option(buttons: Any) -> int | None:
@@ -231,7 +276,7 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float, kind: str) -> dict
     rss, heap, reports = [], [], 0
     try:
         tab.page.goto(f"{tab.url}/live?job={job_id}", timeout=TIMEOUT_MS)
-        tab.page.wait_for_selector(".membound-live-chart .nsewdrag", timeout=TIMEOUT_MS)
+        tab.drawn(TIMEOUT_MS)
         began, server_s, all_s = time.monotonic(), _cpu_s(dashboard.process.pid), _all_cpu_s()
         while time.monotonic() - began < 60 * minutes:
             now = time.time()
@@ -248,7 +293,7 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float, kind: str) -> dict
                     f"{reports} reports: server {rss[-1]:.0f} MiB, page {heap[-1]:.0f} MiB", file=sys.stderr, flush=True
                 )
             tab.page.wait_for_timeout(500)
-        drawn = tab.page.evaluate("document.querySelector('.membound-live-chart')._fullData[0].y.length")
+        drawn = tab.page.evaluate("document.querySelector('.membound-chart')._fullData[0].y.length")
         seconds = time.monotonic() - began
         server_s, all_s = _cpu_s(dashboard.process.pid) - server_s, _all_cpu_s() - all_s
     finally:

@@ -19,12 +19,23 @@ from membound.app.store import Store
 
 IDLE = "[data-testid=stApp][data-test-script-state=notRunning][data-test-connection-state=CONNECTED]"
 DRAWN = ".js-plotly-plot .nsewdrag"
+CHART = ".membound-chart"
 WAITING = "[data-testid=stSkeleton]"
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 ]  # fmt: skip
 PAGE_TIMEOUT_MS = 60_000
+SHOW_CHART = f"""() => {{
+  const shown = [...document.querySelectorAll("{CHART}")].find((chart) => chart.checkVisibility());
+  shown?.scrollIntoView({{ block: "center" }});
+  return Boolean(document.querySelector("{DRAWN}"));
+}}"""
+
+
+def wait_drawn(page: Any, timeout: float = PAGE_TIMEOUT_MS) -> None:
+    """Until a page's first chart is drawn, which it is once it is on the screen."""
+    page.wait_for_function(SHOW_CHART, timeout=timeout, polling=200)
 
 
 class Dashboard:
@@ -91,6 +102,10 @@ class Tab:
         self.page.wait_for_function(f"!document.querySelector('{WAITING}')", timeout=PAGE_TIMEOUT_MS)
         self.page.wait_for_selector(IDLE, timeout=PAGE_TIMEOUT_MS)
         return self.check()
+
+    def drawn(self, timeout: float = PAGE_TIMEOUT_MS) -> Tab:
+        wait_drawn(self.page, timeout)
+        return self
 
     def sees(self, words: str | re.Pattern[str], timeout: float = PAGE_TIMEOUT_MS) -> None:
         self.page.get_by_text(words).first.wait_for(timeout=timeout)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driving import DRAWN, IDLE, WAITING, Dashboard, Tab, opened_chromium
+from driving import IDLE, WAITING, Dashboard, Tab, opened_chromium
 
 from membound.app.home import membound_home
 from membound.app.store import Store
@@ -93,9 +93,10 @@ def picture(chromium: Any, dashboard: Dashboard, name: str, view: View, whole: b
 def _wait(tab: Tab, drawn: bool) -> None:
     tab.page.wait_for_selector(IDLE, timeout=ANSWER_TIMEOUT_MS)
     if drawn:
-        tab.page.wait_for_selector(DRAWN, timeout=ANSWER_TIMEOUT_MS)
+        tab.drawn(ANSWER_TIMEOUT_MS)
     tab.page.wait_for_function(f"!document.querySelector('{WAITING}')", timeout=ANSWER_TIMEOUT_MS)
     tab.page.wait_for_selector(IDLE, timeout=ANSWER_TIMEOUT_MS)
+    tab.page.evaluate("document.querySelector('[data-testid=stMain]').scrollTo(0, 0)")
     tab.page.wait_for_timeout(CALM_MS)
 
 

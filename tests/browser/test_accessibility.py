@@ -15,7 +15,6 @@ ANSWERING = ("start", "explore", "techniques", "stack", "simulate", "plan", "val
 PAGES = (*ANSWERING, "advisor", "live", "experiments")
 SERIOUS = ("serious", "critical")
 ANSWER_TIMEOUT_MS = 180_000
-DRAWN = ".js-plotly-plot .nsewdrag"
 
 
 def _serious(page: Any) -> Iterator[str]:
@@ -33,7 +32,7 @@ def test_axe_finds_nothing_serious(session: Callable[..., Any], name: str, local
     tab = session(locale=locale, color_scheme=scheme).open("/" if name == "start" else f"/{name}")
     tab.page.wait_for_function("document.documentElement.lang", timeout=ANSWER_TIMEOUT_MS)
     if name in ANSWERING:
-        tab.page.wait_for_selector(DRAWN, timeout=ANSWER_TIMEOUT_MS)
+        tab.drawn(ANSWER_TIMEOUT_MS)
     tab.settle()
     found = list(_serious(tab.page))
     assert not found, "\n".join(found)

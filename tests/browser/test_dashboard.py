@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driving import DRAWN
 
 from membound.app.compare import predict_rows
 from membound.app.i18n import Translate
@@ -22,7 +23,6 @@ Session = Callable[..., Any]
 HERE = Path(__file__).parent
 SHORT = (HERE / "short.yaml").read_text("utf-8")
 LONG = re.sub(r"requests: \d+", "requests: 4000", SHORT).replace("browser-short", "browser-long")
-DRAWN = ".js-plotly-plot .nsewdrag"
 RUN_TIMEOUT_MS, PAGE_TIMEOUT_MS = 180_000, 60_000
 EN, ZH = Translate("en"), Translate("zh")
 
@@ -44,7 +44,7 @@ def test_every_page_opens(session: Session, name: str, path: str, language: str,
     tab = session(locale=locale, color_scheme=scheme).open(path)
     tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
     if name != "live":
-        tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
+        tab.drawn(PAGE_TIMEOUT_MS)
     tab.page.wait_for_function(f"document.documentElement.lang === '{language}'", timeout=PAGE_TIMEOUT_MS)
     tab.settle()
 
@@ -57,7 +57,7 @@ def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click
     one, two = session(server).open("/"), session(server).open("/")
     one.page.locator("[data-testid=stProgress]", has_text="bandwidth of memory").wait_for(timeout=PAGE_TIMEOUT_MS)
     for tab in (one, two):
-        tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
+        tab.drawn(PAGE_TIMEOUT_MS)
         tab.sees("Decode on this machine is bound by")
     assert len(server.store.jobs("calibrate")) == 1
 
@@ -117,7 +117,7 @@ def test_the_step_moves_along_the_roofs_without_the_server(session: Session) -> 
     tab = session().open("/explore")
     chart = "document.querySelector('.js-plotly-plot')"
     star = f"{chart}._fullData.find(({{ name }}) => name === '{EN('explore.this_step')}')"
-    tab.page.wait_for_selector(DRAWN, timeout=PAGE_TIMEOUT_MS)
+    tab.drawn(PAGE_TIMEOUT_MS)
     answer = tab.answer
     before, at = tab.page.evaluate(f"[{star}.x[0], {chart}.layout.sliders[0].active]")
     rail = tab.page.locator(".slider-rail-touch-rect").first
@@ -149,9 +149,9 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     tab.page.wait_for_url(re.compile("job="), timeout=PAGE_TIMEOUT_MS)
     job_id = re.search(r"job=([\w-]+)", tab.page.url).group(1)  # type: ignore[union-attr]
     tab.page.locator("[data-testid=stProgress]", has_text="cell 1 of").wait_for(timeout=RUN_TIMEOUT_MS)
-    tab.page.wait_for_selector(".membound-live-chart .nsewdrag", timeout=RUN_TIMEOUT_MS)
+    tab.page.wait_for_selector(".membound-chart .nsewdrag", timeout=RUN_TIMEOUT_MS)
     tab.page.wait_for_function(
-        "document.querySelector('.membound-live-chart')?._fullData?.[0]?.y?.length > 1", timeout=RUN_TIMEOUT_MS
+        "document.querySelector('.membound-chart')?._fullData?.[0]?.y?.length > 1", timeout=RUN_TIMEOUT_MS
     )
     tab.check()
 

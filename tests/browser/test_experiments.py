@@ -13,7 +13,6 @@ from membound.app.i18n import Translate
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Session = Callable[..., Any]
-DRAWN = ".js-plotly-plot .nsewdrag"
 TIMEOUT_MS, JOB_TIMEOUT_MS = 60_000, 240_000
 EN, ZH = Translate("en"), Translate("zh")
 
@@ -24,7 +23,7 @@ def test_an_experiment_is_run_drawn_downloaded_and_found_in_another_session(sess
     tab.sees(EN("experiments.about_x5"))
     tab.sees(EN("experiments.empty"))
     tab.click(EN("experiments.run"))
-    tab.page.wait_for_selector(DRAWN, timeout=JOB_TIMEOUT_MS)
+    tab.drawn(JOB_TIMEOUT_MS)
     tab.settle()
     tab.page.locator("[data-testid=stCheckbox]", has_text=EN("chart.table")).click(timeout=TIMEOUT_MS)
     with tab.page.expect_download(timeout=TIMEOUT_MS) as download:
@@ -42,7 +41,7 @@ def test_an_experiment_is_run_drawn_downloaded_and_found_in_another_session(sess
 
     other = session(locale="zh-CN", color_scheme="dark", viewport={"width": 400, "height": 800}).open("/experiments")
     other.sees(ZH("experiments.title"))
-    other.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
+    other.drawn(TIMEOUT_MS)
     other.page.get_by_role("button", name=ZH("asked.again"), exact=True).wait_for(timeout=TIMEOUT_MS)
     assert other.page.evaluate("document.querySelector('.stMain').scrollWidth <= innerWidth + 1")
     other.settle()

@@ -17,7 +17,6 @@ from membound.roofline.validation.tables import OPERATOR_COLUMNS
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Session = Callable[..., Any]
-DRAWN = ".js-plotly-plot .nsewdrag"
 TIMEOUT_MS, JOB_TIMEOUT_MS = 60_000, 180_000
 EN, ZH = Translate("en"), Translate("zh")
 WIDE, NARROW = {"width": 1360, "height": 900}, {"width": 400, "height": 800}
@@ -34,7 +33,7 @@ TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 def _ask(tab: Any, label: str) -> None:
     tab.page.get_by_role("button", name=label, exact=True).click(timeout=TIMEOUT_MS)
     tab.page.get_by_role("button", name=EN("asked.again"), exact=True).wait_for(timeout=JOB_TIMEOUT_MS)
-    tab.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
+    tab.drawn(TIMEOUT_MS)
 
 
 def _fits(tab: Any) -> bool:
@@ -49,7 +48,7 @@ def test_a_page_answers_its_own_defaults_unasked(
     locale = {"en": "en-US", "zh": "zh-CN"}[language]
     tab = session(locale=locale, color_scheme=scheme, viewport=viewport).open(f"/{name}")
     tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
-    tab.page.wait_for_selector(DRAWN, timeout=JOB_TIMEOUT_MS)
+    tab.drawn(JOB_TIMEOUT_MS)
     assert _fits(tab), "scrolls sideways"
     tab.settle()
 
@@ -82,7 +81,7 @@ def test_the_answer_outlives_the_reload_and_is_there_for_a_second_session(sessio
     tab.page.reload()
     other = session().open(tab.page.url.removeprefix(tab.url))
     for one in (tab, other):
-        one.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
+        one.drawn(TIMEOUT_MS)
         assert one.answer == answer
         one.settle()
 
@@ -122,9 +121,9 @@ def test_a_chart_downloads_as_png_and_as_svg(session: Session) -> None:
     tab = session().open("/validate")
     chart = tab.page.locator(".js-plotly-plot").first
     chart.hover(timeout=TIMEOUT_MS)
-    for button, begin in ((".membound-png", b"\x89PNG"), (".modebar-btn[data-title*=Download]", b"<svg")):
+    for button, begin in (("chart.png", b"\x89PNG"), ("chart.svg", b"<svg")):
         with tab.page.expect_download(timeout=TIMEOUT_MS) as download:
-            chart.locator(button).click()
+            chart.locator(f".modebar-btn[data-title='{EN(button)}']").click()
         assert download.value.path().read_bytes().startswith(begin)
     tab.settle()
 
@@ -155,7 +154,7 @@ def test_a_trace_is_uploaded_simulated_and_linked(session: Session, tmp_path: Pa
     _ask(tab, EN("simulate.run"))
     answer = tab.answer
     other = session().open(tab.page.url.removeprefix(tab.url))
-    other.page.wait_for_selector(DRAWN, timeout=TIMEOUT_MS)
+    other.drawn(TIMEOUT_MS)
     assert other.answer == answer
     tab.settle()
 
@@ -180,7 +179,7 @@ def test_an_uploaded_table_is_validated_and_a_wrong_one_refused(session: Session
     bad.write_text("x,y\n1,2\n")
     tab = session().open("/validate?against=table")
     tab.page.locator("input[type=file]").set_input_files(good)
-    tab.page.wait_for_selector(DRAWN, timeout=JOB_TIMEOUT_MS)
+    tab.drawn(JOB_TIMEOUT_MS)
     tab.sees("3 rows: 3 predicted, 0 refused")
     tab.settle()
     tab.page.locator("input[type=file]").set_input_files(bad)

@@ -1,0 +1,121 @@
+const loadPlotly = (url) => (window.memboundPlotly ??= new Promise((resolve, reject) => {
+  const script = Object.assign(document.createElement("script"), { src: url, onload: () => resolve(window.Plotly), onerror: reject });
+  document.head.append(script);
+}));
+
+// The figure's own template on the page's colours and fonts.
+const themed = (node, template) => {
+  const style = getComputedStyle(node);
+  const value = (name) => style.getPropertyValue(`--st-${name}`).trim();
+  const text = value("text-color"), line = value("border-color-light") || value("border-color"), clear = "rgba(0,0,0,0)";
+  const own = template?.layout ?? {};
+  const axis = (name) => ({ gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, ...own[name] });
+  return { ...template, layout: {
+    colorway: value("chart-categorical-colors").split(","), paper_bgcolor: clear, plot_bgcolor: clear,
+    hoverlabel: { bgcolor: value("secondary-background-color"), bordercolor: line, font: { color: text } },
+    modebar: { bgcolor: clear, color: line, activecolor: text }, ...own,
+    font: { color: text, family: value("font"), ...own.font }, legend: { bgcolor: clear, ...own.legend },
+    xaxis: axis("xaxis"), yaxis: axis("yaxis"),
+  } };
+};
+
+const background = (node) => {
+  for (; node; node = node.parentElement) {
+    const color = getComputedStyle(node).backgroundColor;
+    if (color !== "rgba(0, 0, 0, 0)") return color;
+  }
+  return "#ffffff";
+};
+
+const download = (Plotly, node, format, key) => {
+  // an image has no fonts of the page, and text must be measured in the font that it is drawn in
+  const font = { ...node._fullLayout.font, family: "sans-serif" };
+  const legend = { ...node.layout.legend, font: { ...node.layout.legend?.font, family: "sans-serif" } };
+  const layout = { ...node.layout, font, legend, paper_bgcolor: background(node) };
+  const { width, height } = node.getBoundingClientRect();
+  const size = { width, height, scale: format === "png" ? 2 : 1 };
+  return Plotly.downloadImage({ data: node.data, layout }, { format, ...size, filename: `membound-${key}` });
+};
+
+const fill = async (Plotly, node) => {
+  const { height } = node.layout;
+  node.style.background = background(node);
+  await node.requestFullscreen();
+  const sized = (whole) => Plotly.relayout(node, { height: whole ? innerHeight : height, width: node.clientWidth });
+  node.addEventListener("fullscreenchange", () => { node.style.background = ""; sized(false); }, { once: true });
+  sized(true);
+};
+
+const CORNERS = { width: 16, height: 16, path: "M1 1h5v2H3v3H1zM10 1h5v5h-2V3h-3zM1 10h2v3h3v2H1zM13 10h2v5h-5v-2h3z" };
+// Plotly makes every drawing of its bar as wide as high: a word says itself how wide it is.
+const written = (words) => ({
+  svg: `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 34 16" style="width: 2.1em"><text x="17" y="13" text-anchor="middle"
+    fill="currentColor" font-family="sans-serif" font-weight="600" font-size="14">${words}</text></svg>`,
+});
+
+const bar = (Plotly, data) => ({
+  displaylogo: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "toImage"],
+  modeBarButtonsToAdd: [
+    { name: "full", title: data.titles.full, icon: CORNERS, click: (node) => fill(Plotly, node) },
+    ...["png", "svg"].map((format) => ({
+      name: format, title: data.titles[format], icon: written(format.toUpperCase()),
+      click: (node) => download(Plotly, node, format, data.key),
+    })),
+  ],
+});
+
+const draw = async (Plotly, node, data, setStateValue) => {
+  const { data: traces, layout, frames } = JSON.parse(data.figure);
+  const template = themed(node, layout.template);
+  const drawn = data.figure + JSON.stringify(template);
+  if (node.drawn === drawn) return;
+  node.drawn = drawn;
+  const uirevision = data.keepsZoom ? data.key : undefined;
+  const titles = JSON.stringify(data.titles);
+  if (node.titles !== titles) Object.assign(node, { titles, config: bar(Plotly, data) }); // with another Plotly begins anew
+  await Plotly.react(node, { data: traces, config: node.config,
+    layout: { ...layout, template, uirevision, height: data.height } });
+  if (frames) soon(() => node.drawn === drawn && move(Plotly, node, frames));
+  node.sizes ??= new ResizeObserver(() => {
+    if (node.clientWidth && node.clientWidth !== node._fullLayout?.width) Plotly.Plots.resize(node);
+  });
+  node.sizes.observe(node);
+  if (data.selectable) {
+    node.removeAllListeners("plotly_click");
+    node.on("plotly_click", ({ points }) =>
+      setStateValue("picked", { of: data.name, points: points.map((point) => point.customdata ?? null) }));
+  }
+};
+
+// Where a slider can put the chart is not needed before somebody can reach for it.
+const soon = window.requestIdleCallback ?? setTimeout;
+const move = async (Plotly, node, frames) => {
+  await Plotly.deleteFrames(node);
+  await Plotly.addFrames(node, frames);
+};
+
+// A chart is drawn when it is on the screen, or nearly: most of a page is not.
+const onceNear = (node, then) => {
+  node.nearness?.disconnect();
+  node.nearness = new IntersectionObserver((seen) => {
+    if (!seen.some(({ isIntersecting }) => isIntersecting)) return;
+    node.nearness.disconnect();
+    then();
+  }, { rootMargin: "150px" });
+  node.nearness.observe(node);
+};
+
+export default function ({ data, parentElement, setStateValue }) {
+  const node = parentElement.querySelector(".membound-chart");
+  node.setAttribute("aria-label", data.alt);
+  node.style.height = `${data.height}px`;
+  const loaded = loadPlotly(data.plotlyUrl);
+  onceNear(node, () => loaded.then((Plotly) => draw(Plotly, node, data, setStateValue)).catch(() => { node.textContent = data.alt; }));
+  return () => {
+    if (node.isConnected) return;
+    node.nearness.disconnect();
+    node.sizes?.disconnect();
+    window.Plotly?.purge(node);
+  };
+}

@@ -1,0 +1,82 @@
+"""How is a chart drawn in the page: in its place, once, and with the reader's zoom where it grows?
+
+`st.plotly_chart` takes a chart down at each change of its data and draws the new one several times. This component
+keeps the node and lets Plotly find the difference.
+"""
+
+import os
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PLOTLY_URL_VARIABLE = "MEMBOUND_PLOTLY_URL"
+HEIGHT = 450
+# What the buttons of a chart's bar say.
+TITLES = {"png": "Download as PNG", "svg": "Download as SVG", "full": "Full screen"}
+
+
+def draw(
+    figure: "go.Figure",
+    key: str,
+    *,
+    alt: str | None = None,
+    titles: Mapping[str, str] = TITLES,
+    keeps_zoom: bool = False,
+    selectable: bool = False,
+) -> list[Any]:
+    """Draw a figure in the page's theme; it keeps its node when the page runs again with other data under its key.
+
+    `alt` is read to those who do not see the chart, by default the figure's title and the names of its series. With
+    `keeps_zoom` a chart that grows stays where the reader zoomed to. With `selectable` a point can be clicked, and its
+    custom data is returned. Without the server of `membound dashboard`, which serves Plotly, the chart is Streamlit's
+    own.
+    """
+    alt = alt or describe(figure)
+    height = figure.layout.height or HEIGHT
+    plotly_url = os.environ.get(PLOTLY_URL_VARIABLE)
+    if plotly_url is None:
+        selects = "rerun" if selectable else "ignore"
+        state = st.plotly_chart(figure, key=key, height=height, alt=alt, on_select=selects, selection_mode="points")
+        return [point.get("customdata") for point in state.selection.points] if selectable else []  # type: ignore[union-attr]
+    drawn = figure.to_json()
+    data = {
+        "figure": drawn,
+        "name": zlib.crc32(drawn.encode()),
+        "key": key,
+        "height": height,
+        "alt": alt,
+        "titles": dict(titles),
+        "keepsZoom": keeps_zoom,
+        "selectable": selectable,
+        "plotlyUrl": plotly_url,
+    }
+    state = _component()(key=key, data=data, height=height, default={"picked": {}}, on_picked_change=_noted)
+    return list(state.picked["points"]) if state.picked.get("of") == data["name"] else []
+
+
+def describe(figure: "go.Figure") -> str:
+    """Say what a figure shows, from its title and the names of its series."""
+    names = [trace.name for trace in figure.data if trace.name]
+    title = figure.layout.title.text or "Chart"
+    return f"{title}: {', '.join(names)}" if names else title
+
+
+def _noted() -> None:
+    """What was picked is read when the page runs: Streamlit wants to call something."""
+
+
+@cache
+def _component() -> Any:
+    return st.components.v2.component(
+        "membound.chart",
+        html='<div class="membound-chart" role="figure"></div>',
+        js=(Path(__file__).parent / "assets" / "plot.js").read_text(encoding="utf-8"),
+        isolate_styles=False,
+    )
