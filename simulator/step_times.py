@@ -134,7 +134,7 @@ class StepTimes:
             n = int(sequences)
             if n not in self._guessing:
                 self._guessing[n] = _Guessing(self, n)
-            return self._guessing[n].seconds(int(guesses), known_kv)
+            return self._guessing[n].seconds(int(guesses), float(known_kv))
         plain = replace(
             shape,
             tokens=shape.tokens - guesses,
@@ -216,8 +216,8 @@ class _Guessing:
     def seconds(self, guesses: int, known_kv_tokens: float) -> float:
         """Seconds with so many guesses behind the tokens that are known, the newest of each sequence among them."""
         index = _below(self._kv_tokens, known_kv_tokens)
-        near, far = self._at(index)[guesses], self._at(index + 1)[guesses]
-        begin, _, low, slope = _piece(*self._kv_tokens[index : index + 2], near, far)
+        nodes, near, far = self._kv_tokens, self._at(index)[guesses], self._at(index + 1)[guesses]
+        begin, _, low, slope = _piece(nodes[index], nodes[index + 1], near, far)
         return low + slope * (known_kv_tokens - begin)
 
     def _at(self, index: int) -> list[float]:
