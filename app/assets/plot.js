@@ -9,7 +9,7 @@ const themed = (node, template) => {
   const value = (name) => style.getPropertyValue(`--st-${name}`).trim();
   const text = value("text-color"), line = value("border-color-light") || value("border-color"), clear = "rgba(0,0,0,0)";
   const own = template?.layout ?? {};
-  const axis = (name) => ({ gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, ...own[name] });
+  const axis = (name) => ({ gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, automargin: true, ...own[name] });
   return { ...template, layout: {
     colorway: value("chart-categorical-colors").split(","), paper_bgcolor: clear, plot_bgcolor: clear,
     hoverlabel: { bgcolor: value("secondary-background-color"), bordercolor: line, font: { color: text } },

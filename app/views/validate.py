@@ -45,20 +45,27 @@ def _published(t: Translate) -> None:
     kept = int((promises["reached"] <= promises["promised"]).sum())
     whole, missed = len(listed[0].table), listed[0].missed
     st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole))
-    st.write(t("validate.published_missed", missed="; ".join(missed)))
+    st.write(t("validate.published_missed", missed="; ".join(said(what, t) for what in missed)))
     kernels, runs = judged.counts(listed[0])
     st.write(t("validate.published_said", kernels=kernels, runs=runs))
+    promises["what"] = [said(what, t) for what in promises["what"]]
     chart(
         figures.promises_figure(promises, t),
         key="promises",
         alt=t("validate.promises_alt", kept=kept, promises=len(promises)),
         caption=t("validate.promises_caption"),
-        table=listed[0].table,
+        table=_said_table(listed[0].table, t),
     )
     for at, found in enumerate(listed[1:]):
         with st.expander(said(found.title, t)):
             st.dataframe(found.table, hide_index=True, key=f"published_{at}")
     st.caption(t("validate.published_caption"))
+
+
+def _said_table(table: pd.DataFrame, t: Translate) -> pd.DataFrame:
+    """A table of the document with its columns, and what its rows are of, in the reader's language."""
+    named = table.assign(what=[said(what, t) for what in table["what"]])
+    return named.rename(columns={name: said(name, t) for name in named.columns})
 
 
 # --- this machine ---

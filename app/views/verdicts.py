@@ -9,6 +9,7 @@ from membound.app import text
 from membound.app.engine_choice import ANY_TASK
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
+from membound.app.views.said import said
 from membound.roofline.techniques import TECHNIQUES, Technique
 from membound.simulator.effects import Effect
 from membound.simulator.moves import quality_of
@@ -75,7 +76,7 @@ def price(technique: Technique, t: Translate) -> str:
 
 def price_words(note: str, source: str, t: Translate) -> str:
     """A figure that somebody found, or that nobody did."""
-    return t("techniques.price_unknown") if source == NO_FIGURE else t("techniques.price", note=note)
+    return t("techniques.price_unknown") if source == NO_FIGURE else t("techniques.price", note=said(note, t))
 
 
 def drafting_words(effect: Effect, task: str, t: Translate) -> str:

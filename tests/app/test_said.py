@@ -98,6 +98,11 @@ def test_what_is_noted_of_a_run_is_said_in_chinese(note: str) -> None:
     assert not re.search(r"held up|repeated|attributed|stayed", told)
 
 
+def test_the_rows_of_the_published_promises_have_chinese_names() -> None:
+    rows = judged.published()[0].table["what"]
+    assert all(CHINESE.search(said(what, ZH)) for what in rows), [what for what in rows if said(what, ZH) == what]
+
+
 def test_the_sections_of_the_published_validation_have_chinese_titles() -> None:
     titles = [found.title for found in judged.published()[1:]]
     assert titles and all(CHINESE.search(said(title, ZH)) for title in titles), titles
