@@ -44,13 +44,20 @@ def _interval(row: dict[str, Any]) -> str:
 def _named(technique: str, parameters: dict[str, Any], drafts: dict[str, Any] | None) -> str:
     """A technique with the parameters that it has been costed with: `eagle (depth 3, tree 3)`."""
     if drafts is None:
-        named = [str(value) for value in parameters.values() if value is not None]
-        return " ".join([technique, *named])
+        named = [_said(name, value) for name, value in parameters.items() if value is not None]
+        return f"{technique} ({', '.join(named)})" if named else technique
     if drafts["off"]:
         return f"{technique} (off)"
     size = f"depth {drafts['depth']}" if "tree_size" in drafts else f"gamma {drafts['depth']}"
     tree = f", tree {drafts['tree_size']}" if "tree_size" in drafts else ""
     return f"{technique} ({size}{tree})"
+
+
+def _said(name: str, value: Any) -> str:
+    """`int4`, `8 redundant experts`: a format by itself, anything else with its name."""
+    if isinstance(value, bool):
+        return name.replace("_", " ") if value else f"no {name.replace('_', ' ')}"
+    return str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value:g}"
 
 
 def drafting(found: dict[str, Any]) -> str:
@@ -96,7 +103,8 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
     plain = stack["plain"]
     yield (
         f"gains in {metric} over {stack['baseline']}: {text.milliseconds(plain['tpot_s'])} a token, "
-        f"{text.rate(plain['output_tokens_per_s'])}, bound by {_BOUNDS.get(plain['bottleneck'], plain['bottleneck'])}"
+        f"{text.rate(plain['output_tokens_per_s'])}, bound by {_BOUNDS.get(plain['bottleneck'], plain['bottleneck'])} "
+        f"({text.percent(plain['shares'][plain['bottleneck']])} of the time){_prompts(plain['prompt_share'])}"
     )
     alone = _table("each alone", "technique", "against", "gain", "interval", "lossless", "bottleneck", right=("gain",))
     for row in stack["alone"]:
@@ -128,6 +136,10 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
         chosen = ", ".join(best["techniques"]) or "the plain engine"
         yield f"better than all together: {chosen} ({text.gain(best['gain'])})"
     yield from _pairs(stack["pairs"])
+
+
+def _prompts(share: float | None) -> str:
+    return "" if share is None else f"; prompts take {text.percent(share)} of the time"
 
 
 def _order(stack: dict[str, Any], key: str, title: str) -> Table:
@@ -171,8 +183,10 @@ def advice(document: dict[str, Any]) -> RenderableType:
     parts.append(
         "a decode step asks of the bare roofs: "
         + ", ".join(f"{_BOUNDS.get(bound, bound)} {text.seconds(value)}" for bound, value in seconds.items() if value)
-        + f"; the bottleneck is {_BOUNDS.get(document['bottleneck'], document['bottleneck'])}"
     )
+    bound = document["bottleneck"]
+    share = "" if now is None else f", {text.percent(now['shares'][bound])} of the time, prompts among it"
+    parts.append(f"the bottleneck is {_BOUNDS.get(bound, bound)}{share}")
     waits = document["situation"]["overload_rps"]
     if waits:
         parts.append(f"{waits:.3g} requests a second arrive beyond what it serves: the queue grows without end")
@@ -182,14 +196,16 @@ def advice(document: dict[str, Any]) -> RenderableType:
     for move in document["moves"]:
         instead = f" instead of {', '.join(move['instead_of'])}" if move["instead_of"] else ""
         state = " (has it)" if move["state"] == "on" else instead
-        after = move["bottleneck_after"]
+        after, size = move["bottleneck_after"], move["parameters"]
+        if not move["possible"] and ("depth" in size or "gamma" in size):  # nothing was drafted
+            size = {}
         table.add_row(
-            _named(move["title"], move["parameters"], move["drafting"]) + state,
+            _named(move["title"], size, move["drafting"]) + state,
             _gain(move["gain"]) or ("fits" if move["possible"] else "refused"),
             _interval(move),
             _gain(move["other_gain"]),
             _BOUNDS.get(after, after) if after else "",
-            move["price"] or ("lossless" if move["lossless"] else "quality"),
+            _price(move),
         )
     parts.append(table)
     parts += [drafting(move["drafting"]) for move in document["moves"] if move["drafting"]]
@@ -201,6 +217,12 @@ def advice(document: dict[str, Any]) -> RenderableType:
             numbers = f" ({text.gain(conflict['real'])}, not {text.gain(conflict['product'])})"
         parts.append(f"not both: {' and '.join(conflict['moves'])}: {conflict['reason']}{numbers}")
     return Group(*parts)
+
+
+def _price(move: dict[str, Any]) -> str:
+    """More devices with what each of them then does, or quality."""
+    each = "" if move["gain_per_device"] is None else f": {text.gain(move['gain_per_device'])} a device"
+    return f"{move['price']}{each}" if move["price"] else "lossless" if move["lossless"] else "quality"
 
 
 def _why(move: dict[str, Any]) -> str:

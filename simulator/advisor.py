@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from membound.roofline.comparison import UNITS
+from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
 from membound.roofline.scenario import Scenario
@@ -24,8 +25,8 @@ from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.moves import Move, excludes, moves_of
 from membound.simulator.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.situation import situation_of
-from membound.simulator.stacking import closed_loop
-from membound.simulator.steady import Load, check_context, deployment_of, load_of
+from membound.simulator.stacking import closed_loop, engine_said
+from membound.simulator.steady import Load, Steady, check_context, deployment_of, load_of
 from membound.simulator.sweep import Workers
 
 # A gain below this is not worth a line of what not to combine.
@@ -33,6 +34,8 @@ NOTICEABLE = 1.02
 # Together less than this share of the product: two moves that save the same.
 OVERLAP = 0.9
 PAIRED = 6
+# A gain this near to 1 is none, and no loss.
+UNCHANGED = 0.005
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,15 @@ class Advised:
     before: Served | None
     after: Served | None
     why: str
+
+    @property
+    def gain_per_device(self) -> float | None:
+        """The gain of each device's throughput, where the move takes more of them."""
+        ends = self.move.before, self.move.after
+        devices = [end.parallel.devices for end in ends if end is not None]
+        if self.before is None or self.after is None or len(set(devices)) < 2:
+            return None
+        return self.after.better(self.before, "output_tokens_per_s") * devices[0] / devices[1]
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,11 @@ def advise(
     Raises MemboundError where the scenario names something unknown.
     """
     scenario = scenario.model_copy(update={"sweep": ()})
+    if scenario.cluster is not None:
+        raise MemboundError(
+            "field 'cluster' names replicas, and advice is of one engine; remove it, and give one engine's share of "
+            "workload.arrivals"
+        )
     model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
     deployment = deployment_of(scenario, model, hardware)
     load = load_of(scenario, deployment)
@@ -112,6 +129,7 @@ def advise(
         check_context(model, lengths)
         scenario = closed_loop(scenario, clients, lengths, context)
         deployment, load = deployment_of(scenario, model, hardware), Load(float(clients), lengths)
+    Steady(deployment, load).check_steps()
     situation = situation_of(scenario, deployment, load)
     wanted: GainMetric = "output_tokens_per_s" if situation.waits else "tpot_s"
     metric_reason = "as asked for" if metric else _metric_reason(situation)
@@ -121,8 +139,7 @@ def advise(
     costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(load))
     moves = list(moves_of(scenario, model, hardware, load.lengths.prompt_tokens + load.lengths.output_tokens))
     costing.ahead([end for move in moves for end in (move.before, move.after) if end], progress)
-    prompts = situation.prompt_share
-    advised = sorted((_advised(move, costing, metric, error, prompts) for move in moves), key=_by_gain)
+    advised = sorted((_advised(move, costing, metric, error) for move in moves), key=_by_gain)
     now = costing.served(scenario)
     return Advice(
         scenario,
@@ -155,7 +172,7 @@ def _by_gain(advised: Advised) -> tuple[Any, ...]:
     return (1, advised.move.quality.rank, advised.after.tpot_s) if advised.after else (2, advised.move.quality.rank)
 
 
-def _advised(move: Move, costing: Costing, metric: GainMetric, error: float, prompt_share: float) -> Advised:
+def _advised(move: Move, costing: Costing, metric: GainMetric, error: float) -> Advised:
     if move.after is None:
         return Advised(move, None, None, None, None, None, None, move.reason or "")
     before, after = costing.served(move.before), costing.served(move.after)
@@ -165,7 +182,7 @@ def _advised(move: Move, costing: Costing, metric: GainMetric, error: float, pro
         return Advised(move, None, None, None, None, None, after, f"makes it fit: without it, {before}")
     other: GainMetric = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
     gain = after.better(before, metric)
-    why = _why(move, before, after, prompt_share)
+    why = _why(move, before, after, gain)
     return Advised(move, gain, after.better(before, other), gain / (1 + error), gain * (1 + error), before, after, why)
 
 
@@ -187,11 +204,14 @@ _SCHEDULES = {
 _TARGETS = {"weights": "memory_weights", "kv": "memory_kv"}
 
 
-def _why(move: Move, before: Served, after: Served, prompt_share: float) -> str:
-    """One sentence with the numbers that make the gain what it is."""
-    binds = f"{_BOUND_WORDS[before.bottleneck]} is {before.shares[before.bottleneck]:.0%} of a decode step"
-    if prompt_share >= 0.5 and (move.technique is None or move.technique.name in _FASTER_ARITHMETIC):
-        return f"prompts, which arithmetic binds, take {prompt_share:.0%} of the time; {binds}"
+def _why(move: Move, before: Served, after: Served, gain: float) -> str:
+    """One sentence with the numbers that make the gain what it is, or the loss."""
+    if gain < 1.0 - UNCHANGED:
+        return _why_slower(before, after)
+    binds = f"{_BOUND_WORDS[before.bottleneck]} takes {before.shares[before.bottleneck]:.0%} of the time"
+    quickens_prompts = move.technique is None or move.technique.name in _FASTER_ARITHMETIC
+    if quickens_prompts and (before.prompt_share or 0.0) >= 0.5:
+        binds = f"prompts take {before.prompt_share:.0%} of the time; {binds}"
     if after.batch > 1.05 * before.batch:
         return f"{binds}; memory holds {after.batch:.0f} sequences instead of {before.batch:.0f}"
     technique = move.technique
@@ -199,9 +219,9 @@ def _why(move: Move, before: Served, after: Served, prompt_share: float) -> str:
         target = _TARGETS[technique.layer]
         if technique.name in _FASTER_ARITHMETIC and before.shares["compute"] > before.shares[target]:
             target = "compute"
-        share = f"{_BOUND_WORDS[target]} is {before.shares[target]:.0%} of a decode step"
-        same = "the largest part" if before.bottleneck == target else f"while {binds}"
-        return f"{share}, {same}"
+        if before.bottleneck == target:
+            return f"{binds}, the largest part"
+        return f"{_BOUND_WORDS[target]} takes {before.shares[target]:.0%} of the time, while {binds}"
     if technique is not None and technique.layer == "steps":
         drafts = after.shares.get("drafting", 0.0)
         drafting = f", of which {drafts:.0%} drafting" if drafts >= 0.005 else ""
@@ -211,6 +231,22 @@ def _why(move: Move, before: Served, after: Served, prompt_share: float) -> str:
     if technique is not None and technique.name in _SCHEDULES:
         return f"{binds}; {_SCHEDULES[technique.name]}"
     return binds
+
+
+def _why_slower(before: Served, after: Served) -> str:
+    """What grows most of the engine's time for a token of output; where none does, what passes between the tokens."""
+    was, now = (
+        {bound: share / served.output_tokens_per_s for bound, share in served.shares.items()}
+        for served in (before, after)
+    )
+    grown = max(now, key=lambda bound: now[bound] - was.get(bound, 0.0))
+    more = now[grown] - was.get(grown, 0.0)
+    if after.output_tokens_per_s < before.output_tokens_per_s and more > 0.0:
+        took = f", instead of {was[grown] * 1e3:.3g} ms" if was.get(grown) else ""
+        return f"a loss: {_BOUND_WORDS[grown]} takes {now[grown] * 1e3:.3g} ms of the engine's time for a token{took}"
+    if after.batch > before.batch + 0.5:
+        return f"a loss: {after.batch:.0f} sequences share a step instead of {before.batch:.0f}; together they gain"
+    return "a loss: others' prompts pass between a request's tokens"
 
 
 # --- rules and conflicts ---
@@ -277,7 +313,7 @@ def _conditions(scenario: Scenario, hardware: HardwareSpec, load: Load) -> str:
     where = f"{devices} x {hardware.name}" if devices > 1 else hardware.name
     return (
         f"{scenario.model} on {where}, {load.concurrency:.0f} requests under way, {lengths.prompt_tokens:.0f} tokens "
-        f"in and {lengths.output_tokens:.0f} out, engine profile '{scenario.engine.profile}'"
+        f"in and {lengths.output_tokens:.0f} out, {engine_said(scenario)}"
     )
 
 
@@ -294,7 +330,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "metric_reason": advice.metric_reason,
         "unit": UNITS[advice.metric],
         "now": None if advice.now is None else advice.now._asdict(),
-        "bottleneck": situation.bottleneck,
+        "bottleneck": situation.bottleneck if advice.now is None else advice.now.bottleneck,
         "roof_seconds": situation.seconds,
         "situation": {
             "batch": situation.batch,
@@ -340,6 +376,7 @@ def _move_json(one: Advised) -> dict[str, Any]:
         "low": one.low,
         "high": one.high,
         "other_gain": one.other_gain,
+        "gain_per_device": one.gain_per_device,
         "possible": one.after is not None,
         "lossless": move.quality.rank == 0,
         "quality": {"rank": move.quality.rank, "note": move.quality.note, "source": move.quality.source},

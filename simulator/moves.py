@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from membound.roofline.errors import MemboundError
@@ -50,7 +50,9 @@ class Quality:
 
 
 _LOSSLESS = Quality(0, "lossless: the same tokens", "by construction; `membound measure` checks it")
-_UNKNOWN_8 = Quality(1, "lossy: measure its price with `membound compare`", "no figure in the ledger")
+# Where `membound compare` can run the engine, it measures what the ledger does not know.
+_MEASURE = "measure its price with `membound compare`"
+_UNKNOWN_8 = Quality(1, f"lossy: {_MEASURE}", "no figure in the ledger")
 _QUALITY: dict[str, Quality] = {
     "int8_weights": Quality(
         1, "KL 0.005 nats to bf16, 96.8 % equal top-1 tokens (SmolLM2-135M)", "measured: README, live-cpu"
@@ -64,7 +66,7 @@ _QUALITY: dict[str, Quality] = {
         4, "perplexity 6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
     ),
     "kv_quantization:8": _UNKNOWN_8,
-    "kv_quantization:4": Quality(2, "lossy: measure its price with `membound compare`", "no figure in the ledger"),
+    "kv_quantization:4": Quality(2, f"lossy: {_MEASURE}", "no figure in the ledger"),
     "kv_quantization:2": Quality(
         3,
         "CoQA 63.88 to 63.05, GSM8K 13.50 to 12.74 with 2-bit KIVI (Llama-2-7B)",
@@ -72,7 +74,7 @@ _QUALITY: dict[str, Quality] = {
     ),
     "kv_eviction": Quality(
         3,
-        "lossy where a question comes after its context was evicted; measure it with `membound compare`",
+        f"lossy where a question comes after its context was evicted: {_MEASURE}",
         "no figure in the ledger; claims X3",
     ),
     "sparsity_2_4": Quality(
@@ -83,8 +85,15 @@ _QUALITY: dict[str, Quality] = {
 }
 
 
-def quality_of(technique: Technique) -> Quality:
-    """The price of a technique in quality, with its source."""
+def quality_of(technique: Technique, *, runs_here: bool = True) -> Quality:
+    """The price of a technique in quality, with its source; `runs_here` says whether it could be measured."""
+    quality = _quality_of(technique)
+    if runs_here:
+        return quality
+    return replace(quality, note=quality.note.replace(_MEASURE, "no figure of its price is known here"))
+
+
+def _quality_of(technique: Technique) -> Quality:
     if technique.lossless:
         return _LOSSLESS
     if technique.name in _QUALITY:
@@ -170,7 +179,7 @@ def _technique_move(
     technique: Technique, state: State, before: Scenario, after: Scenario, instead_of: tuple[str, ...] = ()
 ) -> Move:
     baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.compared_with(before.setup)
-    quality = quality_of(technique)
+    quality = quality_of(technique, runs_here=after.hardware in ("local", "local-gpu"))
     return Move(
         technique.name, technique.title, state, before, after, baseline, quality, instead_of, technique=technique
     )

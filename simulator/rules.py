@@ -29,11 +29,13 @@ class Drafting:
 class Situation:
     """What the rules look at. `seconds` are t_w, t_kv, t_c and t_n of a decode step by bound.
 
-    `prompt_share` is the share of the engine's time that prompts take.
+    `prompt_share` is the share of the engine's time that prompts take; `bottleneck` takes most of it, prompts and
+    decode steps together.
     """
 
     batch: float
     seconds: dict[str, float]
+    bottleneck: str
     fits: bool
     fits_in_4_bits: bool
     queued: float
@@ -55,11 +57,6 @@ class Situation:
     def waits(self) -> bool:
         """Whether more is asked than is served at once."""
         return self.queued > 0 or self.overload_rps > 0
-
-    @property
-    def bottleneck(self) -> str:
-        """The bound that asks for the most seconds."""
-        return max(self.seconds, key=self.seconds.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "R0",
         "always",
-        "attack what takes most of a step, and do not multiply the gains of single techniques",
+        "attack what takes most of the time, and do not multiply the gains of single techniques",
         (),
         lambda s: s.fits,
-        lambda s: f"the roofs ask of a step {_milliseconds(s)}",
+        lambda s: (
+            f"prompts take {s.prompt_share:.0%} of the time, and the roofs ask of a decode step {_milliseconds(s)}"
+        ),
     ),
     Rule(
         "R1",

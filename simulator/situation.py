@@ -10,6 +10,9 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes
 from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.operators import Operator
+from membound.roofline.precision import PRECISIONS
+from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import (
     Eagle,
@@ -33,6 +36,7 @@ def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Lo
     return Situation(
         batch=steady.batch,
         seconds=roof_seconds(deployment, steady.batch, lengths.context),
+        bottleneck=steady.bottleneck,
         fits=fits,
         fits_in_4_bits=_fits_in_4_bits(scenario, deployment, whole),
         overload_rps=load.overload_rps,
@@ -53,16 +57,26 @@ def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Lo
 
 
 def roof_seconds(deployment: SpeculatingDeployment, batch: float, context: float) -> dict[str, float]:
-    """t_w, t_kv, t_c and t_n: what the bare roofs ask of a decode step of plain tokens."""
-    plain = replace(deployment, speculation=None)
+    """t_w, t_kv, t_c and t_n of a decode step of plain tokens: its amounts over the roofs of the data sheet, or over
+    those that this machine's calibration measured, and nothing else."""
+    plain, hardware = replace(deployment, speculation=None), deployment.hardware
+    link = hardware.scale_up or hardware.scale_out or hardware.host
+    bandwidth = hardware.calibration.memory_bandwidth if hardware.calibration else hardware.bandwidth_bytes_per_s
     seconds = dict.fromkeys(("memory_weights", "memory_kv", "compute", "link"), 0.0)
-    for cost in plain.verify_cost(batch, context).operators:
-        op, time = cost.operator, cost.time
+    for op in (cost.operator for cost in plain.verify_cost(batch, context).operators):
         reads = "memory_kv" if op.kind in ("attention", "recurrent") else "memory_weights"
-        seconds[reads] += float(time.memory_s) * op.calls
-        seconds["compute"] += float(time.compute_s) * op.calls
-        seconds["link"] += float(time.link_s) * op.calls
+        seconds[reads] += float(op.weight_bytes + op.kv_bytes) / bandwidth * op.calls
+        seconds["compute"] += float(op.flops) / _matrix_rate(op, hardware) * op.calls
+        seconds["link"] += float(op.link_bytes) / link.bandwidth_bytes_per_s * op.calls if link else 0.0
     return seconds
+
+
+def _matrix_rate(op: Operator, hardware: HardwareSpec) -> float:
+    """FLOPs a second of the matrix unit in the format that an operator multiplies in; 16 bits where it names none."""
+    wide = PRECISIONS["bf16"]
+    if hardware.calibration is not None:
+        return hardware.calibration.matrix_flops((op.precision or wide).name)
+    return compute_dtype(op.precision or wide, op.activations or wide, hardware).flops_per_s
 
 
 def _ridge_tokens(hardware: HardwareSpec) -> float:

@@ -34,6 +34,7 @@ from membound.roofline.workload import (
 )
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.scheduling.policies import BATCHINGS, Batching
+from membound.simulator.scheduling.remedies import remedies
 from membound.simulator.scheduling.workload import request_stream
 
 # Requests that are drawn to know a workload's lengths.
@@ -237,8 +238,8 @@ class Steady:
         whole = self.deployment.batching.whole_prompts
         return self.load.lengths.within(self.deployment.chunk_tokens) if whole else self.load.lengths
 
-    def check(self) -> None:
-        """Raises MemboundError where every request is too long for a step, or not even one sequence fits."""
+    def check_steps(self) -> None:
+        """Raises MemboundError where every request is too long for a step that holds it whole."""
         batching, shortest = self.deployment.batching, self.load.lengths.shortest
         if batching.whole_prompts and shortest > self.deployment.chunk_tokens:
             raise MemboundError(
@@ -246,14 +247,20 @@ class Steady:
                 f"{batching.name} batching computes a prompt in one step; raise engine.max_batched_tokens, or set "
                 "engine.batching to chunked_prefill"
             )
-        context = self._whole_context
+
+    def check(self) -> None:
+        """Raises MemboundError where every request is too long for a step, or not even one sequence fits."""
+        self.check_steps()
+        context, model = self._whole_context, self.deployment.model
         if self.deployment.largest_batch(context) >= 1.0:
             return
         held = self.deployment.weights_bytes / 2**30
+        usable = usable_bytes(self.deployment.hardware) - RESERVED_BYTES
+        advice = remedies(model, self.deployment.setup, usable, lambda setup: float(kv_bytes(model, setup, context)))
         raise MemboundError(
             f"'{self.deployment.model.name}' does not fit on '{self.deployment.hardware.name}': its weights take "
             f"{held:.1f} GiB of {self.deployment.hardware.memory_bytes / 2**30:.1f} GiB, and one sequence needs "
-            f"{context:.0f} tokens of cache beside them"
+            f"{context:.0f} tokens of cache beside them{advice}"
         )
 
     @property

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
+from membound.roofline.model_files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advisor import Advice, Advised, advise, to_json
@@ -147,6 +149,60 @@ def test_moves_are_ranked_by_their_gains_and_each_has_interval_reason_and_price(
         if one.gain is not None:
             assert one.low < one.gain < one.high
         assert one.move.quality.note and one.move.quality.source
+
+
+@pytest.mark.parametrize(("concurrency", "prompt"), [(64, 512), (32, 3000)])
+def test_a_reason_says_a_loss_of_a_loss_and_of_nothing_else(concurrency, prompt):
+    advice = advise(scenario(concurrency, prompt))
+    assert any(gain < 0.99 for gain in gains(advice)) and any(gain > 1.01 for gain in gains(advice))
+    for one in advice.moves:
+        if one.gain is not None and abs(one.gain - 1.0) > 0.01:
+            assert one.why.startswith("a loss: ") == (one.gain < 1.0)
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_bare_roofs_are_those_of_the_data_sheet(batch):
+    """Weights over bandwidth, two FLOPs a weight and token over the peak; the engine cannot be as fast."""
+    advice = advise(scenario(batch, 512))
+    model, h100 = resolve_model("Llama-3.1-8B"), get_hardware("H100-SXM5")
+    read = model.params - model.vocab * model.hidden  # embeddings are looked up
+    seconds = advice.situation.seconds
+    assert seconds["memory_weights"] == pytest.approx(2.0 * read / h100.bandwidth_bytes_per_s, rel=0.01)
+    assert seconds["compute"] == pytest.approx(2.0 * read * batch / h100.peak_flops("bf16"), rel=0.1)
+    assert max(seconds.values()) < advice.now.tpot_s
+
+
+def test_the_bottleneck_of_advice_counts_prompts():
+    document = to_json(advise(scenario(64, 3500, 32)))
+    seconds = document["roof_seconds"]
+    assert document["bottleneck"] == "compute" == document["now"]["bottleneck"]
+    assert max(seconds, key=seconds.__getitem__) != "compute"
+
+
+def test_what_takes_more_devices_says_what_each_gains():
+    advice = advise(scenario(16))
+    for one in advice.moves:
+        if one.move.name == "tensor_parallel":
+            assert one.gain_per_device == pytest.approx(one.other_gain / 2) and one.gain_per_device < 1.0
+        else:
+            assert one.gain_per_device is None
+
+
+def test_nobody_is_sent_to_measure_where_no_engine_runs():
+    assert not any("compare" in one.move.quality.note for one in advise(scenario()).moves)
+    assert "compare" in quality_of(TECHNIQUES["w8a8"](name="w8a8")).note
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cluster": {"groups": [{"count": 3}]}}, "field 'cluster' names replicas"),
+        ({"engine": {"max_batched_tokens": 256}}, "640 tokens exceed max_batched_tokens"),
+    ],
+)
+def test_what_advice_cannot_be_given_of_is_refused_in_a_sentence(changes, said):
+    with pytest.raises(MemboundError, match=said):
+        advise(scenario(**changes))
 
 
 def test_what_the_engine_has_is_judged_by_leaving_it_out_and_what_it_excludes_takes_its_place():
