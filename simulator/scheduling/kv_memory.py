@@ -9,8 +9,10 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.memory import MEMORY_SHARE, kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import EngineSetup
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.prefix_cache import PrefixCache
+from membound.simulator.scheduling.remedies import remedies
 
 # Longer than any window, so that from here on a cache grows by its layers without one.
 _BEYOND_WINDOWS = 2**26
@@ -48,11 +50,16 @@ def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest
     usable = memory_bytes * MEMORY_SHARE
     held = weights_bytes(model, setup)
     spare = usable - held
-    token_bytes, fixed_bytes = _footprint(model, scenario, longest or model.max_context)
-    if spare < max(token_bytes * engine.block_size, fixed_bytes):
+    token_bytes, fixed_bytes = _footprint(model, setup, longest or model.max_context)
+
+    def least_cache(setup: EngineSetup) -> float:
+        each, fixed = _footprint(model, setup, longest or model.max_context)
+        return max(each * engine.block_size, fixed)
+
+    if spare < least_cache(setup):
         raise MemboundError(
             f"model '{model.name}' does not fit: its weights take {held / 2**30:.1f} GiB of the "
-            f"{usable / 2**30:.1f} GiB usable on '{scenario.hardware}'"
+            f"{usable / 2**30:.1f} GiB usable on '{scenario.hardware}'{remedies(model, setup, usable, least_cache)}"
         )
     block_bytes = token_bytes * engine.block_size
     seats, fixed_blocks = engine.max_num_seqs, 0
@@ -98,9 +105,8 @@ def _most_held(engine: Engine, longest: int, max_context: int) -> int:
             return longest * rounded
 
 
-def _footprint(model: ModelSpec, scenario: Scenario, longest: int) -> tuple[float, float]:
+def _footprint(model: ModelSpec, setup: EngineSetup, longest: int) -> tuple[float, float]:
     """Bytes on one device for each further token of a sequence, and besides for a sequence of `longest` tokens."""
-    setup = scenario.setup
     far = float(kv_bytes(model, setup, 2.0 * _BEYOND_WINDOWS))
     token_bytes = (far - float(kv_bytes(model, setup, 1.0 * _BEYOND_WINDOWS))) / _BEYOND_WINDOWS
     fixed_bytes = float(kv_bytes(model, setup, float(longest))) - token_bytes * longest

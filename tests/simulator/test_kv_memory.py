@@ -96,6 +96,28 @@ def test_reserving_the_maximum_holds_fewer_sequences_than_paging():
     assert reserved.summary.preemptions == 0, "what is reserved never runs out"
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "remedy"),
+    [
+        ("Llama-3.1-405B", "H100-SXM5", {"parallel": {"tp": 16}}),
+        ("Falcon-180B", "L4", {"parallel": {"tp": 8, "pp": 2}}),
+        ("Gemma-3-27B", "L4", {"techniques": [{"name": "weight_quantization", "format": "int4"}]}),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_what_would_hold_it(model, hardware, remedy):
+    """The fewest devices, by doublings, and the widest narrower format; half as many devices do not."""
+    with pytest.raises(MemboundError, match="does not fit: its weights take") as caught:
+        run(scenario(model, hardware).with_value("workload.requests", 3))
+    document = scenario(model, hardware).with_value("workload.requests", 3).model_dump(mode="json")
+    assert run(parse_scenario(document | remedy)).summary.completed == 3
+    if degrees := remedy.get("parallel"):
+        assert ", ".join(f"parallel.{name} {value}" for name, value in degrees.items()) in str(caught.value)
+        with pytest.raises(MemboundError, match="does not fit"):
+            run(parse_scenario(document | {"parallel": degrees | {"tp": degrees["tp"] // 2}}))
+    else:
+        assert "4-bit weights (weight_quantization)" in str(caught.value)
+
+
 RESERVED = (2048, "pow2", "oracle", None)
 
 
