@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.files import write_files
-from membound.roofline.scenario import one_sentence
+from membound.roofline.problems import one_sentence
 
 # The working set that the cached columns of a linear table rotate over: beyond the caches that a core has to itself,
 # within those that hold a small model.
@@ -142,6 +142,6 @@ class Calibration(_Table):
             ) from None
         except ValidationError as error:
             raise MemboundError(
-                f"calibration '{path}' is damaged or from another version ({one_sentence(error)}); "
+                f"calibration '{path}' is damaged or from another version ({one_sentence(error, cls)}); "
                 "run `membound calibrate`"
             ) from None

@@ -20,7 +20,8 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.files import expanded, read_text, state_of
 from membound.roofline.home import home_folder, local_calibration_path
 from membound.roofline.part import Part
-from membound.roofline.scenario import one_sentence, parse_yaml
+from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.problems import kind_of, one_sentence
 
 # What a matrix unit can multiply. Microscaled formats count under the number they hold: mxfp4 and nvfp4 are fp4.
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp6", "fp4", "int4")
@@ -222,11 +223,11 @@ class HardwareSpec(Part):
 def parse_hardware(document: Any, origin: str) -> HardwareSpec:
     """A device from plain data; raises MemboundError with one sentence."""
     if not isinstance(document, dict):
-        raise MemboundError(f"{origin} is {type(document).__name__}, not a mapping of hardware fields")
+        raise MemboundError(f"{origin} is {kind_of(document)}, not a mapping of hardware fields")
     try:
         return HardwareSpec.model_validate(document)
     except ValidationError as error:
-        raise MemboundError(f"{origin}: {one_sentence(error)}") from None
+        raise MemboundError(f"{origin}: {one_sentence(error, HardwareSpec)}") from None
 
 
 def read_hardware(path: Path) -> HardwareSpec:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -19,8 +17,12 @@ from membound.roofline.engine_settings import Engine as Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.files import expanded, is_file, read_text
 from membound.roofline.model_files import published_formats
+from membound.roofline.nearest import did_you_mean, nearest, nearest_first
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
+from membound.roofline.plain_yaml import parse_yaml as parse_yaml
+from membound.roofline.problems import MEANT, kind_of, shown
+from membound.roofline.problems import one_sentence as one_sentence
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
 from membound.roofline.variants import Variant, completed
 from membound.roofline.workload import ClosedLoop as ClosedLoop
@@ -84,7 +86,7 @@ class Scenario(Part):
             raise ValueError(f"it is no list; {shape}")
         for one in listed:
             if not isinstance(one, str | BaseModel) and not (isinstance(one, dict) and "name" in one):
-                raise ValueError(f"{reprlib.repr(one)} has no name; {shape}")
+                raise ValueError(f"{shown(one)} has no name; {shape}")
         return [{"name": one} if isinstance(one, str) else one for one in listed]
 
     @model_validator(mode="after")
@@ -140,12 +142,11 @@ class Scenario(Part):
     def with_value(self, path: str, value: Any) -> Scenario:
         """This scenario with the field at the dotted `path` replaced; raises MemboundError for a bad path or value."""
         document = self.model_dump(mode="json")
+        check_path(document, path)
         *parents, last = path.split(".")
         node: Any = document
         for key in parents:
-            node = node.get(key) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or last not in node:
-            raise MemboundError(f"field '{path}' is not in the scenario; give a dotted path such as workload.requests")
+            node = node[key]
         node[last] = value
         return parse_scenario(document)
 
@@ -158,94 +159,31 @@ class Scenario(Part):
             yield point, scenario
 
 
-# What people write where a scenario has another name for it.
-_MEANT = {
-    **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
-    **dict.fromkeys(("gpus", "num_gpus", "tensor_parallel"), "parallel.tp"),
-    **dict.fromkeys(("batch", "batch_size"), "option --batch, or workload.arrivals.concurrency"),
-    **dict.fromkeys(("context", "context_length"), "option --context, or workload.prompts"),
-    **dict.fromkeys(("gpu", "device", "devices"), "hardware"),
-    **dict.fromkeys(("profile", "batching", "max_num_seqs", "max_batched_tokens", "block_size"), "engine.{}"),
-    **dict.fromkeys(("arrivals", "requests", "prompts", "output_tokens", "task", "seed"), "workload.{}"),
-    **dict.fromkeys(("concurrency", "rate_rps"), "workload.arrivals.{}"),
-    **dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), "slo.{}"),
-    **dict.fromkeys(("quantization", "speculation", "technique"), "techniques"),
-}
-
-
-def one_sentence(error: ValidationError) -> str:
-    """The problems of a pydantic error as one sentence: all fields that are missing or unknown, else the first problem
-    with field, value and what would be right."""
-    problems = error.errors()
-    lacking = [problem for problem in problems if problem["type"] == "missing"]
-    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
-    if problems[0] in lacking or problems[0] in unknown:
-        said = [f"field{_s(lacking)} {_listed(map(_path, lacking))} {_are(lacking)} missing"] if lacking else []
-        if unknown:
-            said.append(f"field{_s(unknown)} {_listed(map(_hinted, unknown))} {_are(unknown)} unknown")
-        advice = "; remove it or check its spelling" if len(unknown) == 1 else "; remove them or check their spelling"
-        advice = advice if unknown else ""
-        rest = len(problems) - len(lacking) - len(unknown)
-        return ", and ".join(said) + advice + (f" ({rest} more)" if rest else "")
-    problem = problems[0]
-    field = _path(problem) or "scenario"
-    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if problem["type"] == "union_tag_not_found":
-        return f"field '{field}' is {reprlib.repr(problem['input'])}, without a {_tag(problem)}; give one{more}"
-    if problem["type"] == "union_tag_invalid":
-        tag, known = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "")
-        return f"field '{field}' has the unknown {_tag(problem)} '{tag}'; known are {known}{more}"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
-        return f"field '{field}': {message}{more}" if problem["loc"] else f"{message}{more}"
-    return f"field '{field}' is {_shown(problem['input'])}: {message[:1].lower()}{message[1:]}{more}"
-
-
-def _shown(value: Any) -> str:
-    """A value, shortened; Python writes no number of thousands of digits."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
-
-
-def _path(problem: Any) -> str:
-    return ".".join(str(part) for part in problem["loc"])
-
-
-def _hinted(problem: Any) -> str:
-    """The field, with what may have been meant by it."""
-    field = _path(problem)
-    meant = _MEANT.get(field)
-    return f"{field}' (meant: {meant.format(field)})" if meant else f"{field}'"
-
-
-def _listed(fields: Iterable[str]) -> str:
-    """`'a', 'b' and 'c'`, where what follows a field's name closes its own quote."""
-    quoted = [f"'{field}" if field.endswith(("'", ")")) else f"'{field}'" for field in fields]
-    return " and ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
-
-
-def _s(problems: Sequence[Any]) -> str:
-    return "" if len(problems) == 1 else "s"
-
-
-def _are(problems: Sequence[Any]) -> str:
-    return "is" if len(problems) == 1 else "are"
-
-
-def _tag(problem: Any) -> str:
-    return str(problem["ctx"]["discriminator"]).strip("'")
+def check_path(document: Any, path: str) -> None:
+    """Raises MemboundError where the dotted path leads nowhere in a scenario's plain data."""
+    node, seen = document, ""
+    for key in path.split("."):
+        if isinstance(node, dict) and key in node:
+            node, seen = node[key], f"{seen}.{key}".strip(".")
+            continue
+        said = f"field '{path}' is not in the scenario"
+        if not isinstance(node, dict):
+            raise MemboundError(f"{said}: '{seen}' is {shown(node)}; give all of '{seen}' instead, as {{KEY: VALUE}}")
+        meant = MEANT.get(path, nearest(key, node))
+        close = f"; did you mean '{meant.format(path)}'?" if meant else ""
+        raise MemboundError(
+            f"{said}{close}; {f'{seen!r} has' if seen else 'there are'} {', '.join(nearest_first(key, node))}"
+        )
 
 
 def parse_scenario(document: Any, origin: str = "scenario") -> Scenario:
     """A scenario from plain data; raises MemboundError with one sentence."""
     if not isinstance(document, dict):
-        raise MemboundError(f"{origin} is {type(document).__name__}, not a mapping of scenario fields")
+        raise MemboundError(f"{origin} is {kind_of(document)}, not a mapping of scenario fields")
     try:
         return Scenario.model_validate(document)
     except ValidationError as error:
-        raise MemboundError(f"{origin}: {one_sentence(error)}") from None
+        raise MemboundError(f"{origin}: {one_sentence(error, Scenario)}") from None
 
 
 def shipped_scenarios() -> dict[str, str]:
@@ -266,7 +204,8 @@ def load_scenario(name_or_path: str) -> Scenario:
         shipped = shipped_scenarios()
         if name_or_path not in shipped:
             raise MemboundError(
-                f"scenario '{name_or_path}' is neither a file nor shipped; shipped are {', '.join(shipped) or 'none'}"
+                f"scenario '{name_or_path}' is neither a file nor shipped{did_you_mean(name_or_path, shipped)}; "
+                f"shipped are {', '.join(shipped) or 'none'}"
             )
         text = shipped[name_or_path]
     origin = f"scenario '{name_or_path}'"
@@ -291,70 +230,3 @@ def _with_hardware_beside(scenario: Path, point: Any) -> Any:
     if not isinstance(point, dict) or "hardware" not in point:
         return point
     return point | {"hardware": _beside(scenario, point["hardware"])}
-
-
-class _TwiceError(yaml.MarkedYAMLError):
-    """A mapping has a key twice, of which YAML readers keep the last without a word."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads plain data and refuses a key that a mapping has twice."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                if key.value in seen:
-                    raise _TwiceError(problem=key.value, problem_mark=key.start_mark)
-                seen.add(key.value)
-        return node
-
-
-def _check_plain(value: Any, origin: str, dates: bool, within: tuple[Any, ...] = ()) -> None:
-    """Raises MemboundError for what JSON cannot hold: dates, bytes, lone surrogates, and lists that hold themselves."""
-    if any(value is outer for outer in within):
-        raise MemboundError(f"{origin} has a {'list' if isinstance(value, list) else 'mapping'} that holds itself")
-    match value:
-        case dict():
-            for key, inner in value.items():
-                _check_plain(key, origin, dates)
-                _check_plain(inner, origin, dates, (*within, value))
-        case list():
-            for inner in value:
-                _check_plain(inner, origin, dates, (*within, value))
-        case str():
-            if any("\ud800" <= character <= "\udfff" for character in value):
-                raise MemboundError(f"{origin} has the text {value[:60]!a} with half a character; remove it")
-        case None | bool() | int() | float():
-            pass
-        case datetime.date() if dates:
-            pass
-        case _:
-            raise MemboundError(
-                f"{origin} has {reprlib.repr(str(value))}, which YAML reads as a {type(value).__name__}; quote it"
-            )
-
-
-def parse_yaml(text: str, origin: str, *, dates: bool = False) -> Any:
-    """Plain data from YAML, where asked for with dates; raises MemboundError with one sentence, also for values such as
-    a 45th of a month."""
-    try:
-        document = yaml.load(text, _Loader)
-        _check_plain(document, origin, dates)
-        return document
-    except MemboundError:
-        raise
-    except _TwiceError as error:
-        again = error.problem_mark.line + 1 if error.problem_mark else 0
-        raise MemboundError(
-            f"{origin} has the key {reprlib.repr(error.problem)} twice in one mapping, again at line {again}; keep one"
-        ) from None
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where else ""
-        raise MemboundError(f"{origin} is not valid YAML{line}") from None
-    except RecursionError:
-        raise MemboundError(f"{origin} is not valid YAML: it is nested too deep") from None
-    except (ValueError, AttributeError, TypeError, OverflowError) as error:
-        raise MemboundError(f"{origin} has a value that YAML cannot read ({str(error)[:80]}); quote it") from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import yaml
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import Parallelism
+from membound.roofline.plain_yaml import parse_yaml
 from membound.roofline.scenario import load_scenario, parse_scenario, shipped_scenarios
 
 
@@ -63,15 +66,18 @@ def test_bad_files_are_one_sentence(tmp_path):
     unknown.write_text(load_scenario("live-cpu").to_yaml() + "colour: blue\n")
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("# nothing yet\n")
     listing = tmp_path / "list.yaml"
     listing.write_text("- 1\n")
     for path, sentence in (
         (broken, "not valid YAML at line 1"),
         (unknown, "field 'colour' is unknown"),
         (binary, "it is not UTF-8 text"),
-        (listing, "is list, not a mapping"),
+        (empty, "is empty, not a mapping"),
+        (listing, "is a list, not a mapping"),
         (tmp_path / "missing.yaml", "No such file"),
-        ("life-cpu", "neither a file nor shipped; shipped are"),
+        ("life-cpu", "neither a file nor shipped; did you mean 'live-cpu'"),
     ):
         with pytest.raises(MemboundError, match=sentence):
             load_scenario(str(path))
@@ -110,7 +116,7 @@ def test_other_shapes_of_techniques_are_answered_with_the_right_one(value):
 
 
 def test_an_unknown_technique_is_answered_with_those_that_there_are():
-    assert "unknown name 'w8a9'; known are int8_weights" in refused(MINIMAL | {"techniques": ["w8a9"]})
+    assert "unknown name 'w8a9' (meant: w8a8); known are int8_weights" in refused(MINIMAL | {"techniques": ["w8a9"]})
 
 
 def test_a_device_s_file_is_found_beside_the_scenario(tmp_path, monkeypatch):
@@ -143,3 +149,48 @@ def test_the_baseline_of_a_scenario_lacks_the_usual_techniques_that_it_lists():
     assert not baseline.with_techniques((int8,)).setup.fused_attention
     assert baseline.with_techniques((flash,)).setup.fused_attention
     assert parse_scenario(yaml.safe_load(baseline.to_yaml())).setup == baseline.setup
+
+
+def test_an_unknown_field_is_answered_with_those_that_there_are_the_most_alike_first():
+    said = refused(MINIMAL | {"engine": {"max_num_seq": 8}, "slo": {"ttft": 1}})
+    assert "'engine.max_num_seq' and 'slo.ttft' are unknown" in said
+    assert "'engine' has max_num_seqs, " in said and "'slo' has ttft_s, " in said
+    said = refused(MINIMAL | {"techniques": [{"name": "eagle", "gamma": 3}]})
+    assert "'techniques.0.eagle' has " in said and "depth" in said
+    with pytest.raises(MemboundError, match=r"did you mean 'max_num_seqs'.*'engine' has max_num_seqs, "):
+        parse_scenario(MINIMAL).with_value("engine.max_num_seq", 8)
+    with pytest.raises(MemboundError, match=r"'cluster' is empty; give all of 'cluster' instead"):
+        parse_scenario(MINIMAL).with_value("cluster.router", "random")
+
+
+def test_every_problem_is_named_in_plain_words():
+    said = refused(MINIMAL | {"slo": None, "repeats": "many", "engine": {"max_num_seqs": None}})
+    for part in (
+        "'slo' is empty: give its fields",
+        "'repeats' is 'many': give a whole number",
+        "'engine.max_num_seqs' is empty: give a whole number",
+    ):
+        assert part in said
+    groups = refused(MINIMAL | {"cluster": {"router": "random", "groups": []}})
+    assert "'cluster.groups' is []: give at least 1 of them" in groups
+    for sentence in (said, groups):
+        assert not any(word in sentence for word in ("None", "NoneType", "tuple", "dict", "instance", "validation"))
+
+
+@pytest.mark.parametrize(("levels", "seconds"), [(7, 1.0), (9, 1.0), (60, 1.0)])
+def test_aliases_that_grow_without_end_are_refused_at_once(tmp_path, levels, seconds):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    bomb = tmp_path / "bomb.yaml"
+    bomb.write_text("\n".join([*lines, f"name: *a{levels - 1}"]))
+    before = time.perf_counter()
+    with pytest.raises(MemboundError, match="aliases") as caught:
+        load_scenario(str(bomb))
+    assert time.perf_counter() - before < seconds and len(str(caught.value)) < 400
+
+
+def test_a_few_aliases_are_read_and_values_are_shown_short():
+    asked = parse_yaml("a: &a {kind: fixed, tokens: 8}\nb: *a\nc: *a", "it")
+    assert asked["b"] == asked["c"] == {"kind": "fixed", "tokens": 8}
+    said = refused(MINIMAL | {"repeats": [[["x" * 1000] * 10] * 10] * 10})
+    assert len(said) < 300
