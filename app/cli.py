@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import io
 import os
-import reprlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from pydantic import ValidationError
 
 from membound.app import kernels, planning
 from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
@@ -32,6 +30,7 @@ from membound.app.terminal import (
     scenario_of,
 )
 from membound.app.training import train_draft
+from membound.app.usage import UsageError, misused
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -40,16 +39,30 @@ if TYPE_CHECKING:
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
 
-# Of click, which typer brings along under a private name: what every mistake on the command line is.
-UsageError: Any = typer.BadParameter.__base__
-
 app = typer.Typer(
     name="membound",
-    help="Which LLM serving technique helps at my operating point, by how much, and is that true on my machine?",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import importlib.metadata
+
+        typer.echo(f"membound {importlib.metadata.version('membound')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Which LLM serving technique helps at my operating point, by how much, and is that true on my machine?"""
+
 
 TimelineOption = Annotated[
     Path | None,
@@ -386,31 +399,18 @@ app.command()(experiment)
 app.add_typer(kernels.app)
 
 
-def _misused(error: Any) -> str:
-    """An error of the command line as one sentence; the help where there was nothing but the command's name."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        return str(error.format_message())
-    said = str(error.format_message()).rstrip(".")
-    cause, param = error.__cause__, getattr(error, "param", None)
-    if isinstance(cause, ValidationError) and param is not None:
-        problem = cause.errors()[0]
-        option = f"option {param.opts[0]}" if param.opts[0].startswith("-") else param.human_readable_name
-        said = f"{option} is {reprlib.repr(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-    return f"membound: {said[:1].lower()}{said[1:]}"
-
-
 def main() -> None:
     """The console script: known errors are one sentence on standard error and exit code 2."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # not every terminal has every character
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="membound", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
         sys.exit(130)
     except UsageError as error:
-        typer.echo(_misused(error), err=True)
+        typer.echo(misused(error), err=True)
         sys.exit(2)
     except MemboundError as error:
         typer.echo(f"membound: {error}", err=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EndpointOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="measure a server that speaks OpenAI's protocol: http://HOST:PORT[/v1]"),
+    typer.Option(metavar="URL", help="measure a server that speaks OpenAI's protocol: http://HOST:PORT or .../v1"),
 ]
 ModelOption = Annotated[
     str | None,

@@ -21,6 +21,7 @@ from membound.app.terminal import (
     scenario_of,
 )
 from membound.roofline.errors import MemboundError
+from membound.roofline.nearest import did_you_mean
 from membound.roofline.part import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -235,7 +236,8 @@ def catalog(
 
     chosen = next((known for known in catalogs.KINDS if known == kind), None)
     if chosen is None:
-        raise MemboundError(f"catalog '{kind}' is unknown; give {', '.join(catalogs.KINDS)}")
+        close = did_you_mean(kind, catalogs.KINDS)
+        raise MemboundError(f"catalog '{kind}' is unknown{close}; there are {', '.join(catalogs.KINDS)}")
     print_result(catalogs.listing(chosen), as_json, catalogs.render)
 
 

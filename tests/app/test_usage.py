@@ -1,0 +1,70 @@
+"""Does every command have its help, and is every mistake on the command line one sentence that says what was meant?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import typer
+
+from membound.app import cli
+
+
+def _commands(group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from _commands(command, (*path, name))
+
+
+COMMANDS = list(_commands(typer.main.get_command(cli.app)))
+
+
+@pytest.fixture
+def membound(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Calls the console script here; returns its exit code, output and errors."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["membound", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        code = left.value.code
+        return code if isinstance(code, int) else 0, *capsys.readouterr()
+
+    return call
+
+
+def test_the_walk_finds_sub_commands() -> None:
+    assert {(), ("measure",), ("import",), ("kernels", "check")} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_its_help(membound, command: tuple[str, ...]) -> None:
+    code, out, err = membound(*command, "--help")
+    assert (code, err) == (0, "") and "Usage" in out and "--help" in out
+
+
+def test_the_version_is_the_distribution_s(membound) -> None:
+    code, out, _ = membound("--version")
+    assert code == 0 and out.startswith("membound ") and out.split()[1][0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["predit"], "there is no command 'predit'; did you mean 'predict'?"),
+        (["zzz"], "`membound --help` lists those that there are"),
+        (["kernels", "chekc"], "did you mean 'check'?"),
+        (["predict", "live-cpu", "--bacth", "3"], "there is no option --bacth; did you mean '--batch'?"),
+        (["predict", "live-cpu", "--batch", "x"], "option --batch is 'x': give a whole number"),
+        (["predict", "live-cpu", "more"], "'more' is one argument too many"),
+        (["predict"], "argument SCENARIO is missing"),
+        (["experiment", "x6"], "argument NAME is 'x6': give x1, x2, x3, x4, x5"),
+        (["validate", "a.csv", "--leave-out", "foo"], "option --leave-out is 'foo': give device, source"),
+        (["catalog", "device"], "did you mean 'devices'?"),
+        (["predict", "live-cup"], "did you mean 'live-cpu'?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_says_what_was_meant(membound, arguments: list[str], says: str) -> None:
+    code, out, err = membound(*arguments)
+    assert (code, out) == (2, "") and says in err and len(err.strip().splitlines()) == 1
