@@ -53,6 +53,10 @@ class Parallelism(Part):
             )
         return self
 
+    def degrees(self) -> dict[str, int]:
+        """By how much each kind of parallelism divides."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp}
+
     def micro_batches_of(self, sequences: Count) -> Count:
         """Micro-batches that so many sequences of a replica make; none has less than one sequence."""
         return np.clip(sequences / self.dp, 1.0, float(self.micro_batches or self.pp))

@@ -339,7 +339,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
         "precision": replica.precision.name,
         "lossless": replica.precision.lossless,
         "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
-        "parallel": replica.parallel.model_dump(),
+        "parallel": replica.parallel.degrees(),
         "gpus_per_replica": replica.devices * engines,
         "max_num_seqs": scenario.engine.max_num_seqs,
         "max_batched_tokens": scenario.engine.max_batched_tokens,

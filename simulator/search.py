@@ -101,8 +101,8 @@ class Deployed:
 
 
 def name_of(one: Replica) -> str:
-    degrees = one.parallel.model_dump(include={"tp", "pp", "dp", "ep"})
-    divided = ", ".join(f"{degree} {value}" for degree, value in degrees.items() if value > 1)
+    degrees = one.parallel.degrees().items()
+    divided = ", ".join(f"{degree} {value}" for degree, value in degrees if value > 1)
     return f"{one.devices} x {one.hardware.name} ({', '.join(filter(None, (divided, one.precision.name)))})"
 
 

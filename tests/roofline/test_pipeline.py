@@ -123,3 +123,9 @@ def test_whole_prompts_of_many_steps_at_once_equal_each_alone():
     found = pipelined_cost(LLAMA, setup_of(4), TIMES, together, whole_prompts=True).time_s
     alone = [float(pipelined_cost(LLAMA, setup_of(4), TIMES, one, whole_prompts=True).time_s) for one in shapes]
     np.testing.assert_allclose(found, alone, rtol=1e-9)
+
+
+def test_degrees_are_numbers_and_make_the_same_devices():
+    divided = Parallelism(tp=2, pp=4, dp=1, ep=2, micro_batches=8)
+    assert divided.degrees() == {"tp": 2, "pp": 4, "dp": 1, "ep": 2, "cp": 1}
+    assert Parallelism(**divided.degrees()).devices == divided.devices
