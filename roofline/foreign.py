@@ -8,6 +8,7 @@ the published ones wherever that device is predicted.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,17 @@ from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row, Table, re
 
 Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
+# A time that beats the roofs by this factor, or takes so many times as long as a kernel of such a device, is no time in
+# microseconds.
+MOST_TOO_FAST, MOST_TOO_SLOW = 3.0, 1000.0
+# Rows that are out of all proportion are named one by one, up to so many.
+MOST_NAMED = 5
+# How far (in ln) other rows are off where a single one was fitted: about what a fit inherited from another generation
+# is; it falls as the standard error of a mean does, and reaches the scatter of timings at about 20 rows.
+ONE_ROW_SPREAD = 0.35
+# Of fewer rows a fit says so.
+FEW_ROWS = 8
+
 # What a table's device is called that nobody described.
 _DESCRIBE = "; a device that is not known is described by a YAML file, and given by --device mine.yaml"
 
@@ -47,17 +59,39 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class KeptRow(_Part):
+    """A row that was fitted, so that a later table is fitted together with it: its line, and what it says."""
+
+    line: int
+    columns: dict[str, str]
+
+    @classmethod
+    def of(cls, case: KernelCase) -> KeptRow:
+        columns = {name: text for name, text in case.row.columns.items() if text.strip() and name != "gpu"}
+        return cls(line=case.row.line, columns=columns)
+
+    def row(self, gpu: str) -> Row:
+        return Row(self.line, self.columns | {"gpu": gpu}, float(self.columns["latency_us"]))
+
+
 class SourceTable(_Part):
-    """The table that fits come from; `rows` are those of the device that were fitted."""
+    """A table that fits come from; `rows` are those of the device that were fitted, and `kept` what they say.
+
+    Earlier versions kept none.
+    """
 
     name: str
     sha256: str
     rows: int = Field(ge=1)
     read: datetime
+    kept: tuple[KeptRow, ...] = ()
 
 
 class Residual(_Part):
-    """How far a kernel's rows were off: by what is published, and by the fit; `spread` is the fit's 80 % quantile."""
+    """How far a kernel's rows were off: by what is published, and by the fit; `spread` is the fit's interval.
+
+    `table` names the tables whose rows they are.
+    """
 
     family: str
     kernel: str
@@ -81,16 +115,20 @@ class DeviceFits(_Part):
     def kernels(self) -> set[tuple[str, str]]:
         return {(fit.family, fit.kernel) for fit in self.fits}
 
-    def with_earlier(self, earlier: DeviceFits) -> DeviceFits:
-        """These fits, and of an earlier file those of the kernels that the new table does not have."""
-        fits = [fit for fit in earlier.fits if (fit.family, fit.kernel) not in self.kernels]
-        residuals = [known for known in earlier.residuals if (known.family, known.kernel) not in self.kernels]
+    def without_rows(self) -> set[tuple[str, str]]:
+        """Kernels that an earlier version fitted from rows that it did not keep."""
+        kept = {known.name for known in self.tables if known.kept}
+        return {(known.family, known.kernel) for known in self.residuals if not kept & set(known.table.split(", "))}
+
+    def with_fits_of(self, earlier: DeviceFits, kernels: set[tuple[str, str]]) -> DeviceFits:
+        """These fits, and those of an earlier file of `kernels` that no row here is of."""
+        left = kernels - self.kernels
+        residuals = [known for known in earlier.residuals if (known.family, known.kernel) in left]
         named = {known.table for known in residuals}
-        tables = [table for table in earlier.tables if table.name in named and table not in self.tables]
         return self.model_copy(
             update={
-                "tables": (*tables, *self.tables),
-                "fits": (*fits, *self.fits),
+                "tables": (*(table for table in earlier.tables if table.name in named), *self.tables),
+                "fits": (*(fit for fit in earlier.fits if (fit.family, fit.kernel) in left), *self.fits),
                 "residuals": (*residuals, *self.residuals),
             }
         )
@@ -195,58 +233,147 @@ def calibrate_from(path: Path, device: str | None = None) -> ForeignCalibration:
     sheet = expanded(device, "hardware file") if device and device.endswith((".yaml", ".yml")) else None
     rows = table.rows if device is None else _rows_of(table, device, sheet)
     cases, reasons = _cases(rows)
-    usable = [batch.only(batch.possible() & batch.usual()) for batch in batches(cases)]
-    beyond = len(cases) - sum(len(batch.cases) for batch in usable)
-    if beyond:
-        reasons["faster than the device's roofs allow, or the best of a search over shapes"] = beyond
+    usable = _usable(cases, reasons)
     left_out = dict(reasons.most_common())
-    by_device: dict[str, list[KernelBatch]] = {}
-    for batch in usable:
-        if batch.cases:
-            by_device.setdefault(batch.hardware.name, []).append(batch)
-    if not by_device:
+    if not usable:
         reason = next(iter(left_out))
         unknown = _DESCRIBE if reason.startswith("hardware") and "is unknown" in reason else ""
         raise MemboundError(f"table '{path}' has no row that can be fitted: {reason}{unknown}")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    found = [fit_device(members[0].hardware, members, path.name, digest) for members in by_device.values()]
     try:
         with locked(calibration_lock_path()):
-            return _keep(found, sheet, left_out)
+            return _keep(usable, path.name, digest, sheet, left_out)
     except OSError as error:
+        first = next(iter(usable))
         raise MemboundError(
-            f"calibration '{device_fits_path(found[0].device).parent}' cannot be written ({error.strerror}); "
+            f"calibration '{device_fits_path(first).parent}' cannot be written ({error.strerror}); "
             "set MEMBOUND_HOME to a folder of your own"
         ) from None
 
 
-def _keep(found: Sequence[DeviceFits], sheet: Path | None, left_out: dict[str, int]) -> ForeignCalibration:
-    """Writes the fits of all devices and the data sheet of one, or nothing; what lay there before is kept aside."""
-    made, contents, aside = [], {}, {}
-    for fits in found:
-        earlier, target = _kept_path(fits.device), device_fits_path(fits.device)
-        aside[target] = "previous"
-        if earlier.exists():
+def _usable(cases: Sequence[KernelCase], reasons: Counter[str]) -> dict[str, list[KernelCase]]:
+    """The cases that can be fitted, by device; why the others cannot goes to `reasons`.
+
+    What no such device can have taken is named by its line, since it is most likely written in another unit.
+    """
+    found: dict[str, list[KernelCase]] = {}
+    named = 0
+    for batch in batches(cases):
+        fit = find_fit(published_fits(), batch.hardware, batch.family, batch.kernel, batch.library)
+        bound_s, usual_s = batch.bound_s(), batch.predict(fit.parameters)
+        good = batch.possible() & batch.usual()
+        for case, least_s, near_s, is_good in zip(batch.cases, bound_s, usual_s, good, strict=True):
+            wrong = _impossible(case, float(least_s), float(near_s))
+            if wrong is not None:
+                reasons[wrong if named < MOST_NAMED else "latency_us out of all proportion too"] += 1
+                named += 1
+            elif is_good:
+                found.setdefault(case.hardware.name, []).append(case)
+            else:
+                reasons["faster than the device's roofs allow, or the best of a search over shapes"] += 1
+    return found
+
+
+def _impossible(case: KernelCase, least_s: float, usual_s: float) -> str | None:
+    """What is wrong with a time that is out of all proportion to the device, or None."""
+    at = f"{case.row.at('latency_us')} is '{case.row.text('latency_us')}'"
+    if case.measured_s * MOST_TOO_FAST < least_s:
+        return f"{at}, faster than the device's roofs allow, which need {least_s * 1e6:.3g} us; give microseconds"
+    if case.measured_s > MOST_TOO_SLOW * usual_s:
+        return f"{at}, where such a device takes about {usual_s * 1e6:.3g} us; give microseconds"
+    return None
+
+
+def _keep(
+    found: Mapping[str, Sequence[KernelCase]], table: str, digest: str, sheet: Path | None, left_out: dict[str, int]
+) -> ForeignCalibration:
+    """Fits each device's rows together with those of earlier tables, and writes the fits of all and the data sheet of
+    one, or nothing; what lay there before is kept aside."""
+    made, contents, aside, notes = [], {}, {}, []
+    for device, cases in found.items():
+        kept, target = _kept_path(device), device_fits_path(device)
+        aside[target], earlier = "previous", None
+        if kept.exists():
             try:
-                known = DeviceFits.load(earlier)
-                fits = fits.with_earlier(known) if known.device == fits.device else fits
+                known = DeviceFits.load(kept)
+                earlier = known if known.device == device else None
             except DamagedError:
                 aside[target] = "damaged"
+        fits, said = _fit_with_earlier(cases, table, digest, earlier, sheet)
         made.append(fits)
+        notes += said
         contents[target] = fits.model_dump_json(indent=1).encode()
     paths = tuple(contents)
     if sheet is not None:
         hardware, content = read_hardware(sheet), read_bytes(sheet, "hardware file")
-        kept = kept_as(hardware) or user_hardware_folder() / f"{file_stem(hardware.name)}.yaml"
-        if not kept.exists() or kept.read_bytes() != content:
-            contents[kept], aside[kept] = content, "previous"
+        installed = kept_as(hardware) or user_hardware_folder() / f"{file_stem(hardware.name)}.yaml"
+        if not installed.exists() or installed.read_bytes() != content:
+            contents[installed], aside[installed] = content, "previous"
+            notes.append(f"device '{hardware.name}' is known from now on; its data sheet is kept in {installed}")
     moved = write_files(contents, aside)
-    notes = tuple(
+    damaged = [
         f"'{path}' was damaged and is replaced; it is kept as '{moved[path].name}'"
         for path in paths
         if path in moved and aside[path] == "damaged"
-    )
-    return ForeignCalibration(tuple(made), paths, left_out, notes)
+    ]
+    return ForeignCalibration(tuple(made), paths, left_out, (*damaged, *notes))
+
+
+def _fit_with_earlier(
+    cases: Sequence[KernelCase], table: str, digest: str, earlier: DeviceFits | None, sheet: Path | None
+) -> tuple[DeviceFits, list[str]]:
+    """The device's fits from all rows that are known of it, and what is to be said of them.
+
+    A table of the same name is taken for a newer version of the earlier one. Raises MemboundError where an earlier
+    version kept a better fit without its rows, which this table would replace.
+    """
+    hardware, notes = cases[0].hardware, []
+    gpu = hardware.name if sheet is None else str(sheet)
+    sources: list[SourceTable] = []
+    named: list[tuple[str, KernelCase]] = []
+    fresh = {(case.family, case.kernel) for case in cases}
+    for known in earlier.tables if earlier else ():
+        if not known.kept:
+            continue
+        pairs = [(row, case_of(row.row(gpu))) for row in known.kept]
+        left = [pair for pair in pairs if known.name != table or (pair[1].family, pair[1].kernel) not in fresh]
+        if len(left) < len(pairs) and known.sha256 != digest:
+            gone = len(pairs) - len(left)
+            notes.append(
+                f"{gone} rows of an earlier '{table}' of {hardware.name} make room for the {len(cases)} of this"
+            )
+        if left:
+            rows = tuple(row for row, _ in left)
+            sources.append(known.model_copy(update={"rows": len(rows), "kept": rows}))
+            named += [(known.name, case) for _, case in left]
+    read, kept = datetime.now(UTC).replace(microsecond=0), tuple(KeptRow.of(case) for case in cases)
+    sources.append(SourceTable(name=table, sha256=digest, rows=len(cases), read=read, kept=kept))
+    named += [(table, case) for case in cases]
+    fits = fit_device(hardware, named, tuple(sources))
+    if earlier is not None:
+        lost = earlier.without_rows()
+        _refuse_to_replace(earlier, fits, lost)
+        fits = fits.with_fits_of(earlier, lost)
+    for known in fits.residuals:
+        if known.rows < FEW_ROWS and table in known.table.split(", "):
+            rows = f"{known.rows} row{'s' if known.rows > 1 else ''}"
+            error = math.expm1(known.spread)
+            notes.append(
+                f"{known.family} {known.kernel} of {hardware.name} rests on {rows} only: interval ±{error:.0%}"
+            )
+    return fits, notes
+
+
+def _refuse_to_replace(earlier: DeviceFits, fits: DeviceFits, lost: set[tuple[str, str]]) -> None:
+    rows = {(known.family, known.kernel): known for known in earlier.residuals}
+    for known in fits.residuals:
+        better = rows.get((known.family, known.kernel))
+        if better is not None and (known.family, known.kernel) in lost and better.rows > known.rows:
+            raise MemboundError(
+                f"{known.family} {known.kernel} of '{fits.device}' has {known.rows} rows here, but {better.rows} in "
+                f"'{better.table}', which an earlier version fitted without keeping them; put both into one table, or "
+                f"move '{_kept_path(fits.device)}' away"
+            )
 
 
 def _rows_of(table: Table, device: str, sheet: Path | None) -> tuple[Row, ...]:
@@ -288,45 +415,49 @@ def _cases(rows: Sequence[Row]) -> tuple[list[KernelCase], Counter[str]]:
     return cases, reasons
 
 
-def fit_device(hardware: HardwareSpec, members: Sequence[KernelBatch], table: str, digest: str) -> DeviceFits:
-    """The kernels of one device, each around the nearest that is published, and each engine's around those."""
+def fit_device(
+    hardware: HardwareSpec, named: Sequence[tuple[str, KernelCase]], tables: tuple[SourceTable, ...]
+) -> DeviceFits:
+    """The kernels of one device from its cases, each with its table's name: each kernel around the nearest that is
+    published, and each engine's around those."""
     fits: list[KernelFit] = []
     residuals: list[Residual] = []
-    for family in FAMILIES:
-        for kernel in sorted({batch.kernel for batch in members if batch.family == family}):
-            chosen = [batch for batch in members if (batch.family, batch.kernel) == (family, kernel)]
-            made = list(_kernel_fits(hardware, family, kernel, chosen, table))
-            fits += made
-            own = {fit.library: fit for fit in made}
-            known = {library: find_fit(published_fits(), hardware, family, kernel, library) for library in own}
-            before, after = _errors(chosen, known), _errors(chosen, own)
-            residuals.append(
-                Residual(
-                    family=family,
-                    kernel=kernel,
-                    rows=len(after),
-                    median_error_before=_median(before),
-                    median_error_after=_median(after),
-                    spread=_spread(after),
-                    table=table,
-                )
+    by_kernel: dict[tuple[str, str], dict[str, list[KernelCase]]] = {}
+    for table, case in named:
+        by_kernel.setdefault((case.family, case.kernel), {}).setdefault(table, []).append(case)
+    for family, kernel in sorted(by_kernel, key=lambda key: (list(FAMILIES).index(key[0]), key[1])):
+        of_tables = by_kernel[family, kernel]
+        chosen = batches([case for cases in of_tables.values() for case in cases])
+        made = list(_kernel_fits(hardware, chosen[0].family, kernel, chosen, tuple(of_tables)))
+        fits += made
+        own = {fit.library: fit for fit in made}
+        known = {library: find_fit(published_fits(), hardware, chosen[0].family, kernel, library) for library in own}
+        before, after = _errors(chosen, known), _errors(chosen, own)
+        residuals.append(
+            Residual(
+                family=family,
+                kernel=kernel,
+                rows=len(after),
+                median_error_before=_median(before),
+                median_error_after=_median(after),
+                spread=_spread(after),
+                table=", ".join(of_tables),
             )
-    rows = sum(residual.rows for residual in residuals)
-    source = SourceTable(name=table, sha256=digest, rows=rows, read=datetime.now(UTC).replace(microsecond=0))
-    return DeviceFits(device=hardware.name, tables=(source,), fits=tuple(fits), residuals=tuple(residuals))
+        )
+    return DeviceFits(device=hardware.name, tables=tables, fits=tuple(fits), residuals=tuple(residuals))
 
 
 def _kernel_fits(
-    hardware: HardwareSpec, family: Family, kernel: str, chosen: Sequence[KernelBatch], table: str
+    hardware: HardwareSpec, family: Family, kernel: str, chosen: Sequence[KernelBatch], tables: tuple[str, ...]
 ) -> Iterator[KernelFit]:
     published = find_fit(published_fits(), hardware, family, kernel)
-    overall = _fit(hardware, family, kernel, ANY, chosen, published.parameters, table)
+    overall = _fit(hardware, family, kernel, ANY, chosen, published.parameters, tables)
     yield overall
     for library in sorted({batch.library for batch in chosen} - {ANY}):
         near = find_fit(published_fits(), hardware, family, kernel, library)
         prior = near if (near.kernel, near.library) == (kernel, library) else overall
         of_library = [batch for batch in chosen if batch.library == library]
-        yield _fit(hardware, family, kernel, library, of_library, prior.parameters, table)
+        yield _fit(hardware, family, kernel, library, of_library, prior.parameters, tables)
 
 
 def _fit(
@@ -336,7 +467,7 @@ def _fit(
     library: str,
     chosen: Sequence[KernelBatch],
     prior: Mapping[str, float],
-    table: str,
+    tables: tuple[str, ...],
 ) -> KernelFit:
     p = fit_parameters(family, chosen, prior_parameters(family) | dict(prior))
     off = errors(chosen, p)
@@ -350,7 +481,7 @@ def _fit(
         len(off),
         _median(off),
         _spread(off),
-        (table, *sources),
+        (*tables, *sources),
     )
 
 
@@ -365,5 +496,6 @@ def _median(off: np.ndarray) -> float:
 
 
 def _spread(off: np.ndarray) -> float:
-    """The 80 % quantile, but never less than what two teams' timings of the same kernel differ by."""
-    return max(float(np.quantile(np.abs(off), 0.8)), ROW_SCATTER)
+    """The 80 % quantile, but never less than what two teams' timings of the same kernel differ by, nor than what so few
+    rows can tell: of a single one nobody knows how far the next will be off."""
+    return max(float(np.quantile(np.abs(off), 0.8)), ROW_SCATTER, ONE_ROW_SPREAD / math.sqrt(len(off)))

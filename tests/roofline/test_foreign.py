@@ -158,11 +158,77 @@ def test_a_second_table_adds_its_kernels_and_keeps_every_earlier_file(tmp_path: 
     assert third.paths[0].with_name("H200-SXM.json.previous").read_bytes() == earlier
 
 
+def test_two_tables_teach_what_one_with_the_rows_of_both_does(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    rows = gemms(device)
+    whole = calibrate_from(table(tmp_path / "all.csv", rows)).devices[0]
+    for home_parts in (rows[:14], rows[14:]), (rows[14:], rows[:14]):
+        device_fits_path(device.name).unlink()
+        for index, part in enumerate(home_parts):
+            both = calibrate_from(table(tmp_path / f"{index}.csv", part)).devices[0]
+        assert both.residuals[0].rows == len(rows) and both.residuals[0].table == "0.csv, 1.csv"
+        for fit, same in zip(both.fits, whole.fits, strict=True):
+            assert fit.parameters == pytest.approx(same.parameters, rel=0.02)
+
+
+def test_a_row_of_another_table_does_not_undo_a_fit_of_many(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    calibrate_from(table(tmp_path / "mine.csv", gemms(device)))
+    before = decode_s(device)
+    calibrate_from(table(tmp_path / "one.csv", gemms(device, 2.0)[:1]))
+    assert decode_s(device) == pytest.approx(before, rel=0.02)
+    assert DeviceFits.load(device_fits_path(device.name)).residuals[0].rows == len(SHAPES) + 1
+
+
+def test_a_newer_version_of_a_table_takes_the_place_of_its_kernels_rows_and_says_so(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    calibrate_from(table(tmp_path / "ops.csv", gemms(device)))
+    calibrate_from(table(tmp_path / "ops.csv", attention_rows("H200-SXM", 2000.0)))
+    found = calibrate_from(table(tmp_path / "ops.csv", gemms(device, 1.1)[:9]))
+    assert any(f"{len(SHAPES)} rows of an earlier 'ops.csv'" in note for note in found.notes)
+    rows = {known.family: known.rows for known in found.devices[0].residuals}
+    assert rows == {"gemm": 9, "decode_attention": 5}
+
+
+def test_fewer_rows_make_a_wider_interval_and_a_note(tmp_path: Path) -> None:
+    device, spreads = get_hardware("H200-SXM"), []
+    for rows in (1, 3, 9, 21):
+        found = calibrate_from(table(tmp_path / "ops.csv", gemms(device)[:rows]))
+        spreads.append(found.devices[0].residuals[0].spread)
+        assert any("rests on" in note for note in found.notes) == (rows < 8)
+    assert spreads == sorted(set(spreads), reverse=True) and spreads[0] > 0.3
+
+
+def test_a_time_out_of_all_proportion_is_named_by_line_and_column_and_changes_nothing(tmp_path: Path) -> None:
+    device = get_hardware("H200-SXM")
+    clean = calibrate_from(table(tmp_path / "ops.csv", gemms(device))).devices[0].fits
+    rows = [*gemms(device), gemm_row("H200-SXM", 16, 8192, 8192, 1e30), gemm_row("H200-SXM", 16, 8192, 8192, 1e-2)]
+    found = calibrate_from(table(tmp_path / "ops.csv", rows))
+    assert found.devices[0].fits == clean
+    for line, said in ((len(SHAPES) + 2, "where such a device takes about"), (len(SHAPES) + 3, "faster than")):
+        assert any(f"line {line}: latency_us is" in reason and said in reason for reason in found.left_out)
+
+
+def test_a_better_fit_without_its_rows_is_not_replaced(tmp_path: Path) -> None:
+    """Earlier versions kept the fits of a table and not its rows."""
+    device = get_hardware("H200-SXM")
+    kept = calibrate_from(table(tmp_path / "mine.csv", gemms(device))).paths[0]
+    old = DeviceFits.load(kept)
+    bare = old.model_copy(update={"tables": tuple(one.model_copy(update={"kept": ()}) for one in old.tables)})
+    kept.write_text(bare.model_dump_json())
+    with pytest.raises(MemboundError, match=r"gemm bf16 .* has 1 rows here, but 21 in 'mine.csv'"):
+        calibrate_from(table(tmp_path / "one.csv", gemms(device)[:1]))
+    assert DeviceFits.load(kept) == bare
+    beside = calibrate_from(table(tmp_path / "attention.csv", attention_rows("H200-SXM", 2000.0)))
+    assert beside.devices[0].kernels == {("gemm", "bf16"), ("decode_attention", "bf16")}
+
+
 def test_a_data_sheet_makes_a_device_known_by_its_name(tmp_path: Path, sheet: Path) -> None:
     mine = read_hardware(sheet)
     rows = [*gemms(mine), *gemms(get_hardware("H200-SXM"))]
     result = calibrate_from(table(tmp_path / "ops.csv", rows), str(sheet))
     assert [found.device for found in result.devices] == ["GPU/9000"]
+    assert any("'GPU/9000' is known from now on; its data sheet is kept in" in note for note in result.notes)
     sheet.unlink()
     assert get_hardware("gpu 9000") == mine
     assert find_fit(fits_for(mine), mine, "gemm", "bf16").scope == "GPU/9000"
@@ -211,7 +277,7 @@ def test_end_to_end_tables_are_refused_with_what_is_needed(tmp_path: Path) -> No
         (
             [gemm_row("H200-SXM", 16, 8192, 8192, 1e-3)],
             None,
-            "can be fitted: faster than the device's roofs",
+            "can be fitted: line 2: latency_us is '0.001', faster than the device's roofs allow",
         ),
         ([IMPOSSIBLE | {"op": "allreduce", "tp": 0.5, "m": 1024}], None, "tp is '0.5'"),
         ([IMPOSSIBLE | {"op": "prefill_attention", "q_len": 1_000_000, "kv_len": 10}], None, "q_len is 1000000"),
