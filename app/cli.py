@@ -386,7 +386,12 @@ def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
     for note in found.notes:
         typer.echo(note, err=True)
     devices = [
-        {"device": fits.device, "file": str(path), "rows": fits.tables[-1].rows, **fits.model_dump(mode="json")}
+        {
+            "device": fits.device,
+            "file": str(path),
+            "rows": fits.tables[-1].rows,
+            **fits.model_dump(mode="json", exclude={"tables": {"__all__": {"kept"}}}),
+        }
         for fits, path in zip(found.devices, found.paths, strict=True)
     ]
     return {"devices": devices, "left_out": found.left_out}

@@ -395,7 +395,7 @@ def foreign_calibration(document: dict[str, Any]) -> RenderableType:
     """What a table showed of each device: how far its kernels were off before and after."""
     parts: list[RenderableType] = []
     for device in document["devices"]:
-        title = f"{device['device']}: median error of {device['rows']:,} rows before and after"
+        title = f"{device['device']}: median error before and after, with {device['rows']:,} rows of this table"
         table = Table(title=title, box=None, pad_edge=False)
         for column in ("kernel", "rows", "before", "after", "80 % within", "table"):
             table.add_column(column, justify="left" if column in ("kernel", "table") else "right")
