@@ -18,7 +18,7 @@ from membound.app import kernels, planning
 from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
 from membound.app.experiment import experiment
 from membound.app.imports import import_results
-from membound.app.outputs import check_output
+from membound.app.outputs import check_output, check_suffix
 from membound.app.terminal import (
     HardwareOption,
     JsonOption,
@@ -278,6 +278,7 @@ def validate(
     from membound.roofline.validation import generalisation
     from membound.roofline.validation.report import validate_table
 
+    check_suffix("option --rows", rows, ".csv")
     parts = generalisation.parts_of(table, leave_out) if leave_out is not None else None
     found = validate_table(table)
     if rows is not None:

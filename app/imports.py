@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from membound.app.outputs import check_output
+from membound.app.outputs import check_output, check_suffix
 from membound.app.terminal import JsonOption, SetOption, print_result, scenario_of
 from membound.roofline.errors import MemboundError
 
@@ -47,6 +47,7 @@ def import_results(
     if set_ and scenario is None:
         raise MemboundError("option --set changes a scenario; give one with --scenario, too")
     given = None if scenario is None else scenario_of(scenario, set_)
+    check_suffix("option --table", table, ".csv")
     check_output("option --table", table, [file, scenario or ""])
     if table is not None and given is None and hardware is None:
         raise MemboundError("option --table needs the device that served it; give --hardware or --scenario")

@@ -1,8 +1,9 @@
-"""May a command write to this file? Asked before its work begins."""
+"""May a command write to this file, and as what? Asked before its work begins; and the rows of a table, written."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import csv
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,40 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Any]) -> None:
     for given in _texts(inputs) if exists else ():
         if _is_same_file(path, given):
             raise MemboundError(f"{option} is '{path}', the file that '{given}' is read from; give another file")
+
+
+def check_suffix(option: str, path: Path | None, *suffixes: str) -> None:
+    """Raises MemboundError where the name of a file says that it is something else than what is written."""
+    if path is not None and path.suffix.lower() not in suffixes:
+        raise MemboundError(f"{option} is '{path}'; give a file that ends in {' or '.join(suffixes)}")
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows as CSV, or as Parquet where the name ends so; what a row lacks is empty. Raises MemboundError."""
+    try:
+        if path.suffix.lower() == ".parquet":
+            import pyarrow
+            from pyarrow import parquet
+
+            named = {column: _column([row.get(column) for row in rows]) for column in columns}
+            parquet.write_table(pyarrow.table(named), path)
+            return
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise MemboundError(f"'{path}' cannot be written: {error.strerror or error}") from None
+
+
+def _column(values: list[Any]) -> Any:
+    """Values as an Arrow column: of one type, or all as text."""
+    import pyarrow
+
+    try:
+        return pyarrow.array(values)
+    except pyarrow.ArrowException:
+        return pyarrow.array([None if value is None else str(value) for value in values])
 
 
 def _texts(values: Any) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from membound.app.outputs import check_output
+from membound.app.outputs import check_output, check_suffix, write_rows
 from membound.app.terminal import (
     HardwareOption,
     JsonOption,
@@ -189,7 +188,10 @@ def plan(
 def sweep(
     scenario: ScenarioArgument,
     over: Annotated[
-        list[str], typer.Option(metavar="KEY=A,B,C", help="a field and its values; several give their product")
+        list[str],
+        typer.Option(
+            metavar="KEY=A,B,C", help="a field and its values, or batch or context; several give their product"
+        ),
     ],
     closed_form: Annotated[
         bool, typer.Option("--closed-form", help="means of a steady load by closed forms, not a discrete-event run")
@@ -200,16 +202,20 @@ def sweep(
     backend: BackendOption = "loky",
     address: AddressOption = None,
     table: Annotated[
-        Path | None, typer.Option("--csv", metavar="OUT.csv", help="write every point to this file")
+        Path | None, typer.Option("--csv", metavar="OUT", help="write every point to this file: .csv or .parquet")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The scenario at every point of a product of values, on all cores or on a cluster."""
+    """The scenario at every point of a product of values, on all cores or on a cluster.
+
+    Points that cannot be served are rows that say why; exit code 2 where none can, or a value is none of its field's.
+    """
     from membound.app import report_planning
     from membound.simulator.sweep import parse_axis, to_json
     from membound.simulator.sweep import sweep as run_sweep
 
     chosen = scenario_of(scenario, set_, hardware)
+    check_suffix("option --csv", table, ".csv", ".parquet")
     check_output("option --csv", table, [scenario, chosen.model_dump(mode="json")])
     axes = [parse_axis(text) for text in over]
     with progress() as listener:
@@ -221,7 +227,7 @@ def sweep(
             progress=listener.progress,
         )
     if table is not None:
-        _write_csv(table, points)
+        _write_points(table, points)
     if all(point.summary is None for point in points):
         raise MemboundError(f"no point of the sweep can be served; of the first, {points[0].reason}")
     print_result(to_json(chosen, points, not closed_form), as_json, report_planning.sweep)
@@ -308,16 +314,10 @@ def _only_of_the_scenario(given: dict[str, Any]) -> None:
             )
 
 
-def _write_csv(path: Path, points: Sequence[Swept]) -> None:
+def _write_points(path: Path, points: Sequence[Swept]) -> None:
     """One row a point: its values, the columns of its summary, and the reason where there is none."""
     from membound.simulator.sweep import flat
 
     rows: list[dict[str, Any]] = [p.values | flat(p.summary or {}) | {"reason": p.reason} for p in points]
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "reason"))
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*columns, "reason"])
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise MemboundError(f"'{path}' cannot be written: {error.strerror}") from None
+    write_rows(path, [*columns, "reason"], rows)

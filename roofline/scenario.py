@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -141,13 +141,18 @@ class Scenario(Part):
 
     def with_value(self, path: str, value: Any) -> Scenario:
         """This scenario with the field at the dotted `path` replaced; raises MemboundError for a bad path or value."""
+        return self.with_values({path: value})
+
+    def with_values(self, values: Mapping[str, Any]) -> Scenario:
+        """This scenario with several fields replaced at once, in whatever order: one may need another."""
         document = self.model_dump(mode="json")
-        check_path(document, path)
-        *parents, last = path.split(".")
-        node: Any = document
-        for key in parents:
-            node = node[key]
-        node[last] = value
+        for path in sorted(values, key=lambda path: path.count(".")):
+            check_path(document, path)
+            *parents, last = path.split(".")
+            node: Any = document
+            for key in parents:
+                node = node[key]
+            node[last] = values[path]
         return parse_scenario(document)
 
     def points(self) -> Iterator[tuple[dict[str, Any], Scenario]]:

@@ -19,7 +19,9 @@ from typing import Any, Literal, TypeVar, get_args
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.model_files import resolve_model
-from membound.roofline.scenario import Scenario, parse_yaml
+from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.scenario import Scenario
+from membound.simulator.axes import at, check
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.steady import Steady, deployment_of, load_of, refuse_what_only_runs_show
 
@@ -171,9 +173,7 @@ class _Task:
 
     def __call__(self) -> Swept:
         try:
-            scenario = self.scenario
-            for path, value in self.values.items():
-                scenario = scenario.with_value(path, value)
+            scenario = at(self.scenario, self.values)
             summary = simulated(scenario) if self.simulate else predicted(scenario)
         except MemboundError as error:
             return Swept(self.values, None, str(error))
@@ -194,24 +194,15 @@ def sweep(
 ) -> list[Swept]:
     """The scenario at every point of the product of `axes`, simulated or by closed forms.
 
-    Raises MemboundError where a path is not in the scenario: that is a mistake of all points.
+    Raises MemboundError where a path is not in the scenario, or a value not one of its field's: that is a mistake, no
+    point that cannot be served.
     """
     scenario = scenario.model_copy(update={"sweep": ()})
+    axes = list(axes)
     points = grid(axes)
-    for path in points[0]:
-        if not any(path.startswith(f"{other}.") for other in points[0]):  # what another axis brings is not there yet
-            _check_path(scenario, path)
+    check(scenario, axes)
     tasks = [_Task(scenario, values, simulate) for values in points]
     return (workers or Workers()).map(_run_task, tasks, progress)
-
-
-def _check_path(scenario: Scenario, path: str) -> None:
-    """Raises MemboundError where the path leads nowhere in the scenario."""
-    node: Any = scenario.model_dump(mode="json")
-    for key in path.split("."):
-        if not isinstance(node, dict) or key not in node:
-            raise MemboundError(f"field '{path}' is not in the scenario; give a dotted path such as workload.requests")
-        node = node[key]
 
 
 def simulated(scenario: Scenario) -> dict[str, Any]:

@@ -195,15 +195,29 @@ def test_the_most_that_a_deployment_serves(asked: str) -> None:
 
 def test_sweep_writes_every_point(asked: str, tmp_path: Path) -> None:
     table = tmp_path / "points.csv"
-    axes = ("--jobs", "1", "--over", "workload.arrivals.concurrency=1,2", "--over", "hardware=H100-SXM5,nothing")
+    axes = ("--jobs", "1", "--over", "workload.arrivals.concurrency=1,2", "--over", "parallel.tp=1,3")
     found = document("sweep", asked, *axes, "--csv", str(table), "--set", "techniques=[]")
     reasons = [point["reason"] for point in found["points"]]
-    assert [reason is None for reason in reasons] == [True, False, True, False] and "nothing" in reasons[1]
+    assert [reason is None for reason in reasons] == [True, False, True, False] and "tp is 3" in reasons[1]
     with table.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4 and float(rows[0]["tpot_s.p99"]) > 0 and "unknown" in rows[1]["reason"]
+    assert len(rows) == 4 and float(rows[0]["tpot_s.p99"]) > 0 and "tp is 3" in rows[1]["reason"]
     words = shown("sweep", asked, *axes, "--closed-form")
-    assert words.count("refused: hardware 'nothing'") == 1 and "(2 of 4 points)" in words
+    assert words.count("refused: tp is 3") == 1 and "(2 of 4 points)" in " ".join(words.split())
+
+
+def test_a_table_is_what_its_name_says(asked: str, tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    axes = ("--jobs", "1", "--closed-form", "--over", "parallel.tp=1,3", "--set", "techniques=[]")
+    for name in ("points.csv", "points.parquet"):
+        shown("sweep", asked, *axes, "--csv", str(tmp_path / name))
+    columns = parquet.read_table(tmp_path / "points.parquet").to_pydict()
+    with (tmp_path / "points.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [*rows[0]] == [*columns] and columns["parallel.tp"] == [1, 3]
+    assert float(rows[0]["tpot_s"]) == columns["tpot_s"][0] and columns["tpot_s"][1] is None
+    assert "ends in .csv or .parquet" in refused("sweep", asked, *axes, "--csv", str(tmp_path / "points.txt"))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +279,7 @@ def test_no_output_replaces_its_input(asked: str, tmp_path: Path) -> None:
     before = Path(asked).read_text()
     link = tmp_path / "link.csv"
     link.hardlink_to(asked)
-    assert "give another file" in refused("sweep", asked, "--over", "parallel.tp=1,2", "--csv", asked)
+    assert "ends in .csv" in refused("sweep", asked, "--over", "parallel.tp=1,2", "--csv", asked)
     for command in (("sweep", "--over", "parallel.tp=1,2", "--csv"), ("simulate", "--timeline")):
         assert "give another file" in refused(command[0], asked, *command[1:], str(link))
     assert Path(asked).read_text() == before

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any
 
 import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
+from membound.simulator.axes import at
 from membound.simulator.run import run
 from membound.simulator.sweep import Workers, flat, grid, parse_axis, predicted, sweep, to_json
 
@@ -44,11 +46,61 @@ def test_each_point_equals_its_single_run(workers):
 
 
 def test_a_point_that_fails_keeps_its_reason_and_the_others_go_on():
-    axes = [("model", ["Llama-3.1-8B", "Llama-3.1-70B", "Lama"]), ("workload.requests", [2, -1])]
+    axes = [("model", ["Llama-3.1-8B", "Llama-3.1-70B"]), ("parallel.tp", [1, 3])]
     points = sweep(scenario(), axes, workers=Workers("sequential"))
-    assert [point.reason is None for point in points] == [True, False, False, False, False, False]
-    assert "does not fit" in points[2].reason and "'workload.requests' is -1" in points[3].reason
-    assert "did you mean Llama" in points[4].reason
+    assert [point.reason is None for point in points] == [True, False, False, False]
+    assert "does not fit" in points[2].reason and "tp is 3" in points[1].reason
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "said"),
+    [
+        ("workload.requests", [2, -1], "'workload.requests' is -1"),
+        ("workload.arrivals.concurrency", [1, "foo"], "'foo': give a whole number"),
+        ("model", ["Llama-3.1-8B", "Lama"], "did you mean Llama"),
+        ("hardware", ["nothing"], "hardware 'nothing' is unknown"),
+        ("batch", [0], "batch is '0'; give a whole number"),
+        ("context", [1.5], "context is '1.5'; give a whole number"),
+    ],
+)
+def test_a_value_that_no_point_can_have_is_a_mistake(path, values, said):
+    with pytest.raises(MemboundError, match=re.escape(said)):
+        sweep(scenario(), [(path, values)], workers=Workers("sequential"))
+
+
+def test_a_value_may_need_another_axis():
+    axes = [("parallel.ep", [2]), ("parallel.tp", [2, 4]), ("model", ["Mixtral-8x7B"])]
+    points = sweep(scenario(), axes, simulate=False, workers=Workers("sequential"))
+    assert all(point.reason is None for point in points)
+
+
+def test_a_batch_and_a_context_are_those_of_a_decode_step():
+    asked = scenario(engine={"max_num_seqs": 4})
+    (point,) = sweep(asked, [("batch", [32]), ("context", [1000])], simulate=False, workers=Workers("sequential"))
+    assert point.summary["batch"] == pytest.approx(32)
+    there = at(asked, point.values)
+    prompt, output = there.workload.prompts.tokens.tokens, there.workload.output_tokens.tokens
+    assert prompt + (output + 1) / 2 == pytest.approx(1000, abs=1) and output == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "fields"),
+    [
+        ("batch", {"arrivals": {"kind": "poisson", "rate_rps": 1.0}}, ("workload.arrivals.rate_rps", "concurrency")),
+        (
+            "context",
+            {"output_tokens": {"kind": "uniform", "low": 1, "high": 9}},
+            ("workload.prompts.tokens", "workload.output_tokens"),
+        ),
+    ],
+)
+def test_where_a_short_name_says_nothing_the_fields_are_named(name, workload, fields):
+    asked = scenario()
+    for field, value in workload.items():
+        asked = asked.with_value(f"workload.{field}", value)
+    with pytest.raises(MemboundError) as caught:
+        sweep(asked, [(name, [8])], workers=Workers("sequential"))
+    assert all(field in str(caught.value) for field in fields)
 
 
 def test_a_path_that_is_nowhere_is_a_mistake_of_all_points():
