@@ -159,12 +159,19 @@ def _origin(document: dict[str, Any]) -> Iterator[RenderableType]:
         table.add_row(
             f"{kernel['family']} {_kernel_words(kernel)}{library}",
             f"{kernel['share']:.1%}",
-            "this device" if kernel["level"] in ("device", "kernel") else _devices_of(kernel["scope"], device),
+            _measured_on(kernel, device),
             f"{kernel['rows']:,}",
             f"{kernel['median_error']:.1%}",
             f"{kernel['spread']:.1%}",
         )
     yield table
+
+
+def _measured_on(kernel: dict[str, Any], device: str) -> str:
+    """Where a kernel was measured; of one that this device was not measured with, what it is inferred from."""
+    if kernel["level"] == "kernel":
+        return f"inferred from {kernel['fitted_kernel']}"
+    return "this device" if kernel["level"] == "device" else _devices_of(kernel["scope"], device)
 
 
 def _kernel_words(kernel: dict[str, Any]) -> str:
