@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import logging
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -355,20 +356,34 @@ def user_hardware_folder() -> Path:
 
 
 def user_hardware() -> dict[str, HardwareSpec]:
-    """The user's own devices by name; raises MemboundError for a file that is not one."""
+    """The user's own devices by name, without the files that describe none."""
     return {spec.name: read_hardware(path) for path, spec in _user_files()}
 
 
 def _user_files() -> list[tuple[Path, HardwareSpec]]:
-    """The user's own devices with their files."""
+    """The user's own devices with their files; a file that describes none is left out, with a warning."""
+    devices = []
+    for path in _user_paths():
+        try:
+            devices.append((path, _read(path)))
+        except MemboundError as error:
+            _warn_once(f"{error}; it is left out")
+    return devices
+
+
+def _user_paths() -> list[Path]:
     folder = user_hardware_folder()
     try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix == ".yaml")
+        return sorted(path for path in folder.iterdir() if path.suffix == ".yaml")
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise MemboundError(f"hardware folder '{folder}' cannot be read: {error.strerror}") from None
-    return [(path, _read(path)) for path in paths]
+
+
+@cache
+def _warn_once(sentence: str) -> None:
+    logging.getLogger("membound").warning("membound: %s", sentence)
 
 
 def get_hardware(name: str) -> HardwareSpec:
@@ -385,6 +400,9 @@ def get_hardware(name: str) -> HardwareSpec:
         raise MemboundError(
             f"hardware '{name}' has no letter or digit; give a device's name, or the path of a YAML file"
         )
+    for path in _user_paths():
+        if normalised(path.stem) == normalised(name):
+            _read(path)  # who asks for it is told what is wrong with it
     own = _user_files()
     for wanted, gigabytes in _readings(name):
         known: list[tuple[Path | str, HardwareSpec]] = [*own]
@@ -451,6 +469,10 @@ def _shipped_as(wanted: str) -> tuple[HardwareSpec, ...]:
 
 def _closest(name: str, own: Iterable[HardwareSpec]) -> str:
     """What somebody who wrote `name` may have meant."""
+    if name.lower() in ("cpu", "gpu", "cuda", "auto", "host"):
+        return f"give {LOCAL} for this machine, {LOCAL_GPU} for its GPU, or a device's name"
+    if "/" in name:
+        return "give a device's name, or the path of a YAML file, which ends in .yaml"
     spellings = {
         normalised(spelling): spec.name
         for spec in (*catalog().values(), *own)

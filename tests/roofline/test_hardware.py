@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 
 from membound.roofline import hardware as hw
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, catalog, get_hardware, normalised, parse_hardware, read_hardware
+from membound.roofline.hardware import (
+    HardwareSpec,
+    catalog,
+    get_hardware,
+    normalised,
+    parse_hardware,
+    read_hardware,
+    user_hardware,
+)
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"
 DATA = Path(__file__).parents[2] / "data" / "hardware"
@@ -253,6 +261,30 @@ def test_a_device_is_read_from_a_path_and_from_the_home_folder(tmp_path: Path, m
     write(tmp_path / "home" / "hardware", name="H100-SXM5")
     with pytest.raises(MemboundError, match=r"is the name of H100-SXM5 of '.*card.yaml' and H100-SXM5 of the catalog"):
         get_hardware("H100-SXM5")
+
+
+def test_a_broken_file_of_the_home_folder_stops_nobody_who_does_not_ask_for_it(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    write(tmp_path / "hardware")
+    (tmp_path / "hardware" / "broken-one.yaml").write_text("a: [")
+    assert get_hardware("H100-SXM5").name == "H100-SXM5" and get_hardware("Card").name == "Card"
+    assert set(user_hardware()) == {"Card"}
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert "broken-one.yaml' is not valid YAML at line 1; it is left out" in said
+    with pytest.raises(MemboundError, match="not valid YAML"):
+        get_hardware("Broken One")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("cpu", "give local for this machine"), ("/tmp", "which ends in .yaml"), ("H100-SXN5", "mean H100")],
+)
+def test_what_is_no_device_is_answered_with_what_is_near_or_nothing(name: str, says: str) -> None:
+    with pytest.raises(MemboundError, match=says) as caught:
+        get_hardware(name)
+    assert "TPU" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["H100-SXM5", "MI300X", "V100-SXM2-16GB", "TPU-v5e"])
