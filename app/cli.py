@@ -139,7 +139,7 @@ def simulate(
     if parameters is not None and not parameters.get("replayed"):
         result.provenance.notes.append(drafting(parameters))
     _write_timeline(result, log, timeline, from_, to)
-    print_result(result.to_json(), as_json, report.run)
+    print_result(result.to_json(), as_json, report.run, answered=result.summary.completed > 0)
 
 
 @app.command()
@@ -287,7 +287,7 @@ def validate(
     if parts is not None and leave_out is not None:
         typer.echo(f"fitting without each {leave_out} in turn", err=True)
         unseen = generalisation.leave_out(parts, leave_out)
-    print_result(document(found, unseen), as_json, report.validation)
+    print_result(document(found, unseen), as_json, report.validation, answered=found.predicted > 0)
 
 
 @app.command()

@@ -48,7 +48,10 @@ def stack(
         str | None, typer.Option(metavar="512,8192", help="tokens that a decode step attends to, one stack for each")
     ] = None,
     techniques: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="what to stack instead of the scenario's techniques")
+        str | None,
+        typer.Option(
+            metavar="A,B:int4", help="what to stack instead of the scenario's techniques, A, or B in a format"
+        ),
     ] = None,
     metric: MetricOption = None,
     simulate: SimulateOption = False,
@@ -79,7 +82,8 @@ def stack(
             progress=listener.progress,
         )
     document = {"scenario": chosen.model_dump(mode="json"), **to_json(stacks, chosen_techniques(chosen, names))}
-    print_result(document, as_json, report_planning.stacks)
+    answered = any(one["reason"] is None for one in document["stacks"])
+    print_result(document, as_json, report_planning.stacks, answered=answered)
 
 
 def advise(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,14 +38,13 @@ def scenario_of(name: str, assignments: list[str] | None = None, hardware: str |
 
 
 class TerminalListener:
-    """Shows a bar on standard error; never asks to stop, because Ctrl-C does."""
+    """Shows how far the work is; never asks to stop, because Ctrl-C does."""
 
-    def __init__(self, bar: Any, task: Any) -> None:
-        self.bar = bar
-        self.task = task
+    def __init__(self, show: Callable[[float, str], None]) -> None:
+        self.show = show
 
     def progress(self, fraction: float, message: str = "") -> None:
-        self.bar.update(self.task, completed=fraction, description=message)
+        self.show(fraction, message)
 
     def event(self, kind: str, payload: Mapping[str, Any]) -> None:
         pass
@@ -55,13 +55,36 @@ class TerminalListener:
 
 @contextmanager
 def progress() -> Iterator[TerminalListener]:
-    """A bar while the block runs."""
+    """A bar on standard error while the block runs; where that is no terminal, a line a stage and every ten seconds."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield TerminalListener(_Lines(time.monotonic).show)
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield TerminalListener(bar, bar.add_task("", total=1.0))
+        task = bar.add_task("", total=1.0)
+        yield TerminalListener(lambda fraction, message: bar.update(task, completed=fraction, description=message))
+
+
+class _Lines:
+    """Progress for a file: nothing of what is soon done, then a line for each stage and every ten seconds."""
+
+    _QUIET_S, _BETWEEN_S = 1.0, 10.0
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.began_s = self.told_s = clock()
+        self.stage = ""
+
+    def show(self, fraction: float, message: str = "") -> None:
+        now_s = self.clock()
+        stage = "".join(character for character in message if not character.isdigit())
+        is_due = now_s - self.told_s >= self._BETWEEN_S or stage != self.stage
+        if message and is_due and now_s - self.began_s >= self._QUIET_S:
+            self.told_s, self.stage = now_s, stage
+            typer.echo(f"{fraction:4.0%} {message}", err=True)
 
 
 @contextmanager
@@ -78,8 +101,17 @@ def measuring(holder: str) -> Iterator[TerminalListener]:
             yield listener
 
 
-def print_result(document: Any, as_json: bool, render: Any) -> None:
-    """One JSON document on standard output, or what `render` makes of it for people."""
+def print_result(document: Any, as_json: bool, render: Any, *, answered: bool = True) -> None:
+    """One JSON document on standard output, or what `render` makes of it for people.
+
+    Where that says why there is no answer, the command ends with exit code 2.
+    """
+    _print(document, as_json, render)
+    if not answered:
+        raise typer.Exit(2)
+
+
+def _print(document: Any, as_json: bool, render: Any) -> None:
     if as_json:
         if sys.stdout is None:
             raise MemboundError("standard output is closed, so the result cannot be printed")

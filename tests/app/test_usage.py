@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,20 +17,6 @@ def _commands(group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 COMMANDS = list(_commands(typer.main.get_command(cli.app)))
-
-
-@pytest.fixture
-def membound(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Calls the console script here; returns its exit code, output and errors."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["membound", *arguments])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        code = left.value.code
-        return code if isinstance(code, int) else 0, *capsys.readouterr()
-
-    return call
 
 
 def test_the_walk_finds_sub_commands() -> None:

@@ -1,0 +1,57 @@
+"""Is progress told where nobody looks, and do exit codes say whether there is an answer?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from membound.app.terminal import _Lines, progress
+
+ASKED = """
+name: asked
+model: Llama-3.1-8B
+hardware: H100-SXM5
+workload:
+  arrivals: {kind: poisson, rate_rps: 1000}
+  requests: 4
+  prompts: {kind: synthetic, tokens: {kind: fixed, tokens: 8192}}
+  output_tokens: {kind: fixed, tokens: 4}
+"""
+
+
+def test_of_long_work_each_stage_is_a_line_and_of_a_long_stage_every_ten_seconds(capsys) -> None:
+    now = [0.0]
+    lines = _Lines(lambda: now[0])
+    told = [(0.1, "soon"), (2.0, "1 of 9"), (3.0, "2 of 9"), (13.0, "5 of 9"), (14.0, "6 of 9"), (15.0, "checking")]
+    for at_s, message in told:
+        now[0] = at_s
+        lines.show(at_s / 20, message)
+    assert capsys.readouterr().err.splitlines() == [" 10% 1 of 9", " 65% 5 of 9", " 75% checking"]
+
+
+def test_short_work_leaves_no_line(capsys) -> None:
+    with progress() as listener:
+        listener.progress(0.5, "half")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> str:
+    path = tmp_path / "asked.yaml"
+    path.write_text(ASKED)
+    return str(path)
+
+
+def test_exit_codes_say_whether_there_is_an_answer(membound, asked: str, tmp_path: Path) -> None:
+    table = tmp_path / "ops.csv"
+    columns = "source,gpu,op,model,tp,m,n,k,batch,q_len,kv_len,n_heads,n_kv_heads,head_dim,dtype,latency_us,notes"
+    table.write_text(f"{columns}\na,H100-SXM5,dance,,1,1,8,8,,,,,,,bf16,5,\n")
+    late = ("--set", "engine={max_batched_tokens: 16384, admission: {only_in_time: true}}", "--set", "slo.ttft_s=1e-6")
+    shared = ("--set", "engine.prefix_caching=true", "--techniques", "int8_weights", "--batch", "1")
+    for arguments in (("simulate", asked, *late), ("stack", asked, *shared), ("validate", str(table))):
+        assert membound(*arguments)[0] == 2
+        code, out, _ = membound(*arguments, "--json")
+        assert code == 2 and json.loads(out)
+    assert membound("simulate", asked, "--set", "engine.max_batched_tokens=16384")[0] == 0
