@@ -337,9 +337,10 @@ def _phase_log(timeline: Path | None, from_s: float | None, to_s: float | None) 
         if from_s is not None or to_s is not None:
             raise MemboundError("options --from and --to cut a timeline; give --timeline OUT too, or leave them out")
         return None
-    from membound.simulator.timeline import PhaseLog, checked_suffix
+    from membound.simulator.timeline import PhaseLog, checked_suffix, checked_window
 
     checked_suffix(timeline)
+    checked_window(from_s, to_s)
     return PhaseLog()
 
 

@@ -39,6 +39,7 @@ def import_results(
     from membound.app.home import membound_home
     from membound.app.keeping import keep_comparison, keep_run
     from membound.app.store import Store
+    from membound.roofline.model_files import resolve_model
     from membound.runtime.endpoint.foreign import read_results
 
     for option, value in {"--model": model, "--hardware": hardware, "--profile": profile}.items():
@@ -46,6 +47,8 @@ def import_results(
             raise MemboundError(f"option --scenario says that, too; leave {option} out, or use --set to change it")
     if set_ and scenario is None:
         raise MemboundError("option --set changes a scenario; give one with --scenario, too")
+    if model is not None:
+        resolve_model(model)  # refuses a name that nobody has
     given = None if scenario is None else scenario_of(scenario, set_)
     check_suffix("option --table", table, ".csv")
     check_output("option --table", table, [file, scenario or ""])

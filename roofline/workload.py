@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from membound.roofline.acceptance import AcceptanceProfile
 from membound.roofline.part import MAX_TOKENS, Part, Tokens
 
-Rate = Annotated[float, Field(gt=0, le=1e9, description="mean arrivals a second")]
+# Below it the times of arrivals are so large that those of requests are lost in a float beside them.
+_LEAST_RPS = 1e-4
+
+
+def _is_seen(rate_rps: float) -> float:
+    if rate_rps < _LEAST_RPS:
+        raise ValueError(
+            f"it is less than one request in three hours, of which nothing is seen; give {_LEAST_RPS} or more"
+        )
+    return rate_rps
+
+
+Rate = Annotated[float, Field(gt=0, le=1e9, description="mean arrivals a second"), AfterValidator(_is_seen)]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 TaskName = Literal["code", "chat", "retrieval", "reasoning", "agent"]
 TraceFormatName = Literal["azure", "burstgpt", "vidur", "mooncake", "llmservingsim", "sharegpt"]

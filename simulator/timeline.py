@@ -7,6 +7,7 @@ and wait, and how many KV blocks are in use. Equal steps that ran as one are one
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -98,9 +99,7 @@ class Timeline:
         Raises MemboundError where the window is empty.
         """
         end_s = float(result.summary.duration_s)
-        begin_s, stop_s = from_s or 0.0, np.inf if to_s is None else to_s
-        if begin_s < 0 or stop_s <= begin_s:
-            raise MemboundError(f"the window is {begin_s:g} s to {stop_s:g} s; --from must be 0 or more and below --to")
+        begin_s, stop_s = checked_window(from_s, to_s)
         if begin_s > end_s:
             raise MemboundError(f"--from is {begin_s:g}, but the run ends after {end_s:.6g} s; give less")
         notes = _notes(result, log)
@@ -273,6 +272,17 @@ def checked_suffix(path: Path) -> str:
     if suffix not in SUFFIXES:
         raise MemboundError(f"option --timeline is '{path}'; give a file that ends in {', '.join(SUFFIXES)}")
     return suffix
+
+
+def checked_window(from_s: float | None, to_s: float | None) -> tuple[float, float]:
+    """Where the window begins and ends; raises MemboundError where that is no window."""
+    for option, value in (("--from", from_s), ("--to", to_s)):
+        if value is not None and not 0 <= value < math.inf:
+            raise MemboundError(f"option {option} is {value:g}; give seconds from 0 on")
+    begin_s, stop_s = from_s or 0.0, math.inf if to_s is None else to_s
+    if stop_s <= begin_s:
+        raise MemboundError(f"the window is {begin_s:g} s to {stop_s:g} s; --from must be below --to")
+    return begin_s, stop_s
 
 
 def _notes(result: RunResult, log: PhaseLog | None) -> list[str]:

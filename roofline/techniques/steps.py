@@ -266,6 +266,15 @@ class Eagle(TrainedHead):
     alpha: float = Field(0.79, ge=0, le=1, description="chance that the best guess at the first position is right")
     decay: float = Field(0.97, gt=0, le=1, description="the same at each further one, as a share of the one before")
 
+    @model_validator(mode="after")
+    def _path_is_in_the_tree(self) -> Self:
+        if self.depth is not None and self.tree_size is not None and self.depth > self.tree_size:
+            raise ValueError(
+                f"depth is {self.depth}, more than tree_size, {self.tree_size}: each guess of the longest path is one "
+                "of the tree; give a smaller depth or a larger tree"
+            )
+        return self
+
     def drafts(self) -> Drafts:
         depth, nodes = self.size
         return EagleDrafts(gamma=depth, alpha=self.alpha, decay=self.decay, nodes=nodes, **self._common)

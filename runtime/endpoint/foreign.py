@@ -153,6 +153,12 @@ def read_results(path: Path) -> list[Result]:
         results.append(aiperf.records(records))
     if not results:
         raise MemboundError(f"results file '{path}' holds no benchmark")
+    for number, result in enumerate(results, start=1):
+        if not result.duration_s > 0:
+            raise MemboundError(
+                f"results file '{path}': benchmark {number} took {result.duration_s:g} s, in which nothing is served; "
+                "the file may be damaged"
+            )
     return results
 
 

@@ -38,6 +38,8 @@ def test_the_digest_follows_what_determines_the_result():
     ("path", "value", "sentence"),
     [
         ("workload.arrivals", {"kind": "poisson", "rate_rps": -1}, r"rate_rps' is -1: input should be greater than 0"),
+        ("workload.arrivals", {"kind": "poisson", "rate_rps": 1e-300}, r"rate_rps' is 1e-300: it is less than one req"),
+        ("techniques", [{"name": "eagle", "depth": 5, "tree_size": 2}], r"depth is 5, more than tree_size, 2"),
         ("workload.arrivals", {"kind": "poisson", "rate_rps": float("nan")}, r"rate_rps' is nan"),
         ("workload.requests", 0, r"workload.requests' is 0"),
         ("engine.block_size", "many", r"engine.block_size' is 'many'"),

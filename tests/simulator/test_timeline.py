@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.result import BOUNDS, RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
-from membound.simulator.timeline import PHASES, PhaseLog, Timeline
+from membound.simulator.timeline import PHASES, PhaseLog, Timeline, checked_window
 
 NANOSECOND_US = 1e-3
 
@@ -205,3 +206,12 @@ def test_the_command_writes_it_and_refuses_what_has_no_effect(tmp_path: Path):
     for arguments, said in ((["--to", "1"], "give --timeline"), (["--timeline", "x.txt"], "ends in .json")):
         refused = CliRunner().invoke(app, ["simulate", str(file), *arguments])
         assert isinstance(refused.exception, MemboundError) and said in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("from_s", "to_s"), [(math.nan, None), (None, math.nan), (-1.0, None), (2.0, 1.0), (math.inf, None)]
+)
+def test_a_window_that_is_none_is_refused_without_a_run(from_s, to_s):
+    with pytest.raises(MemboundError, match=r"--from|--to"):
+        checked_window(from_s, to_s)
+    assert checked_window(1.0, None) == (1.0, math.inf)

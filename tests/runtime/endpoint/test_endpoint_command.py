@@ -112,6 +112,11 @@ def test_what_makes_no_sense_is_one_sentence(membound, asked, tmp_path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"completed": 1')
     assert "is not JSON" in refused(membound("import", str(broken)))
+    fine = tmp_path / "fine.json"
+    fine.write_text(json.dumps(RESULT))
+    assert "model 'Llama-3.1-9' is not in the catalog" in refused(
+        membound("import", str(fine), "--model", "Llama-3.1-9")
+    )
     assert "--endpoint" in refused(membound("measure", asked, "--endpoint-model", "m"))
     assert "connection refused" in refused(membound("compare", asked, "--endpoint", "http://127.0.0.1:9"))
     assert not list((tmp_path / "home").glob("runs/*"))

@@ -286,6 +286,7 @@ def test_a_result_may_be_of_a_scenario_that_is_known(tmp_path: Path) -> None:
         (json.dumps(vllm()) + "\n{", "line 2 is not JSON; the file may be cut short"),
         (json.dumps(vllm(duration=None)), "field 'duration' is missing"),
         (json.dumps(vllm(duration=-1)), "field 'duration' is -1; it must not be negative"),
+        (json.dumps(vllm(duration=0)), "benchmark 1 took 0 s, in which nothing is served"),
         (json.dumps(vllm(duration=float("nan"))), "field 'duration' is nan; it must be a number"),
         (json.dumps(vllm(ttfts=[0.1])), "its lists of requests have 1 and 4 items"),
         (json.dumps(vllm(itls=[3, 3, 3, 3])), "field 'itls', item 0: field 'gaps' is 3; it must be a list"),
