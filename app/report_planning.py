@@ -97,6 +97,7 @@ def stacks(document: dict[str, Any]) -> RenderableType:
 def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableType]:
     metric = "time per output token" if stack["metric"] == "tpot_s" else "output tokens a second"
     yield f"{stack['conditions']}"
+    yield from stack["notes"]
     if stack["reason"] is not None:
         yield f"refused: {stack['reason']}"
         return
@@ -117,6 +118,8 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
             alone.add_row(name, f"refused: {row['reason']}", "", "", lossless, "")
     yield alone
     yield from (drafting(row["drafting"]) for row in stack["alone"] if row["drafting"])
+    if len(stack["alone"]) == 1:  # there is nothing to add up
+        return
     yield _order(stack, "given_order", "one on top of the other, in the given order")
     if stack["best_order"] is not None:
         yield _order(stack, "best_order", "in the best order: whatever is stopped at, the most is gained")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
+from membound.roofline.draft_choice import best_size
 from membound.roofline.errors import MemboundError
 from membound.roofline.formats import Formats
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -22,8 +23,9 @@ from membound.roofline.origin import Origin, origin_of
 from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
+from membound.roofline.speculation import speculation_of
 from membound.roofline.step import check_parallel
-from membound.roofline.techniques import EngineSetup, remarks
+from membound.roofline.techniques import EngineSetup, Size, Speculative, remarks
 from membound.roofline.times import times_for
 
 Phase = Literal["decode", "prefill", "verify"]
@@ -32,6 +34,11 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
 # Sequences that nobody puts into one step: where the search for the largest batch ends.
 MOST_SEQUENCES = 1_000_000
+
+# Guesses that a verify step checks where nothing says how many.
+USUAL_GUESSES = 4
+# Elements of 16 bits in two vector loads of 16 bytes; dimensions of a head that attention kernels are made for.
+ALIGNED, WARP = 16, 32
 
 Group = Literal["attention", "ffn", "elementwise", "communication", "lm_head", "host"]
 GROUPS: tuple[Group, ...] = ("attention", "ffn", "elementwise", "communication", "lm_head", "host")
@@ -79,7 +86,8 @@ class Ridge:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts guesses in verify.
+    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts guesses in verify, and
+    `drafting` says why so many.
 
     Of a deployment on several devices the operators, bytes and memory are those of one of them.
     """
@@ -90,7 +98,8 @@ class OperatingPoint:
     phase: Phase
     batch: int
     context: int
-    gamma: int = 4
+    gamma: int = USUAL_GUESSES
+    drafting: str | None = None
 
     @classmethod
     def of(cls, scenario: Scenario, *, batch: int, context: int, phase: str) -> OperatingPoint:
@@ -105,9 +114,12 @@ class OperatingPoint:
         for name, value in (("batch", batch), ("context", context)):
             if not isinstance(value, Integral) or value < 1:
                 raise MemboundError(f"{name} is {value!r}; give a whole number, 1 or more")
-        setup = scenario.setup
-        gamma = setup.drafts.tokens if setup.drafts else 4
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
+        drafting = None
+        if known == "verify":
+            scenario, drafting = _with_drafts(scenario, model, hardware, StepShape.decode(batch, context))
+        setup = scenario.setup
+        gamma = setup.drafts.tokens if setup.drafts else USUAL_GUESSES
         if context > model.max_context:
             raise MemboundError(f"context is {context}, more than the {model.max_context} tokens of '{model.name}'")
         if known == "verify" and context <= gamma:
@@ -116,7 +128,7 @@ class OperatingPoint:
                 f"{gamma + 1} or more"
             )
         check_parallel(model, setup)
-        return cls(model, hardware, setup, known, batch, context, gamma)
+        return cls(model, hardware, setup, known, batch, context, gamma, drafting)
 
     @cached_property
     def times(self) -> Times:
@@ -341,9 +353,33 @@ class OperatingPoint:
             "parallel": {**self.setup.parallel.model_dump(), "devices": self.setup.parallel.devices},
             "pipeline": self._pipeline_json(),
             "origin": self._origin_json(),
-            "remarks": [] if self.calibrated else list(remarks(self.setup, hardware)),
+            "remarks": self._remarks(),
             "hardware": {"name": hardware.name, "calibrated": self.calibrated, "source": hardware.source},
         }
+
+    def _remarks(self) -> list[str]:
+        """What is not as the scenario's words suggest, a sentence each."""
+        said = [] if self.drafting is None else [self.drafting]
+        return said if self.calibrated else [*said, *remarks(self.setup, self.hardware), *self._odd_sizes()]
+
+    def _odd_sizes(self) -> Iterator[str]:
+        """Sizes unlike those of the tables that the times are fitted on, which their kernels pad or load slower."""
+        operators = [cost.operator for cost in self.cost.operators]
+        linears = [op for op in operators if op.kind == "linear" and op.name != "lm_head"]
+        sizes = sorted({size for op in linears for size in (op.n, op.k) if size % ALIGNED})
+        if sizes:
+            listed = ", ".join(str(size) for size in sizes)
+            yield (
+                f"matrices with sizes that are no multiple of {ALIGNED} ({listed}) were not measured: their times are "
+                "inferred from aligned ones, and kernels that pad them or load them piecewise take longer"
+            )
+        dims = {group.attention.head_dim for group in self.model.groups() if hasattr(group.attention, "head_dim")}
+        if odd := sorted(dim for dim in dims if dim % WARP):
+            listed = ", ".join(str(dim) for dim in odd)
+            yield (
+                f"attention heads of {listed} dimensions were not measured: their times are inferred from heads that "
+                f"are multiples of {WARP}, to which kernels pad them"
+            )
 
     def _pipeline_json(self) -> dict[str, float]:
         """Micro-batches under way, and the share of their time that a pipeline's stages wait for one."""
@@ -376,6 +412,30 @@ class OperatingPoint:
             "engine": self.setup.profile,
             "kernels": [kernel.to_json() for kernel in origin.kernels],
         }
+
+
+def _with_drafts(
+    scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, shape: StepShape
+) -> tuple[Scenario, str]:
+    """The scenario with a size for its drafts, the best in a step of this shape where it names none, and why."""
+    technique = next((one for one in scenario.techniques if isinstance(one, Speculative)), None)
+    if technique is None:
+        return scenario, f"{USUAL_GUESSES} guesses are verified, since the scenario names no speculation"
+    if not technique.is_open:
+        return scenario, f"{technique.name} drafts {_size_said(technique.size)}, as the scenario says"
+    speculation = speculation_of(scenario, model)
+    assert speculation is not None, "the scenario speculates"
+    times = times_for(hardware, scenario.setup.profile)
+    best = best_size(speculation, times, shape, technique.sizes()).size
+    sized = technique.sized(best or technique.usual_size)
+    why = "the best here" if best else "as usual, since no draft is worth its cost here"
+    kept = tuple(one for one in scenario.techniques if one is not technique)
+    return scenario.with_techniques((*kept, sized)), f"{technique.name} drafts {_size_said(sized.size)}, {why}"
+
+
+def _size_said(size: Size) -> str:
+    tree = "" if size.nodes is None else f" in a tree of {size.nodes}"
+    return f"{size.depth} deep{tree}"
 
 
 def _largest(total: Callable[[int], float], capacity: float, most: int) -> int:

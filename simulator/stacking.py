@@ -7,18 +7,21 @@ each in the whole gain (Shapley, A value for n-person games, 1953: its mean cont
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import ValidationError
 
 from membound.roofline.comparison import UNITS
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
-from membound.roofline.scenario import Scenario
-from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique
+from membound.roofline.scenario import Scenario, one_sentence
+from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, engine_setup, remarks
 from membound.roofline.times import times_for
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.scheduling.build import batching_of
@@ -94,6 +97,7 @@ class Stack:
     best_subset: tuple[str, ...] = ()
     best_subset_gain: float = 1.0
     reason: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def together(self) -> float | None:
@@ -295,14 +299,64 @@ def chosen_techniques(scenario: Scenario, names: Sequence[str] | None) -> tuple[
                 f"--techniques, of {', '.join(TECHNIQUES)}"
             )
         return scenario.techniques
-    chosen: list[Technique] = []
-    for name in names:
-        if name not in TECHNIQUES:
-            raise MemboundError(f"technique '{name}' is unknown; known are {', '.join(TECHNIQUES)}")
-        chosen.append(known.get(name) or TECHNIQUES[name](name=name))
+    chosen = [known.get(name) or _technique(name) for name in names]
     if len({technique.name for technique in chosen}) < len(chosen):
         raise MemboundError("--techniques names one twice; each may be given once")
     return tuple(chosen)
+
+
+# What people call a technique and a scenario has as a setting, and what to see its gain with.
+_SETTINGS = {
+    **dict.fromkeys(("prefix_cache", "prefix_caching"), "engine.prefix_caching=true"),
+    **dict.fromkeys(("chunked_prefill", "sarathi"), "engine.batching=chunked_prefill"),
+    "prefill_first": "engine.batching=prefill_first",
+    **dict.fromkeys(("disaggregation", "disaggregated_prefill"), "engine.disaggregation={}"),
+    **dict.fromkeys(("tensor_parallel", "tp"), "parallel.tp=2"),
+    **dict.fromkeys(("pipeline_parallel", "pp"), "parallel.pp=2"),
+    **dict.fromkeys(("expert_parallel", "ep"), "parallel={tp: 1, dp: 2, ep: 2}"),
+}
+
+
+def _technique(text: str) -> Technique:
+    """A technique by its defaults, or in a format: `weight_quantization:int4`."""
+    name, _, format = text.partition(":")
+    if name in _SETTINGS:
+        raise MemboundError(
+            f"technique '{name}' is a setting of the engine: compare `membound simulate` without and with "
+            f"--set '{_SETTINGS[name]}'"
+        )
+    if name not in TECHNIQUES:
+        close = difflib.get_close_matches(name, TECHNIQUES, n=2)
+        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise MemboundError(f"technique '{name}' is unknown{meant}; known are {', '.join(TECHNIQUES)}")
+    if not format:
+        return TECHNIQUES[name](name=name)
+    if "format" not in TECHNIQUES[name].model_fields:
+        raise MemboundError(f"technique '{text}' gives a format, but {name} has none; give {name}")
+    try:
+        return TECHNIQUES[name].model_validate({"name": name, "format": format})
+    except ValidationError as error:
+        raise MemboundError(f"technique '{text}': {one_sentence(error)}") from None
+
+
+def notes_of(
+    scenario: Scenario, techniques: Sequence[Technique], asked: GainMetric | None, hardware: HardwareSpec
+) -> Iterator[str]:
+    """What a reader would not expect: techniques of the scenario that are left out, another metric than the scenario's,
+    formats that the device multiplies in another one."""
+    names = {technique.name for technique in techniques}
+    left = [technique.name for technique in scenario.techniques if technique.name not in names]
+    if left:
+        static = ": it batches statically" if "continuous_batching" in left and scenario.engine.batching is None else ""
+        without = ", ".join(left)
+        yield f"the plain engine is without {without} of the scenario, since --techniques leaves them out{static}"
+    metric = metric_for(techniques)
+    if asked is None and scenario.techniques and metric != metric_for(scenario.techniques):
+        other = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
+        yield f"these techniques are judged by {metric}, not by {other}; --metric {other} shows that"
+    if hardware.calibration is None:
+        said = (remark for one in techniques for remark in remarks(engine_setup((one,)), hardware))
+        yield from dict.fromkeys(said)
 
 
 def plain_engine(scenario: Scenario, techniques: Sequence[Technique]) -> Scenario:
@@ -380,7 +434,7 @@ def stack(
 ) -> list[Stack]:
     """The stacking analysis of a scenario at each of its points, or at the given batches and contexts."""
     chosen = chosen_techniques(scenario, techniques)
-    metric = metric or metric_for(chosen)
+    asked, metric = metric, metric or metric_for(chosen)
     points = list(points_of(scenario, chosen, batches, contexts))
     stacks = []
     for index, point in enumerate(points):
@@ -394,7 +448,8 @@ def stack(
         error = times_for(hardware, point.plain.engine.profile).relative_error
         most = MOST_SIMULATED if simulate else MOST_FACTORIAL
         game.ahead(most, tell)
-        stacks.append(analyse(game, point.values, error, _conditions(point, hardware, simulate), most))
+        found = analyse(game, point.values, error, _conditions(point, hardware, simulate), most)
+        stacks.append(replace(found, notes=tuple(notes_of(scenario, chosen, asked, hardware))))
     return stacks
 
 
@@ -450,6 +505,7 @@ def _stack_json(stack: Stack, about: dict[str, Technique]) -> dict[str, Any]:
         "baseline": "the plain engine: none of the techniques",
         "conditions": stack.conditions,
         "reason": stack.reason,
+        "notes": list(stack.notes),
         "plain": None if stack.plain is None else stack.plain._asdict(),
         "members": list(stack.members),
         "alone": rows(stack.alone),

@@ -90,7 +90,7 @@ def test_stack(asked: str) -> None:
 
 def test_advise(asked: str) -> None:
     found = document("advise", asked)
-    assert found["bottleneck"] == "memory_weights" and found["moves"] and found["rules"]
+    assert found["bottleneck"] == found["now"]["bottleneck"] and found["moves"] and found["rules"]
     words = shown("advise", asked)
     assert "moves by gain" in words and "rule R0" in words and "(has it)" in words
 
@@ -105,6 +105,28 @@ def test_advise_at_a_batch_and_a_context_says_which_metric_and_speaks_plainly(as
     assert not any(symbols in words for symbols in ("t_w", "(g + 1)", "a <= c"))
 
 
+def test_a_stack_of_one_has_nothing_to_add_up_and_says_what_it_left_out(asked: str) -> None:
+    words = shown("stack", asked, "--techniques", "weight_quantization:int8")
+    assert "weight_quantization (int8" in words and "prompts take" in words and "of the time)" in words
+    assert "without continuous_batching, eagle of the scenario" in words and "judged by tpot_s" in words
+    assert "each alone" in words and "in the given order" not in words and "product" not in words
+
+
+def test_advice_is_read_without_looking_parameters_up(asked: str) -> None:
+    words = shown("advise", asked, "--hardware", "A100-SXM4-80GB", "--set", "workload.prompts.tokens.tokens=2000")
+    assert "True" not in words and "False" not in words and "membound compare" not in words
+    assert "a device" in words and "prompts among it" in words
+
+
+def test_a_kernel_that_the_device_was_not_measured_with_is_inferred(asked: str) -> None:
+    """Tables of the A100 know bf16 products; fp8 weights are unpacked there."""
+    eight = ("--hardware", "A100-SXM4-80GB", "--set", "techniques=[{name: w8a8, format: fp8}]")
+    words = shown("predict", asked, *eight)
+    assert "inferred from bf16" in words and "no matrix unit for fp8" in words
+    assert "inferred from bf16" not in shown("predict", asked, *eight[:2], "--set", "techniques=[]")
+    assert "no matrix unit for fp8" in shown("stack", asked, *eight)
+
+
 def test_a_row_of_speculation_prints_what_it_was_costed_with(asked: str) -> None:
     words = shown("stack", asked, "--techniques", "eagle,kv_quantization", "--batch", "4")
     for part in (
@@ -114,7 +136,7 @@ def test_a_row_of_speculation_prints_what_it_was_costed_with(asked: str) -> None
         "alpha 0.79",
         "assumed",
         "tokens a step",
-        "kv_quantization fp8",
+        "kv_quantization (fp8)",
     ):
         assert part in words
     given = "techniques=[{name: draft_model_speculation, gamma: 2}, kv_quantization]"
@@ -123,8 +145,9 @@ def test_a_row_of_speculation_prints_what_it_was_costed_with(asked: str) -> None
 
 
 def test_a_run_that_serves_nothing_says_why_first_and_what_to_change(asked: str) -> None:
-    words = shown("simulate", asked, "--set", "engine.max_batched_tokens=64", "--set", "techniques=[]")
-    assert words.startswith("asked: no request was served requests were turned away; request 0, because 160 tokens")
+    result = membound("simulate", asked, "--set", "engine.max_batched_tokens=64", "--set", "techniques=[]")
+    words = " ".join(result.stdout.split())
+    assert result.returncode == 2 and words.startswith("asked: no request was served requests were turned away; request 0, because 160 tokens")
     assert "raise engine.max_batched_tokens" in words and "idle" not in words
     (stack,) = document("stack", asked, "--simulate", "--jobs", "1", "--set", "engine.max_batched_tokens=64")["stacks"]
     assert "exceed max_batched_tokens" in stack["reason"]
@@ -147,7 +170,7 @@ def test_catalogs_list_what_a_scenario_can_name() -> None:
     assert "eagle" in words and "depth (the best)" in words
     for kind in ("profiles", "devices", "models"):
         assert shown("catalog", kind)
-    assert "catalog 'x' is unknown; give techniques, profiles" in refused("catalog", "x")
+    assert "catalog 'x' is unknown; there are techniques, profiles" in refused("catalog", "x")
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
@@ -183,7 +206,9 @@ def test_plan_with_and_without_an_answer(asked: str) -> None:
     words = shown("plan", asked, "--devices", "H100-SXM5,RTX-PRO-6000-Blackwell-Server", "--confirm", "0")
     assert "front of precision" in words and "…" not in words
     assert "measured on it" in words and "$/h each (" in words and "times ±" in words
-    assert "up to" in words and "by closed form" in words
+    assert "up to" in words and "by closed form" in words and "engine profile 'graphs'" in words
+    words = shown("plan", asked, "--devices", "H100-SXM5", "--precision", "given", "--confirm", "1", "--jobs", "1")
+    assert "the objective with all times" in words and "closed forms alone would take" in words
 
 
 def test_the_most_that_a_deployment_serves(asked: str) -> None:
@@ -226,6 +251,7 @@ def test_a_table_is_what_its_name_says(asked: str, tmp_path: Path) -> None:
         (("stack", "--batch", "1,x"), "option --batch is '1,x'"),
         (("stack", "--context", "0"), "option --context is '0'"),
         (("stack", "--techniques", "magic"), "technique 'magic' is unknown"),
+        (("stack", "--techniques", "prefix_cache"), "--set 'engine.prefix_caching=true'"),
         (("stack", "--metric", "speed"), "option --metric is 'speed'"),
         (("stack", "--set", "techniques=[]"), "names no techniques to stack"),
         (("stack", "--backend", "slurm"), "option --backend is 'slurm'"),

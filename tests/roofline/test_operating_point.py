@@ -188,6 +188,31 @@ def test_a_verify_step_must_yield_between_one_and_all_tokens_to_be_worth_it() ->
     assert 1.0 < document["breakeven_tokens"] < document["most_tokens"] == here.gamma + 1
 
 
+def verified(batch: int, **eagle: int) -> OperatingPoint:
+    scenario = SCENARIO.with_value("model", "Llama-3.1-8B").with_value("techniques", [{"name": "eagle", **eagle}])
+    return OperatingPoint.of(scenario, batch=batch, context=1024, phase="verify")
+
+
+def test_a_verify_step_checks_the_drafts_that_gain_most_unless_the_scenario_names_them() -> None:
+    """Fewer guesses as the batch grows (Leviathan et al., 2023, section 3.5); what is named stays as it is."""
+    guesses = [verified(batch).drafts for batch in (1, 16, 128)]
+    assert guesses == sorted(set(guesses), reverse=True)
+    assert verified(1, depth=2, tree_size=7).drafts == 7
+    for point_, said in ((verified(1), "the best here"), (verified(1, depth=2, tree_size=7), "as the scenario says")):
+        assert any(said in remark and "eagle" in remark for remark in point_.to_json()["remarks"])
+    plain = OperatingPoint.of(SCENARIO.with_value("techniques", []), batch=1, context=512, phase="verify")
+    assert "names no speculation" in plain.to_json()["remarks"][0]
+
+
+def test_sizes_unlike_those_that_were_measured_are_named() -> None:
+    def remarks_of(**sizes: int) -> str:
+        spec = get_model("Llama-3.1-8B")
+        return " ".join(replace(point(), model=spec.model_copy(update=sizes)).to_json()["remarks"])
+
+    assert remarks_of() == ""
+    assert "no multiple of 16 (3001" in remarks_of(hidden=3001)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

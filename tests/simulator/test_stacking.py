@@ -201,7 +201,18 @@ def test_the_document_names_baseline_metric_and_conditions(stacks):
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [(["fp4"], "technique 'fp4' is unknown"), (["eagle", "eagle"], "names one twice"), (None, "names no techniques")],
+    [
+        (["fp4"], "technique 'fp4' is unknown"),
+        (["egale"], "did you mean eagle"),
+        (["eagle", "eagle"], "names one twice"),
+        (["weight_quantization:int3", "weight_quantization:int4"], "names one twice"),
+        (["weight_quantization:blue"], "precision 'blue' is unknown"),
+        (["eagle:int4"], "eagle has none"),
+        (["prefix_caching"], "--set 'engine.prefix_caching=true'"),
+        (["chunked_prefill"], "--set 'engine.batching=chunked_prefill'"),
+        (["tensor_parallel"], r"--set 'parallel\.tp=2'"),
+        (None, "names no techniques"),
+    ],
 )
 def test_wrong_techniques_are_one_sentence(names, said):
     with pytest.raises(MemboundError, match=said):
@@ -259,6 +270,24 @@ def test_a_technique_that_never_matters_has_no_share():
     values = {subset: 0.5 if 0 in subset else 1.0 for subset in subsets(3)}
     shares = game_of(values, 3).shapley(range(3))
     assert shares[0] == pytest.approx(math.log(2)) and shares[1] == shares[2] == 0.0
+
+
+def test_a_format_in_a_name_is_that_of_the_technique():
+    named = chosen_techniques(scenario(), ["weight_quantization:int8", "kv_quantization:int4", "eagle"])
+    assert [getattr(one, "format", None) for one in named] == ["int8", "int4", None]
+    narrow, wide = (
+        stack(scenario(techniques=[]), techniques=[f"weight_quantization:{name}"], batches=[1])[0].together
+        for name in ("int4", "int8")
+    )
+    assert narrow > wide > 1.0
+
+
+def test_what_techniques_leave_out_and_what_a_device_lacks_are_noted():
+    (found,) = stack(scenario(hardware="A100-SXM4-80GB"), techniques=["w8a8:fp8"], batches=[4])
+    said = " ".join(found.notes)
+    assert "without weight_quantization, kv_quantization, continuous_batching, eagle" in said
+    assert "no matrix unit for fp8" in said
+    assert not stack(scenario(), batches=[4])[0].notes
 
 
 def test_too_many_techniques_for_all_subsets_still_have_orders_and_a_product():
