@@ -126,7 +126,7 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Discrete-event run of the scenario in virtual time."""
-    from membound.app import report
+    from membound.app import report_run
     from membound.app.report_planning import drafting
     from membound.simulator.drafting import with_best_drafts
     from membound.simulator.run import run
@@ -139,7 +139,8 @@ def simulate(
     if parameters is not None and not parameters.get("replayed"):
         result.provenance.notes.append(drafting(parameters))
     _write_timeline(result, log, timeline, from_, to)
-    print_result(result.to_json(), as_json, report.run, answered=result.summary.completed > 0)
+    answered = result.summary.completed > 0
+    print_result(report_run.with_energy(result.to_json()), as_json, report_run.run, answered=answered)
 
 
 @app.command()
@@ -156,7 +157,7 @@ def measure(
     as_json: JsonOption = False,
 ) -> None:
     """Real run of the scenario on this machine, or at a server with --endpoint."""
-    from membound.app import report
+    from membound.app import report_run
     from membound.app.compare import LiveObserver
     from membound.app.home import membound_home
     from membound.app.keeping import keep_run
@@ -174,7 +175,7 @@ def measure(
         with measuring("membound measure") as listener:
             result = measure_at(chosen, server, listener.progress)
         # Printed first: a full disk must not cost the measurement.
-        print_result(result.to_json(), as_json, report.run)
+        print_result(result.to_json(), as_json, report_run.run)
         keep_run(Store(membound_home()), "measure", chosen, result)
         return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
@@ -189,7 +190,7 @@ def measure(
                 log(step, outcome, end_s)
 
         result = runtime.run(chosen, hardware, observer=observer)
-    print_result(result.to_json(), as_json, report.run)
+    print_result(result.to_json(), as_json, report_run.run)
     keep_run(Store(membound_home()), "measure", chosen, result)
     _write_timeline(result, log, timeline, from_, to)
 

@@ -130,10 +130,10 @@ def _metrics(summary: Summary) -> Iterator[dict[str, Any]]:
 def _render(document: dict[str, Any]) -> RenderableType:
     from rich.console import Group
 
-    from membound.app import report
+    from membound.app import report_run
     from membound.app.endpoint_comparison import comparison
 
-    shown: list[RenderableType] = [report.run(run) for run in document["runs"]]
+    shown: list[RenderableType] = [report_run.run(run) for run in document["runs"]]
     if "metrics" in document:
         shown.append(comparison(document | {"notes": []}))
     return Group(*shown, *(f"kept as run {run['run_id']}" for run in document["runs"]))

@@ -80,9 +80,10 @@ def _step_words(document: dict[str, Any]) -> Iterator[str]:
     if parallel["devices"] > 1:
         degrees = ", ".join(f"{name} {parallel[name]}" for name in ("tp", "pp", "dp", "ep", "cp") if parallel[name] > 1)
         yield f"on {parallel['devices']} devices ({degrees}): operators, bytes and memory are those of one of them"
+    each = f" ({text.rate(step['tokens_per_s'] / parallel['devices'])} a device)" if parallel["devices"] > 1 else ""
     yield (
         f"step {text.seconds(step['time_s'])} [{text.seconds(step['low_s'])}, {text.seconds(step['high_s'])}], "
-        f"{text.rate(step['tokens_per_s'])}, bound by {step['bottleneck']} "
+        f"{text.rate(step['tokens_per_s'])}{each}, bound by {step['bottleneck']} "
         f"({text.percent(step['bottleneck_share'][step['bottleneck']])} of the time)"
     )
     yield document["formats"]["words"]
@@ -185,76 +186,6 @@ def _devices_of(scope: str, device: str) -> str:
     return "all devices" if scope == "any" else f"{scope} devices"
 
 
-def run(document: dict[str, Any]) -> RenderableType:
-    """A run's summary."""
-    summary, provenance = document["summary"], document["provenance"]
-    if not summary["completed"]:
-        why = sorted(provenance["notes"], key=lambda note: "turned away" not in note)
-        return Group(f"{document['scenario']['name']}: no request was served", *why)
-    table = Table(title=f"{document['scenario']['name']} ({provenance['producer']}, {provenance['hardware']})")
-    table.add_column("metric")
-    for column in ("value", "p50", "p90", "p99"):
-        table.add_column(column, justify="right")
-    for name, value in summary.items():
-        if isinstance(value, dict) and "mean" in value:
-            table.add_row(f"{name} (mean)", *(_number(value[key]) for key in ("mean", "p50", "p90", "p99")))
-        elif isinstance(value, dict):
-            table.add_row(name, ", ".join(f"{bound} {share:.0%}" for bound, share in value.items() if share >= 0.005))
-        else:
-            table.add_row(name, _number(value))
-    return Group(table, *_cluster(document.get("cluster")), *provenance["notes"])
-
-
-# Replicas and events of a cluster in a terminal; the document has all replicas and more events.
-_MOST_REPLICAS = 20
-
-
-def _cluster(cluster: dict[str, Any] | None) -> Iterator[RenderableType]:
-    """What each replica did, and what happened to the cluster."""
-    if cluster is None:
-        return
-    replicas, events = cluster["replicas"], cluster["events"]
-    hidden = len(replicas) - _MOST_REPLICAS
-    table = Table(
-        title=f"replicas behind a {cluster['router'].replace('_', ' ')} router",
-        caption=f"and {hidden} more; --json has all" if hidden > 0 else None,
-        box=None,
-        pad_edge=False,
-    )
-    for column in ("", "device", "requests", "busy", "KV used", "hits", "failures", "hours", "USD"):
-        table.add_column(column, justify="left" if column == "device" else "right")
-    for replica in replicas[:_MOST_REPLICAS]:
-        several = f" x {replica['devices']}" if replica["devices"] > 1 else ""
-        table.add_row(
-            str(replica["replica"]),
-            replica["hardware"] + several,
-            f"{replica['requests']:,}",
-            f"{replica['utilization']:.0%}",
-            f"{replica['kv_utilization']:.0%}",
-            "" if replica["prefix_hit_rate"] is None else f"{replica['prefix_hit_rate']:.0%}",
-            str(replica["failures"]),
-            f"{replica['device_hours']:.3g}",
-            "no price" if replica["cost_usd"] is None else f"{replica['cost_usd']:.4g}",
-        )
-    yield table
-    dates = sorted({replica["price_date"] for replica in replicas if replica["price_date"]})
-    yield (
-        f"{cluster['mean_replicas']:.3g} replicas on average, {cluster['most_replicas']} at most: "
-        f"{cluster['device_hours']:.3g} device-hours, "
-        + ("no price" if cluster["cost_usd"] is None else f"{cluster['cost_usd']:.4g} USD")
-        + (f" at prices of {' and '.join(dates)}" if dates else "")
-    )
-    if cluster["failures"]:
-        yield (
-            f"failures: {cluster['failures']}, requests sent again: {cluster['retries']}, tokens lost: "
-            f"{cluster['lost_tokens']:,} of KV, {cluster['lost_output_tokens']:,} emitted ones"
-        )
-    told = [f"{event['time_s']:.4g} s: {event['replica']} {event['kind']}" for event in events if event["time_s"] > 0]
-    if told:
-        more = cluster["event_count"] - (len(events) - len(told)) - _MOST_REPLICAS
-        yield ", ".join(told[:_MOST_REPLICAS]) + (f", and {more} more events" if more > 0 else "")
-
-
 def comparison(document: dict[str, Any]) -> RenderableType:
     """Predicted beside measured, one row a technique and point."""
     table = Table(title="predicted and measured")
@@ -325,12 +256,6 @@ def scenarios(document: dict[str, Any]) -> RenderableType:
     for item in document["scenarios"]:
         table.add_row(item["name"], item["description"])
     return table
-
-
-def _number(value: float | int | None) -> str:
-    if value is None:
-        return "unknown"
-    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 # Rows of a table of groups in a terminal; the document has them all.

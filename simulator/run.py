@@ -148,8 +148,9 @@ def provenance(times: Times) -> Provenance:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         hardware=times.hardware.name,
         notes=[
-            times.hardware.source,
-            f"interval ±{times.relative_error:.0%} ({'calibrated' if calibrated else 'data sheet'})",
+            f"{times.hardware.name}: {times.hardware.source}",
+            f"times of steps are within ±{times.relative_error:.0%}: from "
+            + ("this machine's calibration" if calibrated else "the data sheet and the kernels that were measured"),
         ],
     )
 

@@ -114,7 +114,7 @@ def test_measuring_what_this_machine_is_not_or_cannot_hold_is_refused(
     ("arguments", "keys"),
     [
         (["predict"], {"scenario", "point", "step", "operators", "memory", "hardware"} | PREDICT_EXPLAINS),
-        (["simulate"], {"scenario", "summary", "provenance"}),
+        (["simulate"], {"scenario", "summary", "provenance", "energy_j_per_token_at_board_power"}),
     ],
 )
 def test_json_is_one_document(tiny: str, arguments: list[str], keys: set[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.app import report
+from membound.app import report_run
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.result import RunResult
@@ -472,7 +472,7 @@ def test_the_document_has_a_cluster_and_reads_in_a_terminal(capsys):
     )
     assert set(document) == {"scenario", "summary", "provenance", "cluster"}
     assert document["cluster"]["failures"] == 1
-    Console(width=160).print(report.run(document))
+    Console(width=160).print(report_run.run(document))
     said = capsys.readouterr().out
     assert "prefix aware router" in said and "failures: 1, requests sent again" in said
     assert "cluster" not in run(scenario()).to_json()

@@ -1,0 +1,64 @@
+"""Do results read with their units, without objectives that nobody gave, and without powers of ten?"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from membound.roofline.hardware import get_hardware
+
+ASKED = """
+name: asked
+model: Llama-3.1-8B
+hardware: H100-SXM5
+workload:
+  arrivals: {kind: closed_loop, concurrency: 8}
+  requests: 16
+  prompts: {kind: synthetic, tokens: {kind: fixed, tokens: 2048}}
+  output_tokens: {kind: fixed, tokens: 32}
+"""
+
+
+@pytest.fixture
+def asked(tmp_path) -> str:
+    path = tmp_path / "asked.yaml"
+    path.write_text(ASKED)
+    return str(path)
+
+
+def test_energy_is_that_of_all_devices_at_their_board_power(membound, asked: str) -> None:
+    for devices in (1, 2):
+        _, out, _ = membound("simulate", asked, "--json", "--set", f"parallel.tp={devices}")
+        found = json.loads(out)
+        watts = get_hardware("H100-SXM5").power_w * devices
+        per_token = watts / found["summary"]["output_tokens_per_s"]
+        assert found["energy_j_per_token_at_board_power"] == pytest.approx(per_token)
+
+
+def test_replicas_draw_power_for_the_hours_that_they_are_there(membound, asked: str) -> None:
+    cluster = "cluster={router: round_robin, groups: [{count: 2}]}"
+    _, out, _ = membound("simulate", asked, "--json", "--set", cluster)
+    found = json.loads(out)
+    hours = found["cluster"]["device_hours"]
+    tokens = found["summary"]["output_tokens_per_s"] * found["summary"]["duration_s"]
+    joules = get_hardware("H100-SXM5").power_w * hours * 3600
+    assert found["energy_j_per_token_at_board_power"] == pytest.approx(joules / tokens)
+
+
+def test_a_run_reads_without_powers_of_ten_and_without_an_objective_that_nobody_gave(membound, asked: str) -> None:
+    _, out, _ = membound("simulate", asked)
+    assert not re.search(r"\de[+-]\d", out)
+    assert out.count("no objective given") == 2
+    words = " ".join(out.split())
+    assert "H100-SXM5: " in words and "times of steps are within ±" in words
+    _, out, _ = membound("simulate", asked, "--set", "slo.ttft_s=10")
+    assert "no objective given" not in out and "100.0%" in out
+
+
+def test_a_step_of_several_devices_says_the_rate_of_one(membound, asked: str) -> None:
+    _, out, _ = membound("predict", asked, "--batch", "64", "--set", "parallel.tp=4")
+    total, each = re.search(r"([\d,.]+) tok/s \(([\d,.]+) tok/s a device\)", " ".join(out.split())).groups()
+    assert float(total.replace(",", "")) == pytest.approx(4 * float(each.replace(",", "")), rel=0.01)
+    assert "a device" not in membound("predict", asked)[1]
