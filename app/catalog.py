@@ -44,7 +44,10 @@ def _techniques() -> list[dict[str, Any]]:
 
 
 def _profiles() -> list[dict[str, Any]]:
-    return [profile.model_dump(mode="json") for profile in profiles().values()]
+    return [
+        profile.model_dump(mode="json") | {"description": _ENGINES.get(profile.name, "")}
+        for profile in profiles().values()
+    ]
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -66,6 +69,32 @@ _LISTED: dict[Kind, Callable[[], list[dict[str, Any]]]] = {
     "devices": _devices,
     "models": _models,
 }
+
+
+# What a profile is of. Where each was fitted, and on how many rows, is its `source`.
+_ENGINES = {
+    "kernels": "no engine: kernels alone, captured in graphs; a bound that none reaches",
+    "graphs": "any engine that captures CUDA graphs, near the middle of those below; the default",
+    "eager": "any engine that launches each kernel from Python",
+    "vllm": "vLLM's V1 engine, which computes prompts in chunks",
+    "vllm-eager": "vLLM with enforce_eager: no CUDA graphs",
+    "vllm-0.6": "vLLM 0.6, of late 2024",
+    "vllm-2023": "vLLM as it first was, in 2023",
+    "sglang": "SGLang",
+    "tensorrt-llm": "TensorRT-LLM from version 1 on",
+    "tensorrt-llm-0": "TensorRT-LLM before version 1",
+    "fastertransformer": "NVIDIA FasterTransformer, C++, before 2023",
+    "megatron": "Megatron-LM's inference",
+    "turbomind": "LMDeploy's TurboMind, C++",
+    "torch-compile": "gpt-fast and torchao: PyTorch, compiled",
+    "exllama": "ExLlama for consumer cards",
+    "autoawq": "AutoAWQ, by its matrix kernels",
+    "autoawq-gemv": "AutoAWQ, by its kernels for a single sequence",
+    "llama.cpp": "llama.cpp on a GPU",
+    "mlc": "MLC-LLM, compiled by TVM",
+    "transformers": "Hugging Face Transformers, eager PyTorch",
+}
+_LEAST_SAID_S = 1e-6  # a fit that found no host time leaves less
 
 
 # --- in a terminal ---
@@ -105,14 +134,26 @@ def _parameter(parameter: dict[str, Any], best: list[str]) -> str:
 
 
 def _render_profiles(listed: list[dict[str, Any]]) -> RenderableType:
-    columns = ("profile", "CUDA graphs", "host a step", "a sequence", "steps within")
+    columns = ("profile", "graphs", "host a step", "a sequence", "within", "engine")
     table = _table("engine: {profile: vllm}", *columns, right=columns[2:5])
-    table.columns[0].no_wrap = True
+    for column in table.columns[:5]:
+        column.no_wrap = True
     for one in listed:
         graphs = "yes" if one["graphs"] else "no"
-        host = (text.seconds(one["step_s"]), text.seconds(one["sequence_s"]))
-        table.add_row(one["name"], graphs, *host, f"±{text.percent(one['spread'])}")
-    return table
+        host = (_host(one["step_s"]), _host(one["sequence_s"]))
+        table.add_row(one["name"], graphs, *host, f"±{text.percent(one['spread'])}", one["description"])
+    return Group(
+        table,
+        "graphs: whether decode steps are captured in CUDA graphs, so that the host launches no kernels; host: what "
+        "each step, and each sequence in it, waits for the host; within: of 10 steps that the profile was fitted on, 8",
+    )
+
+
+def _host(seconds: float) -> str:
+    """Host time as far as a fit knows it: two digits, and none below a microsecond."""
+    if seconds < _LEAST_SAID_S:
+        return "0" if seconds <= 0 else "< 1 µs"
+    return f"{float(f'{seconds * 1e6:.2g}'):,.0f} µs"
 
 
 def _render_devices(listed: list[dict[str, Any]]) -> RenderableType:

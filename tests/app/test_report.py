@@ -62,3 +62,13 @@ def test_a_step_of_several_devices_says_the_rate_of_one(membound, asked: str) ->
     total, each = re.search(r"([\d,.]+) tok/s \(([\d,.]+) tok/s a device\)", " ".join(out.split())).groups()
     assert float(total.replace(",", "")) == pytest.approx(4 * float(each.replace(",", "")), rel=0.01)
     assert "a device" not in membound("predict", asked)[1]
+
+
+def test_every_profile_says_what_it_is_of_and_no_more_digits_than_a_fit_has(membound) -> None:
+    _, out, _ = membound("catalog", "profiles", "--json")
+    listed = json.loads(out)["profiles"]
+    assert all(one["description"] for one in listed)
+    said = membound("catalog", "profiles")[1]
+    assert " ns" not in said and "0.0000" not in said
+    for digits in re.findall(r"([\d,]+) µs", said):
+        assert len(digits.replace(",", "").rstrip("0")) <= 2
