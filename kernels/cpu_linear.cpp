@@ -19,6 +19,7 @@ constexpr int DIRECT_TOKENS = 8;
 constexpr int TILE_TOKENS = 4;
 constexpr int PANEL_ROWS = REGISTERS == 32 ? 6 : 3;  // 4 x 6 (4 x 3) sums, the rows or tokens of a step, one spare
 constexpr int64_t PANEL_DEPTH = 1024;                // elements of k in a panel: 24 kB of fp32, half of an L1
+constexpr int64_t BYTES_AHEAD = 512;                 // of a stream of weights
 constexpr int STEPS_AHEAD = 6;                       // tokens come from L2, this many vectors early
 constexpr int64_t SERIAL_PRODUCTS = 1 << 16;         // below this a second thread costs more than it brings
 constexpr int64_t PIECES_PER_THREAD = 4;
@@ -92,41 +93,44 @@ void interleave(const float* x, int64_t k, int tokens, float* packed) {
             store(packed, load_partial(x + j * k + whole * LANES, k % LANES));
 }
 
-// W points at weights: const float*, const bf16*, const e4m3*, Sparse24.
+// W points at weights: const float*, const bf16*, const e4m3*, Sparse24. Rows `row` + r * `apart`, for r < ROWS.
 template <class W, int TOKENS, int ROWS>
-void direct_rows(const Product& p, const float* x /* interleaved */, W w, int64_t row) {
+void direct_rows(const Product& p, const float* x /* interleaved */, W w, int64_t row, int64_t apart) {
+    constexpr int64_t BYTES = element_bytes(W{}) * LANES;
+    constexpr int VECTORS = BYTES < 64 ? 64 / BYTES : 1;  // in a cache line
     Vec sums[ROWS][TOKENS] = {};
     w = w + row * p.k;
-    const int64_t whole = p.k / LANES * LANES;
-    // Rows are too short for the hardware to recognise as streams, so the next ones are asked for here.
-    const char* ahead = address(w + ROWS * p.k);
-    for (int64_t i = 0; i < whole; i += LANES, x += TOKENS * LANES) {
-        for (size_t line = 0; line < element_bytes(w) * ROWS * LANES; line += 64, ahead += 64)
-            __builtin_prefetch(ahead, 0, 2);
+    const int64_t whole = p.k / LANES * LANES, lines = p.k / (VECTORS * LANES) * (VECTORS * LANES);
+    auto add = [&](int r, Vec weights, const float* tokens) LAMBDA {
+        for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, load(tokens + j * LANES), sums[r][j]);
+    };
+    int64_t i = 0;
+    for (; i < lines; i += VECTORS * LANES, x += VECTORS * TOKENS * LANES)
         for (int r = 0; r < ROWS; r++) {
-            const Vec weights = load(w + r * p.k + i);
-            for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, load(x + j * LANES), sums[r][j]);
+            const W here = w + (r * apart * p.k + i);
+            __builtin_prefetch(address(here) + BYTES_AHEAD, 0, 3);
+            for (int v = 0; v < VECTORS; v++) add(r, load(here + v * LANES), x + v * TOKENS * LANES);
         }
-    }
+    for (; i < whole; i += LANES, x += TOKENS * LANES)
+        for (int r = 0; r < ROWS; r++) add(r, load(w + (r * apart * p.k + i)), x);
     if (whole < p.k)
-        for (int r = 0; r < ROWS; r++) {
-            const Vec weights = load_partial(w + r * p.k + whole, p.k - whole);
-            for (int j = 0; j < TOKENS; j++) sums[r][j] = fma(weights, load(x + j * LANES), sums[r][j]);
-        }
+        for (int r = 0; r < ROWS; r++) add(r, load_partial(w + (r * apart * p.k + whole), p.k - whole), x);
     for (int r = 0; r < ROWS; r++)
-        for (int j = 0; j < TOKENS; j++) p.put(j, row + r, sum(sums[r][j]));
+        for (int j = 0; j < TOKENS; j++) p.put(j, row + r * apart, sum(sums[r][j]));
 }
 
 template <class W, int TOKENS> void direct(const Product& p, const float* x, W w, int threads) {
-    // Several rows at once are several memory streams, which one core needs to fill its share of the bandwidth.
+    // A core fills its share of the bandwidth by several long streams: rows that lie far apart, each going on in the
+    // row behind it. Hardware follows such streams up to the end of a page, so what comes next is asked for here.
     constexpr int SUMS = REGISTERS == 32 ? 24 : 12;
-    constexpr int ROWS = SUMS / TOKENS < 4 ? SUMS / TOKENS : 4;
+    constexpr int ROWS = SUMS / TOKENS < 8 ? SUMS / TOKENS : 8;
     const int64_t grain = p.m * p.n * p.k <= SERIAL_PRODUCTS
                               ? p.n
                               : round_up(ceil_div(p.n, threads * PIECES_PER_THREAD), ROWS * 4);
     parallel_for(p.n, grain, threads, [&](int64_t row, int64_t last) {
-        for (; row + ROWS <= last; row += ROWS) direct_rows<W, TOKENS, ROWS>(p, x, w, row);
-        for (; row < last; row++) direct_rows<W, TOKENS, 1>(p, x, w, row);
+        const int64_t apart = (last - row) / ROWS, rest = row + apart * ROWS;
+        for (int64_t i = 0; i < apart; i++) direct_rows<W, TOKENS, ROWS>(p, x, w, row + i, apart);
+        for (row = rest; row < last; row++) direct_rows<W, TOKENS, 1>(p, x, w, row, 0);
     });
 }
 

@@ -273,11 +273,11 @@ def test_a_weight_that_does_not_fit_is_refused(cpp):
 
 
 def test_large_matrices_go_to_the_matrix_units_only_where_there_are_some(cpp, monkeypatch):
-    from membound.kernels import cpu
+    from membound.kernels import cpu, cpu_linear
 
-    monkeypatch.setattr(cpu, "has_bf16_units", lambda: False)
+    monkeypatch.setattr(cpu_linear, "has_bf16_units", lambda: False)
     assert cpu.CpuKernels().batch_invariant_below("bf16") is None
-    monkeypatch.setattr(cpu, "has_bf16_units", lambda: True)
+    monkeypatch.setattr(cpu_linear, "has_bf16_units", lambda: True)
     kernels = cpu.CpuKernels()
     threshold = kernels.batch_invariant_below("bf16")
     assert threshold and f"bf16 linear of {threshold} tokens" in kernels.describe()
