@@ -354,12 +354,12 @@ def _fit_with_earlier(
         lost = earlier.without_rows()
         _refuse_to_replace(earlier, fits, lost)
         fits = fits.with_fits_of(earlier, lost)
-    for known in fits.residuals:
-        if known.rows < FEW_ROWS and table in known.table.split(", "):
-            rows = f"{known.rows} row{'s' if known.rows > 1 else ''}"
-            error = math.expm1(known.spread)
+    for residual in fits.residuals:
+        if residual.rows < FEW_ROWS and table in residual.table.split(", "):
+            few = f"{residual.rows} row{'s' if residual.rows > 1 else ''}"
+            error = math.expm1(residual.spread)
             notes.append(
-                f"{known.family} {known.kernel} of {hardware.name} rests on {rows} only: interval ±{error:.0%}"
+                f"{residual.family} {residual.kernel} of {hardware.name} rests on {few} only: interval ±{error:.0%}"
             )
     return fits, notes
 
@@ -422,16 +422,16 @@ def fit_device(
     published, and each engine's around those."""
     fits: list[KernelFit] = []
     residuals: list[Residual] = []
-    by_kernel: dict[tuple[str, str], dict[str, list[KernelCase]]] = {}
+    by_kernel: dict[tuple[Family, str], dict[str, list[KernelCase]]] = {}
     for table, case in named:
         by_kernel.setdefault((case.family, case.kernel), {}).setdefault(table, []).append(case)
-    for family, kernel in sorted(by_kernel, key=lambda key: (list(FAMILIES).index(key[0]), key[1])):
+    for family, kernel in sorted(by_kernel, key=lambda key: (FAMILIES.index(key[0]), key[1])):
         of_tables = by_kernel[family, kernel]
         chosen = batches([case for cases in of_tables.values() for case in cases])
-        made = list(_kernel_fits(hardware, chosen[0].family, kernel, chosen, tuple(of_tables)))
+        made = list(_kernel_fits(hardware, family, kernel, chosen, tuple(of_tables)))
         fits += made
         own = {fit.library: fit for fit in made}
-        known = {library: find_fit(published_fits(), hardware, chosen[0].family, kernel, library) for library in own}
+        known = {library: find_fit(published_fits(), hardware, family, kernel, library) for library in own}
         before, after = _errors(chosen, known), _errors(chosen, own)
         residuals.append(
             Residual(

@@ -147,10 +147,14 @@ def test_a_row_of_speculation_prints_what_it_was_costed_with(asked: str) -> None
 def test_a_run_that_serves_nothing_says_why_first_and_what_to_change(asked: str) -> None:
     result = membound("simulate", asked, "--set", "engine.max_batched_tokens=64", "--set", "techniques=[]")
     words = " ".join(result.stdout.split())
-    assert result.returncode == 2 and words.startswith("asked: no request was served requests were turned away; request 0, because 160 tokens")
+    assert result.returncode == 2
+    assert words.startswith("asked: no request was served requests were turned away; request 0, because 160 tokens")
     assert "raise engine.max_batched_tokens" in words and "idle" not in words
-    (stack,) = document("stack", asked, "--simulate", "--jobs", "1", "--set", "engine.max_batched_tokens=64")["stacks"]
-    assert "exceed max_batched_tokens" in stack["reason"]
+    short = ("--set", "engine.max_batched_tokens=64", "--json")
+    for way in (("--simulate", "--jobs", "1"), ()):
+        result = membound("stack", asked, *way, *short)
+        (stack,) = json.loads(result.stdout)["stacks"]
+        assert result.returncode == 2 and "exceed max_batched_tokens" in stack["reason"]
 
 
 def test_a_run_says_which_drafts_it_took_where_the_scenario_leaves_them_open(asked: str) -> None:
