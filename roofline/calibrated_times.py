@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable, attention_over
+from membound.roofline.calibration import CACHE_SET_BYTES, Calibration, LinearTable, attention_over, recurrence_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -49,6 +49,8 @@ class CalibratedTimes:
         cost = self.calibration.operators.get(operator.kind)
         if operator.kind == "attention" and operator.heads is not None:
             cost = self.calibration.operators.get(attention_over(operator.heads.kv.values), cost)
+        if operator.kind == "recurrent":
+            cost = self.calibration.operators.get(recurrence_of(operator.mixer), cost)
         if cost is None:
             raise MemboundError(
                 f"the calibration of '{self.hardware.name}' has no operator '{operator.kind}'; run `membound calibrate`"

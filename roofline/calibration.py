@@ -27,6 +27,11 @@ def attention_over(kv_values: str) -> str:
     return f"attention_{kv_values}"
 
 
+def recurrence_of(mixer: str) -> str:
+    """What a calibration calls a recurrent layer of a kind of which it has measurements of its own."""
+    return f"recurrent_{mixer}"
+
+
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -85,7 +90,8 @@ class Calibration(_Table):
     `operators` has a cost for each kind of operator that is not a linear: `rms_norm`, `add_rms_norm`,
     `rope_and_store`, `silu_mul` and `embed` by `elements`; `moe`, what a mixture costs beside its matrices, by
     `experts` that have tokens and by `elements`, pairs of a token and an expert; `recurrent`, the update of a state, by
-    `elements` (tokens), `sequences`, `kv_bytes` and `flops`; `attention`, also over quantized K and V
+    `elements` (tokens), `sequences`, `kv_bytes` and `flops`, where the kind of layer has a cost of its own
+    (`recurrence_of`) with all that it computes beside its matrices; `attention`, also over quantized K and V
     (`attention_over`), by `sequences`, `kv_bytes`, `flops` and `activation_bytes`; `host`, the Python and sampling of a
     step, by `sequences`, `tokens` and `logits`. `linear` has a table for each of the kernels' weight formats.
     `repeatability` is the largest relative difference between two passes; `residual` the median relative error of the

@@ -60,6 +60,7 @@ class Operator:
     experts: ExpertLoad | None = None
     collective: Collective | None = None
     moves: ExpertMoves | None = None
+    mixer: str = ""  # the kind of layer whose state a `recurrent` operator updates
 
     @property
     def bytes(self) -> Count:

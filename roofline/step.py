@@ -278,6 +278,7 @@ class _Step:
                 activation_bytes=4.0 * t * (state / max(mixer.state_elements, 1)) * self.model.hidden * self.width,
                 elements=t,
                 sequences=self.shape.sequences,
+                mixer=mixer.kind,
             )
         )
         return made

@@ -1,7 +1,8 @@
 """What do a mixture of experts and a recurrent state cost beside their linears?
 
 Measured on the runtime's own layers with linears that return at once: the routing, gathering and adding of experts, and
-the update of a Mamba-2 state, which stands for the recurrent kinds.
+the update of a Mamba-2 state, which stands for the kinds that the kernels compute alone. Of RWKV's layers torch
+computes so much, operation by operation, that they are measured themselves, the interpreter's time included.
 """
 
 from __future__ import annotations
@@ -12,17 +13,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels, PackedWeight
+from membound.kernels.base import Kernels, PackedWeight, RaggedBatch
+from membound.roofline.calibration import recurrence_of
+from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.models.recurrent import Mamba2
 from membound.runtime.arithmetic import Routing
+from membound.runtime.blocks.base import LayerCache, ShiftedFeedForward
+from membound.runtime.blocks.build import BlockBuilder
 from membound.runtime.blocks.ffn import TwoLayers
 from membound.runtime.blocks.mamba import Mamba2Mixer
 from membound.runtime.blocks.moe import MixtureNetwork
-from membound.runtime.linear import KernelLinear
+from membound.runtime.linear import KernelLinear, Linear
 from membound.runtime.operator_probe import Load, ragged_batch
 from membound.runtime.stopwatch import Stopwatch
+from membound.runtime.weights import random_weights
 
-LAYER_KINDS = ("moe", "recurrent")
+# Models in whose shapes one layer is measured, by what a calibration calls it.
+WHOLE_LAYERS = {
+    recurrence_of("rwkv6"): ("RWKV-6-1.6B", "RWKV-6-3B"),
+    recurrence_of("rwkv7"): ("RWKV-7-0.4B", "RWKV-7-1.5B"),
+}
+LAYER_KINDS = ("moe", "recurrent", *WHOLE_LAYERS)
+TINY_VOCAB = 64
 SAMPLES = 8
 NARROW = 16
 EPS = 1e-5
@@ -40,6 +52,7 @@ class LayerGrid:
         Mamba2(heads=24, head_dim=64, d_state=128),
     )
     loads: tuple[Load, ...] = (Load(1, 64), Load(4, 64), Load(16, 64), Load(1, 64, 64), Load(1, 256, 256))
+    whole_layers: int = 2  # models of each of `WHOLE_LAYERS`
     cell_s: float = 4e-3
 
 
@@ -59,6 +72,7 @@ class LayerProbe:
                 {"experts": float(network.touched), "elements": float(tokens * top_k)}
                 for tokens, _, top_k, network in self._mixtures()
             ]
+        states = [model.attention for model in self._models(kind)] if kind in WHOLE_LAYERS else self.grid.states
         return [
             {
                 "elements": float(load.sequences * load.new),
@@ -66,7 +80,7 @@ class LayerProbe:
                 "kv_bytes": 2.0 * 4 * load.sequences * (state.state_elements + state.conv_elements),
                 "flops": 5.0 * state.state_elements * load.sequences * load.new,
             }
-            for state in self.grid.states
+            for state in states
             for load in self.grid.loads
         ]
 
@@ -75,10 +89,36 @@ class LayerProbe:
         if kind == "moe":
             for tokens, hidden, _, network in self._mixtures():
                 yield self._time_s(network, self._ones(tokens, hidden))
+        elif kind in WHOLE_LAYERS:
+            for model in self._models(kind):
+                yield from self._layer_s(model)
         else:
             for state in self.grid.states:
                 for load in self.grid.loads:
                     yield self._state_s(state, load)
+
+    def _models(self, kind: str) -> list[ModelSpec]:
+        found = (get_model(name) for name in WHOLE_LAYERS[kind][: self.grid.whole_layers])
+        return [model.model_copy(update={"layers": 1, "vocab": TINY_VOCAB}) for model in found]
+
+    def _layer_s(self, spec: ModelSpec) -> Iterator[float]:
+        """Seconds of a layer's parts without its norms, for each load."""
+        weights = random_weights(spec, seed=0).to(self.device)
+
+        def given(name: str, matrix: Tensor) -> Linear:
+            return _Called(self.kernels, matrix)
+
+        builder = BlockBuilder(spec, weights.arithmetic, self.kernels, given, self.device)
+        block = builder.build(0, spec.stack[0], weights.layers[0])
+        mixer, network = block.mixer, block.ffn
+        assert mixer is not None and isinstance(network, ShiftedFeedForward), "RWKV has both"
+        for load in self.grid.loads:
+            cache, batch = mixer.new_cache(1, 16, load.sequences), ragged_batch(load, self.device)
+
+            def both(x: Tensor, batch: RaggedBatch = batch, cache: LayerCache = cache) -> Tensor:
+                return network.shifted(mixer(x, batch, cache), batch, cache)
+
+            yield self._time_s(both, self._ones(load.sequences * load.new, spec.hidden))
 
     def _mixtures(self) -> Iterator[tuple[int, int, int, _Mixture]]:
         """Tokens, hidden elements, top_k and a mixture that chooses at random."""
@@ -123,6 +163,25 @@ class _Given:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.y
+
+
+class _Called:
+    """A linear layer that multiplies a few rows of its input, as long as a call takes, and returns zeros."""
+
+    emulated = False
+    nbytes = 0
+
+    def __init__(self, kernels: Kernels, matrix: Tensor) -> None:
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self._kernels = kernels
+        self._few = kernels.pack(matrix[:NARROW], "bf16")
+        self._results: dict[int, Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self._kernels.linear(x, self._few)
+        if len(x) not in self._results:
+            self._results[len(x)] = y.new_zeros(len(x), self.shape[0])
+        return self._results[len(x)]
 
 
 class _SameExpert:

@@ -19,7 +19,7 @@ from membound.roofline.techniques import EngineSetup
 from membound.runtime import passes
 from membound.runtime.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate
 from membound.runtime.host_probe import HostGrid
-from membound.runtime.layer_probe import LayerGrid
+from membound.runtime.layer_probe import LAYER_KINDS, LayerGrid
 from membound.runtime.linear_probe import LinearGrid, LinearProbe
 from membound.runtime.operator_probe import Heads, Load, OperatorGrid, attention_amounts, fit
 from membound.runtime.passes import Part, repeat
@@ -144,7 +144,11 @@ SMALL = Plan(
     ),
     host=HostGrid(sequences=(1, 4), vocab=(1024,), drafts=(0, 2), steps=4),
     layers=LayerGrid(
-        tokens=(1, 8), hidden=(128,), experts=((4, 2),), states=(Mamba2(heads=2, head_dim=16, d_state=16),)
+        tokens=(1, 8),
+        hidden=(128,),
+        experts=((4, 2),),
+        states=(Mamba2(heads=2, head_dim=16, d_state=16),),
+        whole_layers=1,
     ),
     checks=(LinearCheck(700, 300, 1), AttentionCheck(Heads(6, 3, 64), Load(2, 96))),
     pool_bytes=64 * MIB,
@@ -163,7 +167,7 @@ def test_a_small_plan_gives_a_whole_calibration(monkeypatch: pytest.MonkeyPatch)
     assert (np.array(table.cache_s) <= np.array(table.memory_s)).all()
     kinds = {op.kind for op in step_operators(get_model("SmolLM2-135M"), EngineSetup(), StepShape.decode(1, 10))}
     quantized = {attention_over(format) for format in ("int8", "int4", "fp8")}
-    assert set(found.operators) - quantized == (kinds - {"linear"}) | {"moe", "recurrent"}
+    assert set(found.operators) - quantized == (kinds - {"linear"}) | set(LAYER_KINDS)
     assert quantized <= set(found.operators) or kernels_for("cpu").emulates_quantized_kv
     assert heard == sorted(heard) and heard[-1] == 1.0
     assert type(found).model_validate_json(found.model_dump_json()) == found

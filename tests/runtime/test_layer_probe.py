@@ -19,7 +19,9 @@ from membound.runtime.operator_probe import Load
 from membound.runtime.stopwatch import Stopwatch
 
 STATE = Mamba2(heads=2, head_dim=16, d_state=16)
-GRID = LayerGrid(tokens=(1, 8), hidden=(64,), experts=((4, 2),), states=(STATE,), loads=(Load(2, 8), Load(1, 8, 8)))
+GRID = LayerGrid(
+    tokens=(1, 8), hidden=(64,), experts=((4, 2),), states=(STATE,), loads=(Load(2, 8), Load(1, 8, 8)), whole_layers=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,17 @@ def calibration(**operators: LinearCost) -> Calibration:
         repeatability=0.0,
         residual=0.0,
     )
+
+
+def test_a_kind_of_layer_that_was_measured_itself_takes_its_own_time() -> None:
+    found = calibration(
+        recurrent=LinearCost(seconds={"call": 1e-4}), recurrent_rwkv7=LinearCost(seconds={"call": 3e-3})
+    )
+    times = CalibratedTimes(hardware_of(found), found)
+    for name, expected_s in (("RWKV-7-0.4B", 3e-3), ("Mamba-2-130M", 1e-4)):
+        operators = step_operators(get_model(name), EngineSetup(), StepShape.decode(1, 100))
+        state = next(op for op in operators if op.kind == "recurrent")
+        assert times.of(state, 1e9).time_s == pytest.approx(expected_s)
 
 
 def test_experts_take_the_time_of_linears_that_read_their_bytes() -> None:
