@@ -346,7 +346,7 @@ def test_the_page_says_together_against_multiplied_and_where_the_bottleneck_went
     )["stack"]  # fmt: skip
     assert f"Together {document['together']:.2f}×" in at.header[0].value
     assert f"not the {document['product']:.2f}×" in at.header[0].value
-    assert "What binds a decode step moves: ● reading weights" in _words(at)
+    assert "What binds moves: ● reading weights" in _words(at)
 
 
 def test_techniques_that_exclude_each_other_are_refused_in_one_sentence(store: Store) -> None:
