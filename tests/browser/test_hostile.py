@@ -1,0 +1,121 @@
+"""Does a page say one sentence, and lose nothing, where links are garbage, files are broken or the store is gone?"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from screenshots import PAGES
+
+from membound.app import jobs
+from membound.app.i18n import Translate
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+Session = Callable[..., Any]
+EN = Translate("en")
+TIMEOUT_MS = 60_000
+# Names, numbers, paths, markup and bytes where a page expects a choice of its own.
+GARBAGE = "&".join(
+    f"{key}={value}"
+    for keys, value in (
+        (("model", "task", "trace"), "%00..%2F..%2Fetc"),
+        (("hw", "profile", "experiment", "scenario"), "%FF%F0%9F%92%A9"),
+        (("batch", "prompt", "replicas", "gamma"), "-1"),
+        (("ctx", "rate", "requests", "users"), "1e999"),
+        (("tp", "gain", "against", "kind"), "%3Cscript%3Ealert(1)%3C%2Fscript%3E"),
+        (("with", "stack", "has", "sweep", "devices"), ",,weight_quantization,weight_quantization,nope"),
+        (("yaml", "table", "lang", "weights", "kv"), "AAAA"),
+    )
+    for key in keys
+)
+# A trace that cannot be read, and what is said of it.
+BROKEN_TRACES = {
+    "bytes.csv": (b"\x00\xff\xfe", "is not UTF-8 text"),
+    "empty.csv": (b"", "is empty"),
+    "cut.jsonl": (b'{"timestamp": 1,', "is not a complete JSON object"),
+    "\u8ddf\u8e2a.csv": (b"a,b\n1,2\n", "of no known format"),
+    "words.csv": (b"TIMESTAMP,ContextTokens,GeneratedTokens\nx,y,z\n", "column TIMESTAMP is 'x'"),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_broken_link_opens_the_page_by_its_defaults(session: Session, name: str) -> None:
+    tab = session().open(f"/{'' if name == 'start' else name}?{GARBAGE}")
+    tab.sees(EN(f"{name}.title"))
+    tab.settle()
+
+
+def test_a_link_to_what_is_gone_is_one_sentence(session: Session) -> None:
+    for key in ("job", "run"):
+        tab = session().open(f"/live?{key}=20990101-000000-..%2F..%2Fabc")
+        alert = tab.page.locator("[data-testid=stAlert]", has_text=f"There is no {key}")
+        alert.wait_for(timeout=TIMEOUT_MS)
+        assert "Traceback" not in alert.inner_text()
+        tab.settle()
+
+
+def test_a_broken_trace_is_one_sentence_and_the_next_file_is_read(session: Session) -> None:
+    tab = session().open("/simulate?traffic=trace")
+    for name, (content, words) in BROKEN_TRACES.items():
+        file = {"name": name, "mimeType": "text/csv", "buffer": content}
+        tab.page.locator("input[type=file]").first.set_input_files([file])
+        alert = tab.page.locator("[data-testid=stAlert]", has_text=words)
+        alert.wait_for(timeout=TIMEOUT_MS)
+        assert len(alert.inner_text().strip().splitlines()) <= 3, "an icon and one sentence"
+        tab.settle()
+
+
+def test_a_worker_that_is_killed_is_said_with_what_to_do(session: Session, dashboard: Any) -> None:
+    spec = {"scenario": (Path(__file__).parent / "short.yaml").read_text("utf-8"), "policies": []}
+    job_id = jobs.submit(dashboard.store, "policies", spec)
+    os.killpg(dashboard.store.job(job_id).pid, signal.SIGKILL)
+    for tab in (session(), session()):
+        tab.open(f"/live?job={job_id}")
+        tab.page.locator("[data-testid=stAlert]", has_text="run it again").wait_for(timeout=TIMEOUT_MS)
+        tab.settle()
+    assert dashboard.store.job(job_id).state == "lost"
+
+
+def test_a_store_that_is_deleted_while_pages_are_open_is_begun_anew(
+    session: Session, uncalibrated: Callable[..., Any]
+) -> None:
+    server = uncalibrated(MEMBOUND_TASKS="calibrate=fake_tasks:calibrate", PYTHONPATH=str(Path(__file__).parent))
+    tab = session(server).open("/explore")
+    for kept in server.home.iterdir():
+        shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+    tab.choose(EN("choice.batch"), "64")
+    tab.page.wait_for_url(re.compile("batch=64"), timeout=TIMEOUT_MS)
+    tab.settle()
+    for path in ("/live", "/validate", "/experiments"):
+        tab.open(path)
+
+
+def test_back_and_forward_show_the_page_that_the_address_names(session: Session) -> None:
+    tab = session().open("/explore?batch=64")
+    answer = tab.answer
+    tab.page.locator("[data-testid=stTopNavLink]", has_text=EN("nav.validate")).click()
+    tab.page.wait_for_url(re.compile("/validate"), timeout=TIMEOUT_MS)
+    tab.settle()
+    tab.page.go_back()
+    tab.page.get_by_role("heading", name=answer).wait_for(timeout=TIMEOUT_MS)
+    assert "batch=64" in tab.settle().page.url
+    tab.page.go_forward()
+    tab.sees(EN("validate.title"))
+    tab.settle()
+
+
+def test_quick_clicks_end_in_the_last_choice(session: Session) -> None:
+    tab = session().open("/explore")
+    for batch in ("1", "16", "64", "32"):
+        tab.choose(EN("choice.batch"), batch)
+    tab.page.wait_for_url(re.compile("batch=32"), timeout=TIMEOUT_MS)
+    tab.settle()
+    chosen = tab.page.locator("[data-testid=stButtonGroup]", has_text=EN("choice.batch"))
+    assert chosen.locator("[data-selected=true]").all_inner_texts() == ["32"]
