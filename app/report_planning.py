@@ -17,9 +17,11 @@ _MOST_FRONT = 12
 
 
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    """Numbers, which are on the right, are never broken; words that are too long go on in the next line."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
+        number = column in right
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
     return table
 
 
@@ -380,8 +382,8 @@ def _front(document: dict[str, Any]) -> Table:
     shown = points[:: max(1, -(-len(points) // _MOST_FRONT))]
     table = _table(
         f"front of precision '{first}' ({len(points)} of {len(document['front'])} points, {len(shown)} shown)",
-        *("device", "each", "batch", "user tok/s", "GPU tok/s", "$/M tok", "TTFT", "SLO"),
-        right=("batch", "user tok/s", "GPU tok/s", "$/M tok", "TTFT"),
+        *("device", "each", "batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT", "SLO"),
+        right=("batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT"),
     )
     _fold(table, "device")
     for point in shown:

@@ -26,7 +26,7 @@ from membound.simulator.moves import Move, excludes, moves_of
 from membound.simulator.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.situation import situation_of
 from membound.simulator.stacking import closed_loop, engine_said
-from membound.simulator.steady import Load, Steady, check_context, deployment_of, load_of
+from membound.simulator.steady import Load, Steady, check_context, deployment_of, load_of, refuse_what_only_runs_show
 from membound.simulator.sweep import Workers
 
 # A gain below this is not worth a line of what not to combine.
@@ -120,6 +120,8 @@ def advise(
             "field 'cluster' names replicas, and advice is of one engine; remove it, and give one engine's share of "
             "workload.arrivals"
         )
+    if not simulate:
+        refuse_what_only_runs_show(scenario)
     model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
     deployment = deployment_of(scenario, model, hardware)
     load = load_of(scenario, deployment)

@@ -199,7 +199,9 @@ def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) 
 def refuse_what_only_runs_show(scenario: Scenario) -> None:
     """Raises MemboundError where the closed forms of one engine would pass over something that the scenario names."""
     if scenario.engine.prefix_caching:
-        raise MemboundError("only a simulation knows what a prefix cache saves; use --simulate")
+        raise MemboundError(
+            "only a simulation knows what a prefix cache saves; use --simulate, or leave --closed-form out"
+        )
     if scenario.cluster is not None:
         raise MemboundError(
             "field 'cluster' names replicas, and closed forms are of one engine; use a simulation, or remove it and "

@@ -197,6 +197,7 @@ def test_nobody_is_sent_to_measure_where_no_engine_runs():
     ("changes", "said"),
     [
         ({"cluster": {"groups": [{"count": 3}]}}, "field 'cluster' names replicas"),
+        ({"engine": {"prefix_caching": True}}, "only a simulation knows what a prefix cache saves"),
         ({"engine": {"max_batched_tokens": 256}}, "640 tokens exceed max_batched_tokens"),
     ],
 )
