@@ -10,11 +10,12 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from membound.app import kernels, planning
+from membound.app.calibration import calibrate, ensure_calibrated
 from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
 from membound.app.experiment import experiment
 from membound.app.imports import import_results
@@ -35,7 +36,6 @@ from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
     from membound.roofline.result import RunResult
-    from membound.roofline.scenario import Scenario
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
 
@@ -179,7 +179,7 @@ def measure(
         keep_run(Store(membound_home()), "measure", chosen, result)
         return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
-    _ensure_calibrated(chosen)
+    ensure_calibrated(chosen)
     with measuring("membound measure") as listener:
         hardware, runtime = machine_for(chosen)
         live = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
@@ -223,42 +223,12 @@ def compare(
         print_result(at_server.to_json(), as_json, endpoint_comparison.comparison)
         keep_comparison(Store(membound_home()), chosen, at_server)
         return
-    _ensure_calibrated(chosen)
+    ensure_calibrated(chosen)
     with measuring("membound compare") as listener:
         hardware, runtime = machine_for(chosen)
         result = run_compare(chosen, hardware, runtime, listener)
     print_result(result.to_json(), as_json, report.comparison)
     keep_comparison(Store(membound_home()), chosen, result)
-
-
-@app.command()
-def calibrate(
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="threads to calibrate with; all cores if not given")
-    ] = None,
-    table: Annotated[
-        Path | None, typer.Option("--from", metavar="TABLE.csv", help="fit devices from a table of measured operators")
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda|NAME|YAML",
-            help="what of this machine; with --from this device alone, or one that a YAML file describes",
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Measure this machine's roofs, or fit the kernels of other devices to a table of measurements."""
-    from membound.app import report
-
-    if table is not None:
-        if threads is not None:
-            raise MemboundError("option --threads is for measuring this machine; leave it out with --from")
-        print_result(_calibrate_from(table, device), as_json, report.foreign_calibration)
-        return
-    if device not in (None, "cpu", "cuda"):
-        raise MemboundError("option --device needs --from TABLE.csv, except for cpu and cuda, which are measured here")
-    print_result(_calibrate(threads, device or "cpu").model_dump(mode="json"), as_json, report.calibration)
 
 
 @app.command()
@@ -358,49 +328,8 @@ def _write_timeline(
         typer.echo(note, err=True)
 
 
-def _ensure_calibrated(scenario: Scenario) -> None:
-    from membound.roofline.hardware import LOCAL_GPU, is_local
-    from membound.roofline.home import local_calibration_path
-
-    if is_local(scenario.hardware) and not local_calibration_path().exists():
-        typer.echo("this machine is not calibrated yet: doing it now", err=True)
-        _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
-
-
-def _calibrate(threads: int | None, device: str = "cpu") -> Any:
-    from membound.app.tasks import need_torch
-    from membound.roofline.home import local_calibration_path
-
-    need_torch()
-    from membound.runtime.calibrate import calibrate as run_calibrate
-
-    if device == "cuda":
-        kernels.need_gpu()
-    with measuring("membound calibrate") as listener:
-        calibration = run_calibrate(device=device, threads=threads, progress=listener.progress)
-    calibration.save(local_calibration_path())
-    return calibration
-
-
-def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
-    from membound.roofline.foreign import calibrate_from
-
-    found = calibrate_from(table, device)
-    for note in found.notes:
-        typer.echo(note, err=True)
-    devices = [
-        {
-            "device": fits.device,
-            "file": str(path),
-            "rows": fits.tables[-1].rows,
-            **fits.model_dump(mode="json", exclude={"tables": {"__all__": {"kept"}}}),
-        }
-        for fits, path in zip(found.devices, found.paths, strict=True)
-    ]
-    return {"devices": devices, "left_out": found.left_out}
-
-
 planning.add_commands(app)
+app.command()(calibrate)
 app.command("import")(import_results)
 app.command("train-draft")(train_draft)
 app.command()(experiment)

@@ -270,11 +270,20 @@ def validation(document: dict[str, Any]) -> RenderableType:
     return Group(
         f"{document['table']}: {document['rows']:,} rows, {document['predicted']:,} predicted, "
         f"{document['refused']:,} refused, {document['judged']:,} judged",
+        *_in_sample(document["fitted_to_it"]),
         *(_groups(names, groups) for names, groups in by_names.items()),
         *_worst(document["worst"]),
         *_reasons("refused", document["refusals"]),
         *_reasons("predicted, but not judged", document["set_aside"]),
     )
+
+
+def _in_sample(devices: list[str]) -> Iterator[str]:
+    if devices:
+        yield (
+            f"in-sample: kernels of {', '.join(devices)} were fitted to this table on this machine, so its errors say "
+            "how well they fit, not how well they predict; give rows that they were not fitted to"
+        )
 
 
 def _groups(names: tuple[str, ...], groups: list[dict[str, Any]]) -> Table:
@@ -310,8 +319,9 @@ def _worst(rows: list[dict[str, Any]]) -> Iterator[str]:
         low, high = text.digits(row["low"]), text.digits(row["high"])
         reason = f" ({row['reason']})" if row["reason"] else ""
         yield f"  line {row['line']}: {named}: {row['what']}"
+        unit = f" {row['unit']}" if row["unit"] else ""
         yield (
-            f"    measured {text.digits(row['measured'])}, predicted {text.digits(row['predicted'])} "
+            f"    measured {text.digits(row['measured'])}{unit}, predicted {text.digits(row['predicted'])}{unit} "
             f"[{low}, {high}]{reason}"
         )
 

@@ -54,10 +54,13 @@ class TerminalListener:
 
 
 @contextmanager
-def progress() -> Iterator[TerminalListener]:
-    """A bar on standard error while the block runs; where that is no terminal, a line a stage and every ten seconds."""
+def progress(quiet_s: float = 1.0) -> Iterator[TerminalListener]:
+    """A bar on standard error while the block runs; where that is no terminal, a line a stage and every ten seconds.
+
+    Nothing is said of what is done within `quiet_s`.
+    """
     if sys.stderr is None or not sys.stderr.isatty():
-        yield TerminalListener(_Lines(time.monotonic).show)
+        yield TerminalListener(_Lines(time.monotonic, quiet_s).show)
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -69,12 +72,12 @@ def progress() -> Iterator[TerminalListener]:
 
 
 class _Lines:
-    """Progress for a file: nothing of what is soon done, then a line for each stage and every ten seconds."""
+    """Progress for a file: a line for each stage, and one every ten seconds."""
 
-    _QUIET_S, _BETWEEN_S = 1.0, 10.0
+    _BETWEEN_S = 10.0
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float], quiet_s: float) -> None:
+        self.clock, self.quiet_s = clock, quiet_s
         self.began_s = self.told_s = clock()
         self.stage = ""
 
@@ -82,7 +85,7 @@ class _Lines:
         now_s = self.clock()
         stage = "".join(character for character in message if not character.isdigit())
         is_due = now_s - self.told_s >= self._BETWEEN_S or stage != self.stage
-        if message and is_due and now_s - self.began_s >= self._QUIET_S:
+        if message and is_due and now_s - self.began_s >= self.quiet_s:
             self.told_s, self.stage = now_s, stage
             typer.echo(f"{fraction:4.0%} {message}", err=True)
 
@@ -92,7 +95,7 @@ def measuring(holder: str) -> Iterator[TerminalListener]:
     """The bar of a measurement, which waits until no other one runs on this machine."""
     from membound.app.jobs import measurement_slot
 
-    with progress() as listener:
+    with progress(quiet_s=0.0) as listener:
 
         def on_wait(ahead: str) -> None:
             listener.progress(0.0, f"waiting for {ahead} to finish")

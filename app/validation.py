@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from membound.roofline.foreign import DeviceFits
+from membound.roofline.home import device_fits_path
 from membound.roofline.validation.report import Group, RowResult, ValidationReport
+from membound.roofline.validation.tables import Row
 
 # What tells a row apart, where its columns hold it: names as they are, sizes behind the column's name.
 _NAMES = ("op", "metric", "dtype", "weight_dtype", "technique")
@@ -25,10 +29,34 @@ def document(report: ValidationReport, unseen: list[Group] | None = None) -> dic
         "judged": len(report.judged),
         "refusals": report.refusals,
         "set_aside": report.set_aside,
+        "fitted_to_it": fitted_to(report),
         "groups": [_group(group) for group in report.groups],
         "left_out": [_group(group) for group in unseen or ()],
         "worst": [_row(result) for result in report.worst],
     }
+
+
+def fitted_to(report: ValidationReport) -> list[str]:
+    """The devices whose kernels were fitted to this very table on this machine: of those its errors judge nothing."""
+    digest = hashlib.sha256(report.path.read_bytes()).hexdigest()
+    found = []
+    for device in sorted({result.device for result in report.results if result.predicted is not None}):
+        path = device_fits_path(device)
+        if path.exists() and digest in {table.sha256 for table in DeviceFits.load(path).tables}:
+            found.append(device)
+    return found
+
+
+def _unit(row: Row) -> str:
+    """Of what a row measures, after the number; nothing where it is a ratio."""
+    metric = row.text("metric")
+    if row.text("latency_us"):
+        return " µs"
+    if "tok_s" in metric:
+        return " tok/s"
+    if "ms" in metric.split("_"):
+        return " ms"
+    return {"req_s": " requests/s", "joules_per_token": " J/token"}.get(metric, "")
 
 
 def rows_table(report: ValidationReport) -> Any:
@@ -70,6 +98,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "device": result.device,
         "model": result.model,
         "what": _what(result),
+        "unit": _unit(row).strip(),
         "measured": row.measured,
         "predicted": result.predicted,
         "low": result.low,

@@ -439,6 +439,11 @@ def kept_as(sheet: HardwareSpec) -> Path | None:
     return same[0] if same else None
 
 
+def kept_in(name: str) -> Path:
+    """The file of the user's device of this name."""
+    return next(path for path, spec in _user_files() if spec.name == name)
+
+
 def _said(where: Path | str) -> str:
     return f"'{where}'" if isinstance(where, Path) else where
 

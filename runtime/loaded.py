@@ -34,14 +34,7 @@ def load_model(scenario: Scenario) -> LoadedModel:
     source = scenario.weights
     if source == "random":
         spec = resolve_model(scenario.model)
-        whole = replace(scenario.setup, expert_storage=None)  # experts that the device has not lie here as well
-        needed, memory = weights_bytes(spec, whole), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > MEMORY_SHARE * memory:
-            raise MemboundError(
-                f"model '{spec.name}' does not fit: its weights take {needed / 2**30:.1f} GiB, "
-                f"and this machine has {memory / 2**30:.1f} GiB; "
-                f"'{spec.name}[:2]' is its first 2 of {spec.layers} layers"
-            )
+        check_room(scenario, spec)
         return LoadedModel(spec, random_weights(spec, seed=scenario.workload.seed), None)
     if scenario.model.endswith("]"):
         raise MemboundError(
@@ -69,3 +62,29 @@ def load_model(scenario: Scenario) -> LoadedModel:
     spec, weights = load_gguf(source)
     check_finite(weights)
     return LoadedModel(spec, weights, Tokenizer.from_gguf_metadata(GgufFile(source).metadata), Path(source))
+
+
+def check_room(scenario: Scenario, spec: ModelSpec) -> None:
+    """Raises MemboundError where random weights of the scenario's model are more than this machine holds now."""
+    whole = replace(scenario.setup, expert_storage=None)  # experts that the device has not lie here as well
+    needed, memory = weights_bytes(spec, whole), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > MEMORY_SHARE * memory:
+        raise MemboundError(
+            f"model '{spec.name}' does not fit: its weights take {needed / 2**30:.1f} GiB, "
+            f"and this machine has {memory / 2**30:.1f} GiB; "
+            f"'{spec.name}[:2]' is its first 2 of {spec.layers} layers"
+        )
+    if needed > (free := _free_bytes()):
+        raise MemboundError(
+            f"model '{spec.name}' does not fit now: its weights take {needed / 2**30:.1f} GiB, and of this "
+            f"machine's {memory / 2**30:.1f} GiB {free / 2**30:.1f} are free; end other programs, or give "
+            f"'{spec.name}[:2]', its first 2 of {spec.layers} layers"
+        )
+
+
+def _free_bytes() -> float:
+    """Memory that can be taken without others being swapped out; without end where the system does not say."""
+    told = Path("/proc/meminfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    kibibytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024.0 * float(next(kibibytes, "inf"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -61,6 +62,11 @@ class RowResult:
     def within(self) -> bool:
         assert self.low is not None and self.high is not None
         return self.low <= self.row.measured <= self.high
+
+    def distance(self) -> float:
+        """How far the prediction is off as a ratio, whichever of the two is the larger."""
+        assert self.predicted is not None
+        return abs(math.log(self.predicted) - math.log(self.row.measured))
 
     @property
     def judged(self) -> bool:
@@ -148,7 +154,7 @@ class ValidationReport:
     @property
     def worst(self) -> list[RowResult]:
         """The ten judged rows that are furthest off, in ratio."""
-        return sorted(self.judged, key=lambda r: -abs(np.log1p(r.error)))[:10]
+        return sorted(self.judged, key=RowResult.distance, reverse=True)[:10]
 
     def write_rows(self, path: Path) -> None:
         """Writes every input column with predicted, low, high and reason; raises MemboundError where it cannot."""

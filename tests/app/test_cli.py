@@ -47,7 +47,7 @@ def refused(*arguments: str) -> str:
     result = membound(*arguments)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
-    (sentence,) = [line for line in result.stderr.splitlines() if line]
+    (sentence,) = [line for line in result.stderr.splitlines() if line and "% " not in line[:6]]  # beside progress
     return sentence
 
 
@@ -182,6 +182,8 @@ def test_calibrate_from_a_table_keeps_fits_that_predict_names(
     (device,) = json.loads(result.stdout)["devices"]
     assert device["device"] == "MI210" and device["rows"] == 2 and Path(device["file"]).is_file()
     assert {"rows", "median_error_before", "median_error_after", "spread"} <= set(device["residuals"][0])
+    words = " ".join(membound("validate", str(table)).stdout.split())
+    assert "in-sample: kernels of MI210 were fitted to this table" in words and " µs, predicted " in words
     predicted = json.loads(membound("predict", tiny, "--hardware", "MI210", "--json").stdout)
     assert any("ops.csv" in kernel["sources"] for kernel in predicted["origin"]["kernels"])
 
@@ -199,3 +201,24 @@ def test_a_full_standard_output_is_one_sentence(tiny: str) -> None:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert result.returncode == 2
     assert result.stderr.startswith("membound: cannot write the result") and "Traceback" not in result.stderr
+
+
+def test_a_data_sheet_that_is_kept_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "home"))
+    table, sheet = tmp_path / "ops.csv", tmp_path / "mine.yaml"
+    table.write_text(OPERATORS.replace("H100-SXM5", "Mine"))
+    sheet.write_text(
+        "name: Mine\nvendor: Somebody\nkind: gpu\nmemory_bytes: 80000000000\nbandwidth_bytes_per_s: 3.35e+12\n"
+        "matrix_flops: {bf16: 9.89e+14}\nsource: a test\n"
+    )
+    result = membound("calibrate", "--from", str(table), "--device", str(sheet))
+    assert result.returncode == 0, result.stderr
+    (kept,) = (tmp_path / "home" / "hardware").iterdir()
+    assert f"the data sheet is kept in '{kept}'" in result.stderr
+    assert membound("predict", "live-cpu", "--hardware", "Mine").returncode == 0
+
+
+def test_a_value_beyond_all_measure_leaves_no_warning(tmp_path: Path) -> None:
+    table = tmp_path / "ops.csv"
+    table.write_text(OPERATORS.replace(",60,", ",1e30,"))
+    assert membound("validate", str(table)).stderr == ""

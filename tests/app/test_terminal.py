@@ -23,7 +23,7 @@ workload:
 
 def test_of_long_work_each_stage_is_a_line_and_of_a_long_stage_every_ten_seconds(capsys) -> None:
     now = [0.0]
-    lines = _Lines(lambda: now[0])
+    lines = _Lines(lambda: now[0], 1.0)
     told = [(0.1, "soon"), (2.0, "1 of 9"), (3.0, "2 of 9"), (13.0, "5 of 9"), (14.0, "6 of 9"), (15.0, "checking")]
     for at_s, message in told:
         now[0] = at_s
@@ -55,3 +55,17 @@ def test_exit_codes_say_whether_there_is_an_answer(membound, asked: str, tmp_pat
         code, out, _ = membound(*arguments, "--json")
         assert code == 2 and json.loads(out)
     assert membound("simulate", asked, "--set", "engine.max_batched_tokens=16384")[0] == 0
+
+
+def test_more_threads_than_cores_are_refused_before_torch_is_imported(membound) -> None:
+    code, _, err = membound("calibrate", "--threads", "4000")
+    assert code == 2 and "option --threads is 4000, but this machine has" in err
+
+
+def test_what_does_not_fit_is_refused_before_the_machine_is_calibrated(
+    membound, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "home"))
+    code, _, err = membound("measure", asked, "--set", "hardware=local", "--set", "model=Llama-3.1-405B")
+    assert code == 2 and "does not fit" in err and "not calibrated" not in err
