@@ -109,7 +109,7 @@ def render(document: dict[str, Any]) -> RenderableType:
 def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left")
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
 
 

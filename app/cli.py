@@ -6,8 +6,10 @@ progress and words go to standard error. Bad input is one sentence and exit code
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -75,7 +77,9 @@ ToOption = Annotated[float | None, typer.Option("--to", metavar="S", help="secon
 @app.command()
 def dashboard(
     host: Annotated[str, typer.Option(help="address to serve on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port; the next free one is taken if it is in use")] = 8501,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="port; the next free one is taken if it is in use")
+    ] = 8501,
     browser: Annotated[bool, typer.Option(help="open a browser")] = True,
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a further name of this server, such as its proxy's")
@@ -298,6 +302,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """Print what an issue report needs: versions, devices, kernels, store."""
     from membound.app import doctor as checks
 
+    typer.echo("looking at this machine; the first time kernels are compiled, which takes up to a minute", err=True)
     found = checks.report()
     print_result(found, as_json, checks.render)
 
@@ -341,6 +346,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # not every terminal has every character
+    with contextlib.suppress(ValueError):  # not in the main thread, where tests call this
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends in order
     try:
         sys.exit(app(prog_name="membound", standalone_mode=False))
     except (KeyboardInterrupt, typer.Abort):

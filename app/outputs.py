@@ -23,6 +23,8 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Any]) -> None:
         if not path.absolute().parent.is_dir():
             raise MemboundError(f"{option} is '{path}', whose folder does not exist; make it, or give another")
         exists = path.exists()
+    except MemboundError:
+        raise
     except (OSError, ValueError) as error:
         raise MemboundError(f"{option} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     for given in _texts(inputs) if exists else ():

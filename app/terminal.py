@@ -21,6 +21,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON documen
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="replace a field, e.g. workload.requests=8")
 ]
+_LEAST_COLUMNS = 80
 HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalog, or 'local'")]
 
 
@@ -34,7 +35,25 @@ def scenario_of(name: str, assignments: list[str] | None = None, hardware: str |
         if not separator:
             raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
         scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
-    return scenario.with_value("hardware", hardware) if hardware is not None else scenario
+    chosen = scenario.with_value("hardware", hardware) if hardware is not None else scenario
+    _tell_namesake(chosen.hardware)
+    return chosen
+
+
+def _tell_namesake(hardware: str) -> None:
+    """Says that a data sheet by path has the name of a device of the catalog, whose measured kernels it then gets."""
+    if not hardware.endswith((".yaml", ".yml")):
+        return
+    from membound.roofline.hardware import catalog, get_hardware
+
+    sheet = get_hardware(hardware)
+    known = catalog().get(sheet.name)
+    if known is not None and known != sheet:
+        typer.echo(
+            f"'{hardware}' is called {sheet.name}, as a device of the catalog is, whose measured kernels are used for "
+            "it; give it another name if it is another device",
+            err=True,
+        )
 
 
 class TerminalListener:
@@ -124,4 +143,7 @@ def _print(document: Any, as_json: bool, render: Any) -> None:
         return
     from rich.console import Console
 
-    Console(markup=False, emoji=False).print(render(document))
+    console = Console(markup=False, emoji=False)
+    if console.width < _LEAST_COLUMNS:  # a narrower terminal breaks lines itself, and no number is cut
+        console.width = _LEAST_COLUMNS
+    console.print(render(document))

@@ -88,8 +88,9 @@ def profiles() -> dict[str, EngineProfile]:
 def get_profile(name: str) -> EngineProfile:
     """The profile called `name`; raises MemboundError with the closest names otherwise."""
     known = profiles()
-    if name in known:
-        return known[name]
+    same = next((one for one in known if one.casefold() == name.casefold()), None)
+    if same is not None:
+        return known[same]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
     raise MemboundError(f"engine profile '{name}' is unknown; {hint}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from membound.app.terminal import _Lines, progress
+from membound.roofline.hardware import get_hardware
 
 ASKED = """
 name: asked
@@ -69,3 +70,36 @@ def test_what_does_not_fit_is_refused_before_the_machine_is_calibrated(
     monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "home"))
     code, _, err = membound("measure", asked, "--set", "hardware=local", "--set", "model=Llama-3.1-405B")
     assert code == 2 and "does not fit" in err and "not calibrated" not in err
+
+
+@pytest.mark.parametrize("columns", ["1", "40", "80"])
+def test_no_number_is_cut_however_narrow_the_terminal_is(membound, asked: str, monkeypatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    swept = ("--closed-form", "--jobs", "1", "--over", "batch=1,2", "--over", "context=512,1024")
+    loop = ("--set", "workload.arrivals={kind: closed_loop, concurrency: 1}")
+    for arguments in (("predict", asked), ("sweep", asked, *loop, *swept)):
+        code, out, _ = membound(*arguments)
+        assert code == 0 and "…" not in out
+
+
+def test_a_data_sheet_with_the_name_of_another_device_is_told(membound, asked: str, tmp_path: Path) -> None:
+    sheet = tmp_path / "mine.yaml"
+    h100 = get_hardware("H100-SXM5")
+    sheet.write_text(h100.to_yaml())
+    assert "is called" not in membound("predict", asked, "--hardware", str(sheet))[2]
+    sheet.write_text(h100.model_copy(update={"bandwidth_bytes_per_s": 3.9e12}).to_yaml())
+    code, _, err = membound("predict", asked, "--hardware", str(sheet))
+    assert code == 0 and "is called H100-SXM5, as a device of the catalog is" in err
+
+
+def test_an_option_s_problem_is_said_once(membound, asked: str, tmp_path: Path) -> None:
+    for given in (tmp_path / "x.csv", tmp_path / "no" / "x.csv"):
+        (tmp_path / "x.csv").mkdir(exist_ok=True)
+        code, _, err = membound("sweep", asked, "--over", "parallel.tp=1,2", "--csv", str(given))
+        assert code == 2 and err.count("option --csv") == 1
+
+
+def test_profiles_are_found_in_any_capitals_and_ports_end(membound, asked: str) -> None:
+    assert membound("predict", asked, "--set", "engine.profile=vLLM")[0] == 0
+    code, _, err = membound("dashboard", "--port", "99999")
+    assert code == 2 and "option --port is '99999'" in err and "65535" in err
