@@ -309,7 +309,6 @@ def _keep(
         installed = kept_as(hardware) or user_hardware_folder() / f"{file_stem(hardware.name)}.yaml"
         if not installed.exists() or installed.read_bytes() != content:
             contents[installed], aside[installed] = content, "previous"
-            notes.append(f"device '{hardware.name}' is known from now on; its data sheet is kept in {installed}")
     moved = write_files(contents, aside)
     damaged = [
         f"'{path}' was damaged and is replaced; it is kept as '{moved[path].name}'"

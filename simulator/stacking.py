@@ -376,11 +376,15 @@ def points_of(
 ) -> Iterator[Point]:
     """The plain engine at each batch and context, else at each point of the scenario's sweep, else at its workload.
 
-    A batch is as many clients in a closed loop; a context is what a decode step attends to for each, on average.
+    A batch is as many clients in a closed loop; a context is what a decode step attends to for each, on average. Where
+    the scenario's engine computes prompts in chunks and the plain one does not, steps hold the longest request.
     """
     if not batches and not contexts:
         for values, at_point in scenario.points():
-            yield _point(values, plain_engine(at_point, techniques))
+            plain = plain_engine(at_point, techniques)
+            if not batching_of(at_point.engine, at_point.setup).whole_prompts:  # its chunks are a technique's
+                plain = with_room_for(plain, Lengths.of(plain.workload))
+            yield _point(values, plain)
         return
     base = _point({}, plain_engine(scenario, techniques))
     wanted: Sequence[int | None] = contexts or [None]

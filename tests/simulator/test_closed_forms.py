@@ -14,7 +14,7 @@ from membound.simulator.costing import ClosedForm, Served, simulated
 from membound.simulator.run import run
 from membound.simulator.stacking import stack
 from membound.simulator.steady import deployment_of, load_of
-from membound.simulator.sweep import predicted
+from membound.simulator.sweep import Workers, predicted
 
 CONTINUOUS = ("continuous_batching",)
 
@@ -121,6 +121,16 @@ def test_a_context_that_is_asked_for_finds_steps_that_hold_it_and_says_so():
     (found,) = stack(scenario(), techniques=["kv_quantization"], batches=[4], contexts=[8192])
     assert found.reason is None and found.alone[0].gain > 1.0
     assert "8256 tokens a step" in found.conditions
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_the_plain_engine_of_one_that_computes_in_chunks_has_steps_for_whole_prompts(simulate):
+    techniques = (*CONTINUOUS, {"name": "kv_quantization", "format": "fp8"})
+    asked = scenario(2, 8192, 32, profile="vllm", techniques=techniques)
+    (found,) = stack(asked, simulate=simulate, workers=Workers("sequential"))
+    assert found.reason is None and found.together > 1.0 and "8224 tokens a step" in found.conditions
+    (whole,) = stack(asked.with_value("engine.profile", "vllm-0.6"), simulate=simulate, workers=Workers("sequential"))
+    assert "8224 tokens exceed max_batched_tokens" in whole.reason
 
 
 def test_closed_forms_refuse_what_only_runs_show():
