@@ -14,6 +14,7 @@ from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.app.views import choices, tables
 from membound.app.views.charts import chart
+from membound.app.views.said import said
 from membound.app.views.session import device_name, translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import OperatingPoint, SweepPoint
@@ -67,7 +68,7 @@ def _answer(point: OperatingPoint, t: Translate) -> None:
         tokens = f"{point.breakeven_tokens():.2f}"
         sentences.append(t("explore.breakeven", tokens=tokens, most=point.most_tokens))
     st.write(" ".join(sentences))
-    st.caption(t("explore.formats", words=point.formats.words))
+    st.caption(t("explore.formats", words=said(point.formats.words, t)))
     numbers = st.columns(4)
     numbers[0].metric(t("metric.step"), text.seconds(float(cost.time_s)), help=t("help.step"))
     numbers[1].metric(t("metric.rate"), text.rate(point.tokens_per_s), help=t("help.rate"))

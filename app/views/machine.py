@@ -92,7 +92,7 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
             roofline.roofline_figure(roofline.roofs_of(machine), steps, t, operators=False, height=430),
             key="machine",
             alt=roofline.alt_text(steps, t),
-            caption=t("machine.caption", source=machine.source, model=MODEL, context=CONTEXT),
+            caption=t("machine.caption", source=_measured(machine, t), model=MODEL, context=CONTEXT),
         )
     with right:
         for level, rate in roofline.roofs_of(machine).bandwidths.items():
@@ -100,6 +100,15 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
         for name, rate in roofline.roofs_of(machine).rates.items():
             st.metric(t("machine.matrix", format=name), text.flop_rate(rate), help=t("help.matrix"))
         st.metric(t("machine.step", batch=first.batch), text.seconds(float(first.cost.time_s)), help=t("help.step"))
+
+
+def _measured(machine: HardwareSpec, t: Translate) -> str:
+    """When and on what the roofs were measured; of a stand-in, where its data sheet is from."""
+    calibration = machine.calibration
+    if calibration is None:
+        return machine.source
+    when = calibration.created[:16].replace("T", " ")
+    return t("machine.measured", when=when, machine=calibration.machine, threads=calibration.threads)
 
 
 def _placed(point: OperatingPoint, labelled: bool, t: Translate) -> roofline.PlacedStep:

@@ -13,6 +13,8 @@ from membound.app.views.session import has_torch, show_job, shown_job, store, th
 from membound.roofline.scenario import load_scenario
 
 SCENARIO = "live-cpu"
+# Questions that need no measurement, each with the page that answers it, and what its address says.
+QUESTIONS = {"techniques": {"batch": "32"}, "plan": {}, "advisor": {}}
 
 
 def page() -> None:
@@ -22,7 +24,22 @@ def page() -> None:
     st.markdown(t("start.intro"))
     job = _measurement()
     _measure(job)
+    _questions()
     machine_card()
+
+
+def _questions() -> None:
+    if "pages" not in st.session_state:
+        return
+    t = translate()
+    with st.container(horizontal=True, vertical_alignment="center"):
+        for page, choices in QUESTIONS.items():
+            st.page_link(
+                st.session_state["pages"][page],
+                label=t(f"start.ask_{page}"),
+                icon=":material/help:",
+                query_params=choices,
+            )
 
 
 def _measure(job: Job | None) -> None:

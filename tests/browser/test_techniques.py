@@ -42,13 +42,21 @@ def test_a_page_draws_its_answer(
 
 def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Session) -> None:
     tab = session().open("/")
-    tab.page.locator("[data-testid=stTopNavLink]", has_text=EN("nav.techniques")).click()
-    tab.choose(EN("choice.batch"), "32")
-    tab.page.wait_for_url(re.compile("batch=32"), timeout=TIMEOUT_MS)
+    tab.page.get_by_role("link", name=EN("start.ask_techniques")).click()
     line = tab.page.locator("p", has_text="Does speculation help at batch 32?")
     line.wait_for(timeout=TIMEOUT_MS)
     assert "Yes: 1." in line.inner_text()
+    assert "batch=32" in tab.page.url
     tab.sees(re.compile("pays up to batch"))
+    tab.settle()
+
+
+def test_a_newcomer_learns_how_many_gpus_to_rent(session: Session) -> None:
+    tab = session().open("/")
+    tab.page.get_by_role("link", name=EN("start.ask_plan")).click()
+    card = tab.page.locator("[data-testid=stMetric]", has_text="H100-SXM5")
+    card.wait_for(timeout=300_000)
+    assert re.search(r"\d+ GPU", card.inner_text())
     tab.settle()
 
 
