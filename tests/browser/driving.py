@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,13 @@ def wait_drawn(page: Any, timeout: float = PAGE_TIMEOUT_MS) -> None:
     page.wait_for_function(SHOW_CHART, timeout=timeout, polling=200)
 
 
+def free_port() -> int:
+    """One that nobody has; the dashboard takes the next where somebody was quicker."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Dashboard:
     """The command `membound dashboard` in its own process group, on the store of `home`."""
 
@@ -48,7 +56,8 @@ class Dashboard:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-P", "-m", "membound.app.cli", "dashboard", "--no-browser", "--port", "0"]
+        port = str(free_port())
+        command = [sys.executable, "-P", "-m", "membound.app.cli", "dashboard", "--no-browser", "--port", port]
         environment = {**os.environ, **self.environment, "MEMBOUND_HOME": str(self.home)}
         self.process = subprocess.Popen(
             command, cwd=self.home, env=environment, text=True, stdout=subprocess.PIPE, start_new_session=True
