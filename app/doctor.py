@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from membound.app.home import membound_home
+from membound.app.store import Store
+from membound.roofline.calibration import Calibration
 from membound.roofline.errors import MemboundError
-from membound.roofline.home import local_calibration_path
+from membound.roofline.foreign import DeviceFits
+from membound.roofline.home import device_fits_path, local_calibration_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +69,8 @@ def _guarded(section: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except MemboundError as error:
         return {"error": str(error)}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        said = str(error).splitlines()
+        return {"error": f"cannot be found out: {said[0] if said else type(error).__name__}"}
 
 
 def _sentence(section: dict[str, Any]) -> str:
@@ -200,21 +204,54 @@ def _browser() -> dict[str, Any]:
 
 
 def _store() -> dict[str, Any]:
+    """The home folder, whether a file can be written there, and the runs that its index lists."""
     home = membound_home()
-    return {"path": str(home), "writable": True, "free_gib": round(shutil.disk_usage(home).free / GIB, 1)}
+    try:
+        with tempfile.TemporaryFile(dir=home):
+            writable = True
+    except OSError:
+        writable = False
+    found: dict[str, Any] = {"path": str(home), "writable": writable}
+    if not writable:
+        found["note"] = "set MEMBOUND_HOME to a folder of your own"
+    try:
+        runs: int | str = len(Store(home).runs()) if (home / "index.sqlite").exists() else 0
+    except MemboundError as error:
+        runs = str(error)
+    return found | {"runs": runs, "free_gib": round(shutil.disk_usage(home).free / GIB, 1)}
 
 
 def _calibration() -> dict[str, Any]:
     path = local_calibration_path()
+    fitted = {"devices_fitted_to_tables": _fitted_devices()}
     if not path.exists():
-        return {"path": None, "note": "this machine is not calibrated (membound calibrate)"}
-    stored = json.loads(path.read_text("utf-8"))
-    return {"path": str(path)} | {key: stored.get(key) for key in ("created", "machine", "threads", "kernels")}
+        return {"path": None, "note": "this machine is not calibrated (membound calibrate)"} | fitted
+    stored = Calibration.load(path)
+    return (
+        {"path": str(path)}
+        | {key: getattr(stored, key) for key in ("created", "machine", "threads", "kernels")}
+        | fitted
+    )
+
+
+def _fitted_devices() -> list[str]:
+    """The devices whose kernels were fitted to a table here, each with its rows; a damaged file says so."""
+    folder = device_fits_path("any").parent
+    listed = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            fits = DeviceFits.load(path)
+            listed.append(f"{fits.device} ({sum(table.rows for table in fits.tables):,} rows)")
+        except MemboundError as error:
+            listed.append(str(error))
+    return listed
 
 
 def _foreign_kernels() -> dict[str, Any]:
     version = _version_of("kernels")
-    note = "not installed" if version is None else "Hugging Face's package; it and membound.kernels do not meet"
+    note = "none, so no other package is called kernels"
+    if version is not None:
+        note = "Hugging Face's package; it and membound.kernels do not meet"
     return {"version": version, "note": note}
 
 

@@ -60,9 +60,29 @@ def test_a_section_that_fails_says_so_and_the_others_stand(monkeypatch: pytest.M
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "local.json").write_text("{")
     found = doctor.report()
-    assert found["calibration"]["error"].startswith("JSONDecodeError")
+    assert "is damaged or from another version (it is not JSON" in found["calibration"]["error"]
     assert found["store"]["path"] == str(tmp_path)
-    assert "JSONDecodeError" in printed(found)
+    assert "is damaged" in printed(found)
+
+
+def test_a_damaged_index_and_fitted_devices_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    assert doctor.report()["store"]["runs"] == 0
+    (tmp_path / "index.sqlite").write_bytes(b"no database" * 100)
+    fits = tmp_path / "calibration" / "devices" / "Mine.json"
+    fits.parent.mkdir(parents=True)
+    fits.write_text("{}")
+    found = doctor.report()
+    assert "is damaged" in found["store"]["runs"]
+    (told,) = found["calibration"]["devices_fitted_to_tables"]
+    assert "Mine.json' is damaged" in told
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is Linux's")
+def test_a_home_where_nothing_can_be_written_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", "/proc")
+    store = doctor.report()["store"]
+    assert store.get("writable") is False or "error" in store
 
 
 def test_a_store_that_cannot_be_made_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
