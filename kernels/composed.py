@@ -72,9 +72,13 @@ class ComposedKernels(ABC):
 
     def norm_heads(self, x: Tensor, first: int, heads: int, weight: Tensor, eps: float) -> None:
         groups, width = weight.view(-1, weight.shape[-1]).shape
-        pieces = x[:, first : first + heads * width].float().view(x.shape[0], -1, groups, width)
-        normed = pieces * torch.rsqrt(pieces.square().mean(-1, keepdim=True) + eps) * weight
-        x[:, first : first + heads * width] = normed.flatten(1).to(x.dtype)
+        pieces = x[:, first : first + heads * width]
+        if groups == 1:
+            normed = self.rms_norm(pieces.reshape(-1, width), weight.view(-1), eps)
+        else:
+            apart = pieces.float().view(x.shape[0], -1, groups, width)
+            normed = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps) * weight
+        pieces.copy_(normed.view(pieces.shape))
 
     def glu(self, gate_up: Tensor, activation: Activation, limit: float | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
