@@ -129,4 +129,6 @@ def table(finding: Finding) -> RenderableType:
 def _shown(value: Any) -> str:
     if value is None:
         return "unknown"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"

@@ -195,14 +195,14 @@ def comparison(document: dict[str, Any]) -> RenderableType:
         table.add_column(column)
     for row in document["comparisons"]:
         scale, unit = (1e3, " ms") if row["technique"] == "baseline" else (1.0, "x")
-        measured = "" if row["measured"] is None else f"{row['measured'] * scale:.3g}{unit}"
+        measured = "" if row["measured"] is None else f"{text.digits(row['measured'] * scale)}{unit}"
         before, after = row["bottleneck_before"], row["bottleneck_after"]
         table.add_row(
             ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in row["point"].items()),
             row["technique"],
             row["baseline"],
-            f"{row['predicted'] * scale:.3g}{unit}",
-            f"{row['low'] * scale:.3g}-{row['high'] * scale:.3g}",
+            f"{text.digits(row['predicted'] * scale)}{unit}",
+            f"{text.digits(row['low'] * scale)}-{text.digits(row['high'] * scale)}",
             measured,
             "" if row["spread"] is None else f"±{row['spread'] * scale:.2g}",
             "" if row["error"] is None else f"{row['error']:+.1%}",
@@ -223,7 +223,7 @@ def _price(row: dict[str, Any]) -> str:
     if quality is None:
         return "lossy, not measured"
     before, after = quality.get("perplexity_before"), quality.get("perplexity")
-    read = f", perplexity {before:.3g} -> {after:.3g}" if before and after else ""
+    read = f", perplexity {text.digits(before)} -> {text.digits(after)}" if before and after else ""
     return f"KL {quality['kl_nats']:.2g} nats, top-1 {quality['top1_agreement']:.1%}{read}"
 
 

@@ -194,7 +194,9 @@ def advice(document: dict[str, Any]) -> RenderableType:
     parts.append(f"the bottleneck is {_BOUNDS.get(bound, bound)}{share}")
     waits = document["situation"]["overload_rps"]
     if waits:
-        parts.append(f"{waits:.3g} requests a second arrive beyond what it serves: the queue grows without end")
+        parts.append(
+            f"{text.digits(waits)} requests a second arrive beyond what it serves: the queue grows without end"
+        )
     parts.append(f"gains below are of {names[metric]}: {document['metric_reason']}")
     columns = ("move", names[metric], "interval", names[other], "then bound by", "price")
     table = _table("moves by gain", *columns, right=(names[metric], names[other]))
@@ -405,7 +407,7 @@ def max_rate(document: dict[str, Any]) -> RenderableType:
     """The largest rate within the objective."""
     summary = document["summary"]
     return (
-        f"{document['scenario']} serves {document['max_rate_rps']:.3g} requests/s within its objective: "
+        f"{document['scenario']} serves {text.digits(document['max_rate_rps'])} requests/s within its objective: "
         f"p99 TTFT {text.seconds(summary['ttft_s']['p99'])}, p99 TPOT {text.milliseconds(summary['tpot_s']['p99'])}"
     )
 

@@ -112,15 +112,15 @@ def _cluster(cluster: dict[str, Any] | None) -> Iterator[RenderableType]:
             f"{replica['kv_utilization']:.0%}",
             "" if replica["prefix_hit_rate"] is None else f"{replica['prefix_hit_rate']:.0%}",
             str(replica["failures"]),
-            f"{replica['device_hours']:.3g}",
-            "no price" if replica["cost_usd"] is None else f"{replica['cost_usd']:.4g}",
+            text.digits(replica["device_hours"]),
+            "no price" if replica["cost_usd"] is None else text.digits(replica["cost_usd"], 4),
         )
     yield table
     dates = sorted({replica["price_date"] for replica in replicas if replica["price_date"]})
     yield (
-        f"{cluster['mean_replicas']:.3g} replicas on average, {cluster['most_replicas']} at most: "
-        f"{cluster['device_hours']:.3g} device-hours, "
-        + ("no price" if cluster["cost_usd"] is None else f"{cluster['cost_usd']:.4g} USD")
+        f"{text.digits(cluster['mean_replicas'])} replicas on average, {cluster['most_replicas']} at most: "
+        f"{text.digits(cluster['device_hours'])} device-hours, "
+        + ("no price" if cluster["cost_usd"] is None else f"{text.digits(cluster['cost_usd'], 4)} USD")
         + (f" at prices of {' and '.join(dates)}" if dates else "")
     )
     if cluster["failures"]:
@@ -128,7 +128,11 @@ def _cluster(cluster: dict[str, Any] | None) -> Iterator[RenderableType]:
             f"failures: {cluster['failures']}, requests sent again: {cluster['retries']}, tokens lost: "
             f"{cluster['lost_tokens']:,} of KV, {cluster['lost_output_tokens']:,} emitted ones"
         )
-    told = [f"{event['time_s']:.4g} s: {event['replica']} {event['kind']}" for event in events if event["time_s"] > 0]
+    told = [
+        f"{text.digits(event['time_s'], 4)} s: {event['replica']} {event['kind']}"
+        for event in events
+        if event["time_s"] > 0
+    ]
     if told:
         more = cluster["event_count"] - (len(events) - len(told)) - _MOST_REPLICAS
         yield ", ".join(told[:_MOST_REPLICAS]) + (f", and {more} more events" if more > 0 else "")
