@@ -45,11 +45,13 @@ def one_sentence(error: ValidationError, of: type[BaseModel] | None = None) -> s
 
 
 def _told(problems: Sequence[Any]) -> list[Any]:
-    """The problems without those that a union has with each of its other members at the same place."""
+    """The problems without those that follow from another: of a list whose item is wrong, and of a union's further
+    members at the same place."""
     told: dict[tuple[Any, ...], Any] = {}
     for problem in problems:
         told.setdefault(tuple(part for part in problem["loc"] if not _is_type(part)), problem)
-    return list(told.values())
+    inner = {place[:length] for place in told for length in range(1, len(place))}
+    return [problem for place, problem in told.items() if place not in inner]
 
 
 def _is_type(part: Any) -> bool:
@@ -148,7 +150,8 @@ def _path(problem: Any) -> str:
 def _hinted(problem: Any) -> str:
     """The field, with what may have been meant by it."""
     field = _path(problem)
-    meant = MEANT.get(field)
+    last = field.rpartition(".")[2]
+    meant = MEANT.get(field) or (MEANT.get(last, "") if MEANT.get(last, "").isalpha() else None)
     return f"{field}' (meant: {meant.format(field)})" if meant else f"{field}'"
 
 

@@ -165,6 +165,12 @@ def test_an_unknown_field_is_answered_with_those_that_there_are_the_most_alike_f
         parse_scenario(MINIMAL).with_value("cluster.router", "random")
 
 
+def test_a_list_is_not_blamed_for_its_items_and_the_right_name_is_said():
+    said = refused(MINIMAL | {"cluster": {"groups": [{"device": "H100-SXM5"}]}})
+    assert "'cluster.groups.0.device' (meant: hardware) is unknown" in said
+    assert "'cluster.groups.0' has " in said and "also" not in said
+
+
 def test_every_problem_is_named_in_plain_words():
     said = refused(MINIMAL | {"slo": None, "repeats": "many", "engine": {"max_num_seqs": None}})
     for part in (

@@ -143,7 +143,7 @@ HOSTILE = {
     "json nan": (MOONCAKE.replace("1500", "NaN"), "line 2, column timestamp is nan"),
     "json text": (MOONCAKE.replace("1024", '"many"'), "line 2, column input_length is 'many'"),
     "json truth": (MOONCAKE.replace("1024", "true"), "line 2, column input_length is True"),
-    "json list": (MOONCAKE + "[1]\n", "line 3 is list, not a JSON object"),
+    "json list": (MOONCAKE + "[1]\n", "line 3 is a list, not a JSON object"),
     "missing key": (MOONCAKE + '{"timestamp": 9}\n', "line 3 lacks input_length"),
     "too few hash ids": (
         MOONCAKE.replace("[46, 47]", "[46]"),

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.part import MAX_TOKENS
+from membound.roofline.problems import kind_of
 from membound.roofline.workload import TraceFile, TraceFormatName
 from membound.simulator.scheduling.prefix import PrefixChain
 
@@ -289,7 +290,7 @@ def _parsed(line: str, file: str, number: int) -> dict[str, Any]:
             f"trace '{file}' line {number} is not a complete JSON object: {line.strip()[:60]!r}"
         ) from None
     if not isinstance(values, dict):
-        raise MemboundError(f"trace '{file}' line {number} is {type(values).__name__}, not a JSON object")
+        raise MemboundError(f"trace '{file}' line {number} is {kind_of(values)}, not a JSON object")
     return values
 
 
