@@ -265,7 +265,7 @@ def test_a_table_is_what_its_name_says(asked: str, tmp_path: Path) -> None:
         (("plan", "--max-rate"), "needs open arrivals"),
         (("sweep", "--over", "x"), "option --over is 'x'"),
         (("sweep", "--over", "colour=1"), "'colour' is not in the scenario"),
-        (("sweep", "--over", "temperature=0", "--csv", "/nowhere/out.csv"), "cannot be written"),
+        (("sweep", "--over", "temperature=0", "--csv", "/nowhere/out.csv"), "whose folder does not exist"),
         (("sweep", "--over", "temperature=0,1", "--jobs", "0"), "jobs is 0"),
     ],
 )
