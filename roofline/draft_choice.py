@@ -13,11 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from membound.roofline.draft_models import draft_model
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.models import ModelSpec
 from membound.roofline.operator_time import Times
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation
+from membound.roofline.speculation import Speculation, speculation_of
 from membound.roofline.techniques import ModelDrafts, Size, Speculative, Technique
+from membound.roofline.times import times_for
 from membound.roofline.workload import TextPrompts
 
 # Of the sizes that tables hold for the best so many are costed alone where caches make the tables coarse.
@@ -89,3 +92,30 @@ def acceptance_source(technique: Technique, scenario: Scenario) -> str:
 def _replayed(technique: Technique, scenario: Scenario) -> bool:
     """Whether a simulation knows what would be drafted."""
     return isinstance(scenario.workload.prompts, TextPrompts) and technique.name == "ngram_speculation"
+
+
+def with_drafts(
+    scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, shape: StepShape
+) -> tuple[Scenario, str | None]:
+    """The scenario with a size for its drafts, the best in a step of this shape where it names none, and why that one.
+
+    None where the scenario does not speculate.
+    """
+    technique = next((one for one in scenario.techniques if isinstance(one, Speculative)), None)
+    if technique is None:
+        return scenario, None
+    if not technique.is_open:
+        return scenario, f"{technique.name} drafts {_size_said(technique.size)}, as the scenario says"
+    speculation = speculation_of(scenario, model)
+    assert speculation is not None, "the scenario speculates"
+    times = times_for(hardware, scenario.setup.profile)
+    best = best_size(speculation, times, shape, technique.sizes()).size
+    sized = technique.sized(best or technique.usual_size)
+    why = "the best here" if best else "as usual, since no draft is worth its cost here"
+    kept = tuple(one for one in scenario.techniques if one is not technique)
+    return scenario.with_techniques((*kept, sized)), f"{technique.name} drafts {_size_said(sized.size)}, {why}"
+
+
+def _size_said(size: Size) -> str:
+    tree = "" if size.nodes is None else f" in a tree of {size.nodes}"
+    return f"{size.depth} deep{tree}"

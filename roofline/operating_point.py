@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
-from membound.roofline.draft_choice import best_size
 from membound.roofline.errors import MemboundError
 from membound.roofline.formats import Formats
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import MemoryBreakdown, MemoryTerms, usable_bytes, weights_by_part
 from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
-from membound.roofline.models.layers import LayerGroup
 from membound.roofline.operator_time import Times
 from membound.roofline.operators import Operator
 from membound.roofline.origin import Origin, origin_of
+from membound.roofline.point_json import point_json
 from membound.roofline.precision_plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import speculation_of
 from membound.roofline.step import check_parallel
-from membound.roofline.techniques import EngineSetup, Size, Speculative, remarks
+from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import times_for
 
 Phase = Literal["decode", "prefill", "verify"]
@@ -37,8 +35,6 @@ MOST_SEQUENCES = 1_000_000
 
 # Guesses that a verify step checks where nothing says how many.
 USUAL_GUESSES = 4
-# Elements of 16 bits in two vector loads of 16 bytes; dimensions of a head that attention kernels are made for.
-ALIGNED, WARP = 16, 32
 
 Group = Literal["attention", "ffn", "elementwise", "communication", "lm_head", "host"]
 GROUPS: tuple[Group, ...] = ("attention", "ffn", "elementwise", "communication", "lm_head", "host")
@@ -117,7 +113,11 @@ class OperatingPoint:
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
         drafting = None
         if known == "verify":
-            scenario, drafting = _with_drafts(scenario, model, hardware, StepShape.decode(batch, context))
+            # What only a verify step needs is imported for it alone.
+            from membound.roofline.draft_choice import with_drafts
+
+            scenario, drafting = with_drafts(scenario, model, hardware, StepShape.decode(batch, context))
+            drafting = drafting or f"{USUAL_GUESSES} guesses are verified, since the scenario names no speculation"
         setup = scenario.setup
         gamma = setup.drafts.tokens if setup.drafts else USUAL_GUESSES
         if context > model.max_context:
@@ -173,7 +173,7 @@ class OperatingPoint:
         return float(self.shape.tokens) / self.time_s
 
     @cached_property
-    def _seconds(self) -> tuple[dict[str, float], ...]:
+    def bound_seconds(self) -> tuple[dict[str, float], ...]:
         """Each operator's seconds under the bound that holds it."""
         return tuple(
             {bound: float(seconds) for bound, seconds in cost.seconds_by_bound().items()}
@@ -184,7 +184,7 @@ class OperatingPoint:
     def shares(self) -> dict[str, float]:
         """The share of each bound in the step's time."""
         bounds = ("memory_weights", "memory_kv", "compute", "link", "overhead")
-        shares = {bound: sum(seconds.get(bound, 0.0) for seconds in self._seconds) for bound in bounds}
+        shares = {bound: sum(seconds.get(bound, 0.0) for seconds in self.bound_seconds) for bound in bounds}
         return {bound: seconds / self.time_s for bound, seconds in shares.items()} | {"idle": 0.0}
 
     @property
@@ -209,7 +209,7 @@ class OperatingPoint:
         costs = tuple(self.cost.operators[index] for index in indices)
         seconds: dict[str, float] = {}
         for index in indices:
-            for bound, value in self._seconds[index].items():
+            for bound, value in self.bound_seconds[index].items():
                 seconds[bound] = seconds.get(bound, 0.0) + value
 
         def total(amount: str) -> float:
@@ -316,126 +316,9 @@ class OperatingPoint:
         """
         return self.time_s / replace(self, phase="decode").time_s
 
-    # --- what `membound predict` prints ---
-
     def to_json(self) -> dict[str, Any]:
-        """What `membound predict --json` prints of the step: its time by operator, its bounds, memory and origin."""
-        cost, hardware = self.cost, self.hardware
-        point = {"phase": self.phase, "batch": self.batch, "context": self.context, "drafts": self.drafts}
-        step = {
-            "time_s": self.time_s,
-            "low_s": float(cost.low_s),
-            "high_s": float(cost.high_s),
-            "relative_error": float(cost.relative_error),
-            "tokens_per_s": self.tokens_per_s,
-            "flops": float(cost.flops),
-            "bytes": float(cost.bytes),
-            "arithmetic_intensity": float(cost.arithmetic_intensity),
-            "bottleneck": self.bottleneck,
-            "bottleneck_share": self.shares,
-        }
-        if self.phase == "verify":
-            step |= {"breakeven_tokens": self.breakeven_tokens(), "most_tokens": self.most_tokens}
-        groups = self.groups
-        group_of = {id(item): group.name for group in groups for item in group.operators}
-        return {
-            "point": point,
-            "model": {"name": self.model.name, "layers": _layers_json(self.model.groups())},
-            "step": step,
-            "groups": [_group_json(group, self.time_s) for group in groups],
-            "operators": [
-                _operator_json(item, self.time_s, max(seconds, key=seconds.__getitem__), group_of[id(item)])
-                for item, seconds in zip(cost.operators, self._seconds, strict=True)
-            ],
-            "ridge": _ridge_json(self.ridge),
-            "formats": self.formats.to_json(),
-            "memory": self._memory_json(),
-            "parallel": {**self.setup.parallel.model_dump(), "devices": self.setup.parallel.devices},
-            "pipeline": self._pipeline_json(),
-            "origin": self._origin_json(),
-            "remarks": self._remarks(),
-            "hardware": {"name": hardware.name, "calibrated": self.calibrated, "source": hardware.source},
-        }
-
-    def _remarks(self) -> list[str]:
-        """What is not as the scenario's words suggest, a sentence each."""
-        said = [] if self.drafting is None else [self.drafting]
-        return said if self.calibrated else [*said, *remarks(self.setup, self.hardware), *self._odd_sizes()]
-
-    def _odd_sizes(self) -> Iterator[str]:
-        """Sizes unlike those of the tables that the times are fitted on, which their kernels pad or load slower."""
-        operators = [cost.operator for cost in self.cost.operators]
-        linears = [op for op in operators if op.kind == "linear" and op.name != "lm_head"]
-        sizes = sorted({size for op in linears for size in (op.n, op.k) if size % ALIGNED})
-        if sizes:
-            listed = ", ".join(str(size) for size in sizes)
-            yield (
-                f"matrices with sizes that are no multiple of {ALIGNED} ({listed}) were not measured: their times are "
-                "inferred from aligned ones, and kernels that pad them or load them piecewise take longer"
-            )
-        dims = {group.attention.head_dim for group in self.model.groups() if hasattr(group.attention, "head_dim")}
-        if odd := sorted(dim for dim in dims if dim % WARP):
-            listed = ", ".join(str(dim) for dim in odd)
-            yield (
-                f"attention heads of {listed} dimensions were not measured: their times are inferred from heads that "
-                f"are multiples of {WARP}, to which kernels pad them"
-            )
-
-    def _pipeline_json(self) -> dict[str, float]:
-        """Micro-batches under way, and the share of their time that a pipeline's stages wait for one."""
-        micro = float(self.setup.parallel.micro_batches_of(self.batch))
-        return {"micro_batches": micro, "bubble": max(0.0, 1.0 - micro / self.setup.parallel.pp)}
-
-    def _memory_json(self) -> dict[str, Any]:
-        memory = self.memory
-        return {
-            "weights_bytes": memory.weights_bytes,
-            "weights_by_part": weights_by_part(self.model, self.setup),
-            "kv_bytes": memory.kv_bytes,
-            "state_bytes": self.state_bytes,
-            "activation_bytes": memory.activation_bytes,
-            "total_bytes": memory.total_bytes,
-            "device_bytes": self.hardware.memory_bytes,
-            "usable_bytes": self.usable_bytes,
-            "free_bytes": self.free_bytes,
-            "fits": self.fits,
-            "largest_batch": self.largest_batch(),
-            "largest_context": self.largest_context(),
-        }
-
-    def _origin_json(self) -> dict[str, Any]:
-        origin = self.origin
-        return {
-            "kind": origin.kind,
-            "measured_share": origin.measured_share,
-            "inherited_from": list(origin.inherited_from),
-            "engine": self.setup.profile,
-            "kernels": [kernel.to_json() for kernel in origin.kernels],
-        }
-
-
-def _with_drafts(
-    scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, shape: StepShape
-) -> tuple[Scenario, str]:
-    """The scenario with a size for its drafts, the best in a step of this shape where it names none, and why."""
-    technique = next((one for one in scenario.techniques if isinstance(one, Speculative)), None)
-    if technique is None:
-        return scenario, f"{USUAL_GUESSES} guesses are verified, since the scenario names no speculation"
-    if not technique.is_open:
-        return scenario, f"{technique.name} drafts {_size_said(technique.size)}, as the scenario says"
-    speculation = speculation_of(scenario, model)
-    assert speculation is not None, "the scenario speculates"
-    times = times_for(hardware, scenario.setup.profile)
-    best = best_size(speculation, times, shape, technique.sizes()).size
-    sized = technique.sized(best or technique.usual_size)
-    why = "the best here" if best else "as usual, since no draft is worth its cost here"
-    kept = tuple(one for one in scenario.techniques if one is not technique)
-    return scenario.with_techniques((*kept, sized)), f"{technique.name} drafts {_size_said(sized.size)}, {why}"
-
-
-def _size_said(size: Size) -> str:
-    tree = "" if size.nodes is None else f" in a tree of {size.nodes}"
-    return f"{size.depth} deep{tree}"
+        """What `membound predict --json` prints; see `point_json`."""
+        return point_json(self)
 
 
 def _largest(total: Callable[[int], float], capacity: float, most: int) -> int:
@@ -467,58 +350,6 @@ def _group_of(operator: Operator, ffn_linears: set[str]) -> Group:
     if operator.name == "lm_head":
         return "lm_head"
     return "ffn" if operator.name.rsplit(".", 1)[-1] in ffn_linears else "attention"
-
-
-def _layers_json(groups: tuple[LayerGroup, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            "count": group.count,
-            "attention": group.attention.kind,
-            "window": group.attention.window,
-            "ffn": group.ffn.kind,
-        }
-        for group in groups
-    ]
-
-
-def _group_json(group: OperatorGroup, step_s: float) -> dict[str, Any]:
-    return {
-        "name": group.name,
-        "operators": [item.operator.name for item in group.operators],
-        "time_s": group.time_s,
-        "share": group.time_s / step_s,
-        "flops": group.flops,
-        "bytes": group.bytes,
-        "link_bytes": group.link_bytes,
-        "bound": group.bound,
-    }
-
-
-def _operator_json(item: OperatorCost, step_s: float, bound: str, group: str) -> dict[str, Any]:
-    op, total_s = item.operator, float(item.total_s)
-    return {
-        "name": op.name,
-        "group": group,
-        "calls": op.calls,
-        "flops": float(op.flops) * op.calls,
-        "weight_bytes": float(op.weight_bytes) * op.calls,
-        "kv_bytes": float(op.kv_bytes) * op.calls,
-        "activation_bytes": float(op.activation_bytes) * op.calls,
-        "link_bytes": float(op.link_bytes) * op.calls,
-        "time_s": total_s,
-        "share": total_s / step_s,
-        "bound": bound,
-    }
-
-
-def _ridge_json(ridge: Ridge) -> dict[str, Any]:
-    return {
-        "dtype": ridge.dtype,
-        "flops_per_s": ridge.flops_per_s,
-        "bytes_per_s": ridge.bytes_per_s,
-        "flops_per_byte": ridge.flops_per_byte,
-        "distance": ridge.distance,
-    }
 
 
 @dataclass(frozen=True)
