@@ -1,7 +1,8 @@
 """The `membound` command: the product without a browser.
 
 Every sub-command that gives a result takes `--json` and then prints exactly one JSON document to standard output;
-progress and words go to standard error. Bad input is one sentence and exit code 2.
+progress and words go to standard error. Bad input is one sentence and exit code 2; a question that has no answer ends
+with that code too, after its result says why.
 """
 
 from __future__ import annotations
@@ -247,7 +248,10 @@ def validate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predictions against a table of published measurements: the error by group, and the worst rows."""
+    """Predictions against a table of published measurements: the error by group, and the worst rows.
+
+    Rows that cannot be predicted are counted with their reasons; exit code 2 where none can.
+    """
     from membound.app import report
     from membound.app.validation import document
     from membound.roofline.validation import generalisation
