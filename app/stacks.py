@@ -17,7 +17,8 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
 from membound.roofline.times import times_for
 from membound.simulator.costing import ClosedForm, Costing, simulated
-from membound.simulator.stacking import MOST_FACTORIAL, MOST_SIMULATED, StackingGame, analyse, closed_loop, to_json
+from membound.simulator.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
+from membound.simulator.stacking_game import MOST_FACTORIAL, StackingGame
 from membound.simulator.steady import Lengths, Load, check_context
 from membound.simulator.sweep import Workers
 
