@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from membound.app.home import membound_home
 from membound.app.store import Store
 from membound.roofline.calibration import Calibration
+from membound.roofline.device_fits import DeviceFits
 from membound.roofline.errors import MemboundError
-from membound.roofline.foreign import DeviceFits
 from membound.roofline.home import device_fits_path, local_calibration_path
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from membound.roofline.foreign import DeviceFits
+from membound.roofline.device_fits import DeviceFits
 from membound.roofline.home import device_fits_path
 from membound.roofline.validation.report import Group, RowResult, ValidationReport
 from membound.roofline.validation.tables import Row

@@ -1,4 +1,4 @@
-"""What did a table of measurements show of a device that is not here, and how is that kept and found again?
+"""What did a table of measurements show of a device that is not here?
 
 Its kernels are fitted around what is published of the device or of its nearest relatives, so that a few rows move the
 parameters that they show and leave the others. The fits of a device lie in one file of the user's home and come before
@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from membound.roofline.device_fits import (
+    DamagedError,
+    DeviceFits,
+    KeptRow,
+    Residual,
+    SourceTable,
+    kept_path,
+)
 from membound.roofline.efficiency import ANY, FAMILIES, Family, KernelFit, find_fit, published_fits
 from membound.roofline.errors import MemboundError
 from membound.roofline.files import expanded, locked, read_bytes, write_files
-from membound.roofline.fitting import PARAMETERS, ROW_SCATTER, errors, fit_parameters, prior_parameters
+from membound.roofline.fitting import ROW_SCATTER, errors, fit_parameters, prior_parameters
 from membound.roofline.hardware import (
     HardwareSpec,
     get_hardware,
@@ -34,11 +38,8 @@ from membound.roofline.hardware import (
     user_hardware_folder,
 )
 from membound.roofline.home import calibration_lock_path, device_fits_path, file_stem
-from membound.roofline.scenario import one_sentence
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row, Table, read_table
-
-Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
 # A time that beats the roofs by this factor, or takes so many times as long as a kernel of such a device, is no time in
 # microseconds.
@@ -53,158 +54,6 @@ FEW_ROWS = 8
 
 # What a table's device is called that nobody described.
 _DESCRIBE = "; a device that is not known is described by a YAML file, and given by --device mine.yaml"
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class KeptRow(_Part):
-    """A row that was fitted, so that a later table is fitted together with it: its line, and what it says."""
-
-    line: int
-    columns: dict[str, str]
-
-    @classmethod
-    def of(cls, case: KernelCase) -> KeptRow:
-        columns = {name: text for name, text in case.row.columns.items() if text.strip() and name != "gpu"}
-        return cls(line=case.row.line, columns=columns)
-
-    def row(self, gpu: str) -> Row:
-        return Row(self.line, self.columns | {"gpu": gpu}, float(self.columns["latency_us"]))
-
-
-class SourceTable(_Part):
-    """A table that fits come from; `rows` are those of the device that were fitted, and `kept` what they say.
-
-    Earlier versions kept none.
-    """
-
-    name: str
-    sha256: str
-    rows: int = Field(ge=1)
-    read: datetime
-    kept: tuple[KeptRow, ...] = ()
-
-
-class Residual(_Part):
-    """How far a kernel's rows were off: by what is published, and by the fit; `spread` is the fit's interval.
-
-    `table` names the tables whose rows they are.
-    """
-
-    family: str
-    kernel: str
-    rows: int = Field(ge=1)
-    median_error_before: float
-    median_error_after: float
-    spread: float
-    table: str
-
-
-class DeviceFits(_Part):
-    """What tables of measurements showed of one device."""
-
-    schema_version: Literal[1] = 1
-    device: str
-    tables: tuple[SourceTable, ...]
-    fits: tuple[KernelFit, ...]
-    residuals: tuple[Residual, ...]
-
-    @property
-    def kernels(self) -> set[tuple[str, str]]:
-        return {(fit.family, fit.kernel) for fit in self.fits}
-
-    def without_rows(self) -> set[tuple[str, str]]:
-        """Kernels that an earlier version fitted from rows that it did not keep."""
-        kept = {known.name for known in self.tables if known.kept}
-        return {(known.family, known.kernel) for known in self.residuals if not kept & set(known.table.split(", "))}
-
-    def with_fits_of(self, earlier: DeviceFits, kernels: set[tuple[str, str]]) -> DeviceFits:
-        """These fits, and those of an earlier file of `kernels` that no row here is of."""
-        left = kernels - self.kernels
-        residuals = [known for known in earlier.residuals if (known.family, known.kernel) in left]
-        named = {known.table for known in residuals}
-        return self.model_copy(
-            update={
-                "tables": (*(table for table in earlier.tables if table.name in named), *self.tables),
-                "fits": (*(fit for fit in earlier.fits if (fit.family, fit.kernel) in left), *self.fits),
-                "residuals": (*residuals, *self.residuals),
-            }
-        )
-
-    @model_validator(mode="after")
-    def _possible(self) -> DeviceFits:
-        for fit in self.fits:
-            where = f"fit {fit.family} {fit.kernel} {fit.library}"
-            if fit.scope != self.device:
-                raise ValueError(f"{where}: scope is '{fit.scope}', not the device '{self.device}'")
-            limits = PARAMETERS[fit.family]
-            if fit.parameters.keys() != limits.keys():
-                raise ValueError(f"{where} has the parameters {', '.join(fit.parameters)}, not {', '.join(limits)}")
-            for name, value in fit.parameters.items():
-                low, high = limits[name].low, limits[name].high
-                if not 0.999 * low <= value <= 1.001 * high:
-                    raise ValueError(f"{where}: {name} is {value:g}, not between {low:g} and {high:g}")
-            if fit.rows < 1 or not (fit.median_error >= 0 and 0 <= fit.spread <= 50):
-                raise ValueError(f"{where}: rows, median_error or spread is not possible")
-        return self
-
-    @classmethod
-    def load(cls, path: Path) -> DeviceFits:
-        """Reads saved fits; raises MemboundError where they cannot be read, DamagedError where they are damaged."""
-        content = read_bytes(path, "calibration")
-        try:
-            return cls.model_validate_json(content)
-        except ValidationError as error:
-            raise DamagedError(
-                f"calibration '{path}' is damaged or from another version ({one_sentence(error)}); "
-                "run `membound calibrate --from TABLE.csv` again, which keeps it as `.damaged`"
-            ) from None
-
-
-class DamagedError(MemboundError):
-    """A file of fits holds something else."""
-
-
-def fits_for(hardware: HardwareSpec) -> Fits:
-    """The fits to predict a device with: its own from a table where the user gave one, then the published ones."""
-    path = _kept_path(hardware.name)
-    try:
-        state = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return published_fits()
-    except OSError as error:
-        raise MemboundError(f"calibration '{path}' cannot be read: {error.strerror}") from None
-    return _merged(path, state.st_mtime_ns, state.st_size)
-
-
-def _kept_path(device: str) -> Path:
-    """Where a device's fits lie; earlier versions wrote `_` for what a file's name cannot hold everywhere."""
-    path = device_fits_path(device)
-    earlier = path.with_name(f"{re.sub(r'[^A-Za-z0-9.+-]', '_', device)}.json")
-    if path == earlier or path.exists() or not earlier.exists():
-        return path
-    try:
-        return earlier if DeviceFits.load(earlier).device == device else path
-    except DamagedError:
-        return path
-
-
-@lru_cache(maxsize=64)
-def _merged(path: Path, modified_ns: int, size: int) -> Fits:
-    """Published fits and those of a file in one state.
-
-    Where a kernel was measured here, nothing published of the same kernel on the same device counts: an engine's
-    would otherwise come before what was measured without naming one.
-    """
-    own = DeviceFits.load(path)
-    replaced = {(family, kernel, own.device) for family, kernel in own.kernels}
-    kept = {key: fit for key, fit in published_fits().items() if key[:3] not in replaced}
-    return kept | {(fit.family, fit.kernel, fit.scope, fit.library): fit for fit in own.fits}
-
-
-# --- from a table to fits ---
 
 
 @dataclass(frozen=True)
@@ -291,7 +140,7 @@ def _keep(
     one, or nothing; what lay there before is kept aside."""
     made, contents, aside, notes = [], {}, {}, []
     for device, cases in found.items():
-        kept, target = _kept_path(device), device_fits_path(device)
+        kept, target = kept_path(device), device_fits_path(device)
         aside[target], earlier = "previous", None
         if kept.exists():
             try:
@@ -371,7 +220,7 @@ def _refuse_to_replace(earlier: DeviceFits, fits: DeviceFits, lost: set[tuple[st
             raise MemboundError(
                 f"{known.family} {known.kernel} of '{fits.device}' has {known.rows} rows here, but {better.rows} in "
                 f"'{better.table}', which an earlier version fitted without keeping them; put both into one table, or "
-                f"move '{_kept_path(fits.device)}' away"
+                f"move '{kept_path(fits.device)}' away"
             )
 
 

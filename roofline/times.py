@@ -50,6 +50,6 @@ def times_for(hardware: HardwareSpec, profile: str | EngineProfile = "graphs") -
     if hardware.calibration is not None:
         return CalibratedTimes(hardware, hardware.calibration)
     # Reading tables and fitting come with this module, which a calibrated machine never needs.
-    from membound.roofline.foreign import fits_for
+    from membound.roofline.device_fits import fits_for
 
     return KernelTimes(hardware, get_profile(profile) if isinstance(profile, str) else profile, fits_for(hardware))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from membound.roofline import efficiency
+from membound.roofline.device_fits import DeviceFits, fits_for
 from membound.roofline.efficiency import find_fit, published_fits
 from membound.roofline.errors import MemboundError
-from membound.roofline.foreign import DeviceFits, calibrate_from, fits_for
+from membound.roofline.foreign import calibrate_from
 from membound.roofline.hardware import HardwareSpec, get_hardware, read_hardware
 from membound.roofline.home import device_fits_path
 from membound.roofline.models import get_model

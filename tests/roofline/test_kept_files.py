@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from membound.roofline.device_fits import DeviceFits
 from membound.roofline.efficiency import published_fits
 from membound.roofline.errors import MemboundError
 from membound.roofline.files import locked, write_files
-from membound.roofline.foreign import DeviceFits
 from membound.roofline.hardware import get_hardware, parse_hardware
 from membound.roofline.home import file_stem, home_folder
 from membound.roofline.model_files import resolve_model
