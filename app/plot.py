@@ -42,9 +42,11 @@ def draw(
     height = figure.layout.height or HEIGHT
     plotly_url = os.environ.get(PLOTLY_URL_VARIABLE)
     if plotly_url is None:
-        selects = "rerun" if selectable else "ignore"
-        state = st.plotly_chart(figure, key=key, height=height, alt=alt, on_select=selects, selection_mode="points")
-        return [point.get("customdata") for point in state.selection.points] if selectable else []  # type: ignore[union-attr]
+        if not selectable:
+            st.plotly_chart(figure, key=key, height=height, alt=alt)
+            return []
+        state = st.plotly_chart(figure, key=key, height=height, alt=alt, on_select="rerun", selection_mode="points")
+        return [point.get("customdata") for point in state.selection.points]
     drawn = figure.to_json()
     data = {
         "figure": drawn,
