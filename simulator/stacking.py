@@ -7,7 +7,6 @@ each in the whole gain (Shapley, A value for n-person games, 1953: its mean cont
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,9 @@ from membound.roofline.comparison import UNITS
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.model_files import resolve_model
-from membound.roofline.scenario import Scenario, one_sentence
+from membound.roofline.nearest import did_you_mean
+from membound.roofline.problems import one_sentence
+from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, engine_setup, remarks
 from membound.roofline.times import times_for
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
@@ -151,9 +152,9 @@ def _technique(text: str) -> Technique:
             f"--set '{_SETTINGS[name]}'"
         )
     if name not in TECHNIQUES:
-        close = difflib.get_close_matches(name, TECHNIQUES, n=2)
-        meant = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise MemboundError(f"technique '{name}' is unknown{meant}; known are {', '.join(TECHNIQUES)}")
+        raise MemboundError(
+            f"technique '{name}' is unknown{did_you_mean(name, TECHNIQUES)}; known are {', '.join(TECHNIQUES)}"
+        )
     if not format:
         return TECHNIQUES[name](name=name)
     if "format" not in TECHNIQUES[name].model_fields:

@@ -48,6 +48,7 @@ def test_the_version_is_the_distribution_s(membound) -> None:
         (["validate", "a.csv", "--leave-out", "foo"], "option --leave-out is 'foo': give device, source"),
         (["catalog", "device"], "did you mean 'devices'?"),
         (["predict", "live-cup"], "did you mean 'live-cpu'?"),
+        (["stack", "plan-70b", "--techniques", "EAGLE"], "did you mean 'eagle'?"),
     ],
 )
 def test_a_mistake_is_one_sentence_that_says_what_was_meant(membound, arguments: list[str], says: str) -> None:

@@ -204,7 +204,7 @@ def test_the_document_names_baseline_metric_and_conditions(stacks):
     ("names", "said"),
     [
         (["fp4"], "technique 'fp4' is unknown"),
-        (["egale"], "did you mean eagle"),
+        (["egale"], "did you mean 'eagle'"),
         (["eagle", "eagle"], "names one twice"),
         (["weight_quantization:int3", "weight_quantization:int4"], "names one twice"),
         (["weight_quantization:blue"], "precision 'blue' is unknown"),
