@@ -76,7 +76,7 @@ const draw = async (Plotly, node, data, setStateValue) => {
   if (node.titles !== titles) Object.assign(node, { titles, config: bar(Plotly, data) }); // with another Plotly begins anew
   await Plotly.react(node, { data: traces, config: node.config,
     layout: { ...layout, template, uirevision, height: data.height } });
-  if (frames) soon(() => node.drawn === drawn && move(Plotly, node, frames));
+  if (frames) soon(() => node.drawn === drawn && Plotly.addFrames(node, frames));
   node.sizes ??= new ResizeObserver(() => {
     if (node.clientWidth && node.clientWidth !== node._fullLayout?.width) Plotly.Plots.resize(node);
   });
@@ -88,12 +88,9 @@ const draw = async (Plotly, node, data, setStateValue) => {
   }
 };
 
-// Where a slider can put the chart is not needed before somebody can reach for it.
+// Where a slider can put the chart is not needed before somebody can reach for it. Frames take the place of those of
+// the same name: Plotly cannot delete more than ten at once.
 const soon = window.requestIdleCallback ?? setTimeout;
-const move = async (Plotly, node, frames) => {
-  await Plotly.deleteFrames(node);
-  await Plotly.addFrames(node, frames);
-};
 
 // A chart is drawn when it is on the screen, or nearly: most of a page is not.
 const onceNear = (node, then) => {
