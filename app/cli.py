@@ -79,7 +79,8 @@ ToOption = Annotated[float | None, typer.Option("--to", metavar="S", help="secon
 def dashboard(
     host: Annotated[str, typer.Option(help="address to serve on")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=1, max=65535, help="port; the next free one is taken if it is in use")
+        int,
+        typer.Option(min=0, max=65535, help="port; the next free one is taken if it is in use, any free one for 0"),
     ] = 8501,
     browser: Annotated[bool, typer.Option(help="open a browser")] = True,
     allow_host: Annotated[

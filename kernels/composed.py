@@ -73,7 +73,7 @@ class ComposedKernels(ABC):
     def norm_heads(self, x: Tensor, first: int, heads: int, weight: Tensor, eps: float) -> None:
         groups, width = weight.view(-1, weight.shape[-1]).shape
         pieces = x[:, first : first + heads * width]
-        if groups == 1:
+        if groups == 1 and x.dtype is self.activation_dtype:
             normed = self.rms_norm(pieces.reshape(-1, width), weight.view(-1), eps)
         else:
             apart = pieces.float().view(x.shape[0], -1, groups, width)

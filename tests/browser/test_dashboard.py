@@ -149,7 +149,7 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     tab.page.wait_for_url(re.compile("job="), timeout=PAGE_TIMEOUT_MS)
     job_id = re.search(r"job=([\w-]+)", tab.page.url).group(1)  # type: ignore[union-attr]
     tab.page.locator("[data-testid=stProgress]", has_text="cell 1 of").wait_for(timeout=RUN_TIMEOUT_MS)
-    tab.page.wait_for_selector(".membound-chart .nsewdrag", timeout=RUN_TIMEOUT_MS)
+    tab.drawn(RUN_TIMEOUT_MS)
     tab.page.wait_for_function(
         "document.querySelector('.membound-chart')?._fullData?.[0]?.y?.length > 1", timeout=RUN_TIMEOUT_MS
     )

@@ -11,10 +11,14 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques import TECHNIQUES, EngineSetup, WeightQuantization, engine_setup
 from membound.runtime.refusals import unmeasured
 
+# What several devices do at a time, which processes on one machine would only slow down.
+PREDICTED_ONLY = {"expert_balancing", "dual_batch_overlap"}
+
 
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_every_technique_runs(name):
-    assert unmeasured(TECHNIQUES[name]().apply(EngineSetup())) is None
+def test_every_technique_runs_or_says_that_it_is_only_predicted(name):
+    problem = unmeasured(TECHNIQUES[name]().apply(EngineSetup()))
+    assert f"{name} is predicted, not measured yet" in (problem or "") if name in PREDICTED_ONLY else problem is None
 
 
 def test_a_model_that_is_published_quantized_runs_in_16_bits_only():

@@ -99,7 +99,7 @@ def test_waiting_grows_with_load_and_idleness_falls():
 
 
 def test_at_low_load_a_request_meets_an_empty_engine():
-    result = run(poisson(1e-5))
+    result = run(poisson(2e-4))
     prompts = result.steps["prefill_tokens"] > 0
     assert np.all(result.steps["sequences"][prompts] == 1)
     np.testing.assert_allclose(

@@ -57,7 +57,7 @@ def membound(tmp_path: Path):
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    (sentence,) = [line for line in done.stderr.splitlines() if line.strip()]
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("membound: ")]
     return sentence
 
 
