@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -87,7 +88,10 @@ def stepper(decoder: Decoder, parts: list[Part], cache: Any) -> Callable[[], tor
 
 
 class Peer:
-    """An engine in an environment of its own, which `peers/KIND_peer.py` asks for its times."""
+    """An engine in an environment of its own, which `peers/KIND_peer.py` asks for its times.
+
+    Between rounds its processes are stopped: some wait for work by looking for it.
+    """
 
     def __init__(self, kind: str, python: str, folder: Path | None, threads: int) -> None:
         self.name, reads_gguf = PEERS[kind]
@@ -96,17 +100,24 @@ class Peer:
         numbers = (threads, CONTEXT, STEPS, PROMPT_TOKENS, *BATCHES)
         script = Path(__file__).with_name("peers") / f"{kind}_peer.py"
         command = [python, str(script), str(model), *map(str, numbers)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         self.sizes_s()  # it has loaded and is warm
 
     def sizes_s(self) -> Sizes:
         assert self.process.stdin is not None and self.process.stdout is not None
+        os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, f"{self.name} ended; its standard error says why"
+        os.killpg(self.process.pid, signal.SIGSTOP)
         found: Sizes = json.loads(line)
         return found
+
+    def end(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def beside_roof(scenario: Scenario, decoder: Decoder, step_s: float) -> dict[str, float]:
@@ -155,6 +166,8 @@ def main() -> None:
             rounds[name].append(sizes_s(decoder))
         for peer in peers:
             rounds[peer.name].append(peer.sizes_s())
+    for peer in peers:
+        peer.end()
 
     tokens = {**{str(size): size for size in BATCHES}, "prompt": PROMPT_TOKENS}
     print(f"{'tokens/s':18}" + "".join(f"{size:>10}" for size in tokens))
