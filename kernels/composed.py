@@ -40,6 +40,7 @@ CLAMPED_SLOPE = 1.702  # gpt-oss `config.json`: swiglu_alpha
 class ComposedKernels(ABC):
     """Latents, mixtures and recurrences of `Kernels`, by its attention, its norm and plain PyTorch."""
 
+    activation_dtype: torch.dtype
     kv_dtype: torch.dtype
     emulates_kivi = True
     chain_verifier: ChainVerifier | None = None
