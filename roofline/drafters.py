@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,13 +91,18 @@ class DraftModel(Drafter):
         self.setup = replace(setup, parallel=_drafting_parallel(spec, setup))
 
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
+        first, *others = tree.expanded_by_depth
+        first_s = self._pass_s(times, shape.with_guesses(first - 1), prepared=False) + glue_s(times, self.setup)
+        return self._passes_s(times, shape, others, first_s)
+
+    def _passes_s(self, times: Times, shape: StepShape, expanded: Sequence[int], before_s: Count) -> Count:
+        """`before_s` and a pass for each depth's expanded nodes, over the sequences that decode."""
         decode = StepShape(*shape.decode_part, shape.decode_part.sequences)
         decodes = np.asarray(decode.sequences) > 0
-        first, *others = tree.expanded_by_depth
         between_s = glue_s(times, self.setup)
-        total: Any = self._pass_s(times, shape.with_guesses(first - 1), prepared=False) + between_s
+        total: Any = before_s
         if np.any(decodes):
-            for nodes, passes in Counter(others).items():
+            for nodes, passes in Counter(expanded).items():
                 total = total + passes * decodes * (self._pass_s(times, decode.with_guesses(nodes - 1)) + between_s)
         return total
 
@@ -133,12 +138,7 @@ class FirstLayers(DraftModel):
     reads = False
 
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
-        decode = StepShape(*shape.decode_part, shape.decode_part.sequences)
-        decodes = np.asarray(decode.sequences) > 0
-        between_s, total = glue_s(times, self.setup), np.zeros(())
-        for nodes, passes in Counter(tree.expanded_by_depth).items():
-            total = total + passes * decodes * (self._pass_s(times, decode.with_guesses(nodes - 1)) + between_s)
-        return total[()]
+        return self._passes_s(times, shape, tree.expanded_by_depth, np.zeros(np.shape(shape.sequences))[()])
 
     def table(self, times: Times, shape: StepShape) -> Callable[[TokenTree], float] | None:
         return None

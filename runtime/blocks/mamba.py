@@ -93,7 +93,6 @@ class Mamba1Mixer:
         kind, states = self.kernels.activation_dtype, cache.parts
         inputs, z = linears["in_proj"](x).chunk(2, dim=-1)
         mixed = self.kernels.causal_convolution(states["conv"], inputs, weights["conv"], weights["conv_bias"], batch)
-        widths = [spec.dt_rank, spec.d_state, spec.d_state]
         projected = linears["x_proj"](mixed.to(kind)).float()
         widths = [spec.dt_rank, spec.d_state, spec.d_state]
         if spec.inner_norms:

@@ -43,18 +43,6 @@ class ReducedLinear(_Sharded):
         return self.group.all_reduce(self.part(x))
 
 
-class ExactLinear(_Sharded):
-    """Some rows of a matrix [n, k] of whose inputs each device has some: both inputs and products are gathered."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n, k = self.part.shape
-        return n * self.group.size, k
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_gather(self.part(self.group.all_gather(x)))
-
-
 class GatheredLinear(_Sharded):
     """Some rows of a matrix [n, k]: the products of all devices are put side by side."""
 
@@ -65,6 +53,13 @@ class GatheredLinear(_Sharded):
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_gather(self.part(x))
+
+
+class ExactLinear(GatheredLinear):
+    """The same of a matrix of whose inputs each device has some: they are gathered first."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(self.group.all_gather(x))
 
 
 class ShardRecipe:
