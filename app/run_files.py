@@ -14,9 +14,10 @@ import numpy as np
 from membound.app.store import Run
 from membound.roofline.comparison import Comparison
 from membound.roofline.metrics import summarize
+from membound.roofline.plain_yaml import parse_yaml
 from membound.roofline.result import Provenance, RunResult
 from membound.roofline.samples import Samples
-from membound.roofline.scenario import Scenario, parse_scenario, parse_yaml
+from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, is_local, local_hardware
 from membound.roofline.home import local_calibration_path
-from membound.roofline.scenario import Scenario, parse_scenario, parse_yaml
+from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.scenario import Scenario, parse_scenario
 
 if TYPE_CHECKING:
     from membound.app.worker import JobContext

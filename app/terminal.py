@@ -27,7 +27,8 @@ HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalo
 
 def scenario_of(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
     """The scenario of that name or file, with what `--set` and `--hardware` say instead."""
-    from membound.roofline.scenario import load_scenario, parse_yaml
+    from membound.roofline.plain_yaml import parse_yaml
+    from membound.roofline.scenario import load_scenario
 
     scenario = load_scenario(name)
     for assignment in assignments or []:

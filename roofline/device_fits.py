@@ -17,7 +17,7 @@ from membound.roofline.files import read_bytes
 from membound.roofline.fitting import PARAMETERS
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.home import device_fits_path
-from membound.roofline.scenario import one_sentence
+from membound.roofline.problems import one_sentence
 from membound.roofline.validation.kernel_cases import KernelCase
 from membound.roofline.validation.tables import Row
 

@@ -20,9 +20,8 @@ from membound.roofline.model_files import published_formats
 from membound.roofline.nearest import did_you_mean, nearest, nearest_first
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
-from membound.roofline.plain_yaml import parse_yaml as parse_yaml
-from membound.roofline.problems import MEANT, kind_of, shown
-from membound.roofline.problems import one_sentence as one_sentence
+from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.problems import MEANT, kind_of, one_sentence, shown
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
 from membound.roofline.variants import Variant, completed
 from membound.roofline.workload import ClosedLoop as ClosedLoop

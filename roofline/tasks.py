@@ -14,7 +14,7 @@ from pydantic import Field
 from membound.roofline.acceptance import AcceptanceProfile
 from membound.roofline.errors import MemboundError
 from membound.roofline.part import Part
-from membound.roofline.scenario import parse_yaml
+from membound.roofline.plain_yaml import parse_yaml
 from membound.roofline.workload import (
     FixedLength,
     Length,

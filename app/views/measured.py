@@ -14,7 +14,8 @@ from membound.app.store import Run
 from membound.app.views import results
 from membound.app.views.session import store
 from membound.roofline.comparison import Comparison
-from membound.roofline.scenario import parse_scenario, parse_yaml
+from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.scenario import parse_scenario
 from membound.roofline.techniques import GainMetric
 
 # Of the newest comparisons; older ones are in the history.
