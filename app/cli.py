@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from membound.app import kernels, planning
-from membound.app.calibration import calibrate, ensure_calibrated
-from membound.app.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
-from membound.app.experiment import experiment
-from membound.app.imports import import_results
-from membound.app.outputs import check_output, check_suffix
-from membound.app.terminal import (
+from membound.app.commands import kernels, planning
+from membound.app.commands.calibration import calibrate, ensure_calibrated
+from membound.app.commands.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
+from membound.app.commands.experiment import experiment
+from membound.app.commands.imports import import_results
+from membound.app.commands.outputs import check_output, check_suffix
+from membound.app.commands.terminal import (
     HardwareOption,
     JsonOption,
     ScenarioArgument,
@@ -33,12 +33,12 @@ from membound.app.terminal import (
     progress,
     scenario_of,
 )
-from membound.app.training import train_draft
-from membound.app.usage import UsageError, misused
+from membound.app.commands.training import train_draft
+from membound.app.commands.usage import UsageError, misused
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
-    from membound.roofline.result import RunResult
+    from membound.roofline.results.result import RunResult
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
 
@@ -107,7 +107,7 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Roofline of one operating point: its time down to operators, each bound, memory, and where the times are from."""
-    from membound.app import report
+    from membound.app.reports import operating_point as report
     from membound.roofline.operating_point import OperatingPoint
 
     chosen = scenario_of(scenario, set_, hardware)
@@ -132,8 +132,8 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Discrete-event run of the scenario in virtual time."""
-    from membound.app import report_run
-    from membound.app.report_planning import drafting
+    from membound.app.reports import run as run_report
+    from membound.app.reports.drafts import drafting
     from membound.simulator.drafting import with_best_drafts
     from membound.simulator.run import run
 
@@ -146,7 +146,7 @@ def simulate(
         result.provenance.notes.append(drafting(parameters))
     _write_timeline(result, log, timeline, from_, to)
     answered = result.summary.completed > 0
-    print_result(report_run.with_energy(result.to_json()), as_json, report_run.run, answered=answered)
+    print_result(run_report.with_energy(result.to_json()), as_json, run_report.run, answered=answered)
 
 
 @app.command()
@@ -163,10 +163,10 @@ def measure(
     as_json: JsonOption = False,
 ) -> None:
     """Real run of the scenario on this machine, or at a server with --endpoint."""
-    from membound.app import report_run
     from membound.app.compare import LiveObserver
     from membound.app.home import membound_home
     from membound.app.keeping import keep_run
+    from membound.app.reports import run as run_report
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
@@ -181,7 +181,7 @@ def measure(
         with measuring("membound measure") as listener:
             result = measure_at(chosen, server, listener.progress)
         # Printed first: a full disk must not cost the measurement.
-        print_result(result.to_json(), as_json, report_run.run)
+        print_result(result.to_json(), as_json, run_report.run)
         keep_run(Store(membound_home()), "measure", chosen, result)
         return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
@@ -196,7 +196,7 @@ def measure(
                 log(step, outcome, end_s)
 
         result = runtime.run(chosen, hardware, observer=observer)
-    print_result(result.to_json(), as_json, report_run.run)
+    print_result(result.to_json(), as_json, run_report.run)
     keep_run(Store(membound_home()), "measure", chosen, result)
     _write_timeline(result, log, timeline, from_, to)
 
@@ -212,10 +212,10 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Prediction and measurement side by side, with the error of each; measured at a server with --endpoint."""
-    from membound.app import report
     from membound.app.compare import compare as run_compare
     from membound.app.home import membound_home
     from membound.app.keeping import keep_comparison
+    from membound.app.reports import comparison as report
     from membound.app.store import Store
     from membound.app.tasks import machine_for
 
@@ -253,7 +253,7 @@ def validate(
 
     Rows that cannot be predicted are counted with their reasons; exit code 2 where none can.
     """
-    from membound.app import report
+    from membound.app.reports import validation as report
     from membound.app.validation import document
     from membound.roofline.validation import generalisation
     from membound.roofline.validation.report import validate_table
@@ -295,7 +295,7 @@ def record(
 @app.command()
 def scenarios(as_json: JsonOption = False) -> None:
     """List the shipped scenarios."""
-    from membound.app import report
+    from membound.app.reports import scenarios as report
     from membound.roofline.scenario import load_scenario, shipped_scenarios
 
     listed = [{"name": name, "description": load_scenario(name).description} for name in shipped_scenarios()]
@@ -305,7 +305,7 @@ def scenarios(as_json: JsonOption = False) -> None:
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """Print what an issue report needs: versions, devices, kernels, store."""
-    from membound.app import doctor as checks
+    from membound.app.commands import doctor as checks
 
     typer.echo("looking at this machine; the first time kernels are compiled, which takes up to a minute", err=True)
     found = checks.report()

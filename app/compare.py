@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from membound.roofline.comparison import Comparison, Quality, baseline_row, variant_row
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.result import RunResult
-from membound.roofline.scenario import ClosedLoop, Scenario
-from membound.roofline.times import times_for
-from membound.roofline.variants import Variant
+from membound.roofline.results.comparison import Comparison, Quality, baseline_row, variant_row
+from membound.roofline.results.result import RunResult
+from membound.roofline.scenario import Scenario
+from membound.roofline.scenario.variants import Variant
+from membound.roofline.scenario.workload import ClosedLoop
+from membound.roofline.times.known import times_for
 from membound.simulator.run import run as simulate
 
 if TYPE_CHECKING:

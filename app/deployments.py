@@ -8,8 +8,8 @@ from typing import Any
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario
-from membound.simulator import planner
-from membound.simulator.search import Objective
+from membound.simulator.planning import planner
+from membound.simulator.planning.search import Objective
 
 CONFIRMED = 3
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from membound.app.compare import ComparisonResult, Listener
 from membound.app.text import digits, seconds
-from membound.roofline.comparison import baseline_row, spread
 from membound.roofline.hardware import get_hardware
-from membound.roofline.result import Distribution, RunResult, Summary
+from membound.roofline.results.comparison import baseline_row, spread
+from membound.roofline.results.result import Distribution, RunResult, Summary
 from membound.roofline.scenario import Scenario
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 from membound.runtime.endpoint.address import Endpoint
 from membound.runtime.endpoint.measure import measure as measure_at
 from membound.runtime.endpoint.measure import need_answers

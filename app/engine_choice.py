@@ -17,10 +17,10 @@ from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.operating_point import BATCHES, CONTEXTS
 from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario.workload import Workload
 from membound.roofline.techniques import GainMetric, KvQuantization, Speculative, Technique, WeightQuantization
-from membound.roofline.workload import Workload
-from membound.simulator.advisor import advise, to_json
-from membound.simulator.effects import Bench, Effect, suited
+from membound.simulator.advice.advisor import advise, to_json
+from membound.simulator.advice.effects import Bench, Effect, suited
 from membound.simulator.steady import Lengths, Load, check_context
 
 # What every engine of today has, and what a technique is added to.

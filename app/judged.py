@@ -17,7 +17,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from membound.app.store import Run
-from membound.roofline.comparison import Comparison
+from membound.roofline.results.comparison import Comparison
 
 COLUMNS = (
     *("metric", "device", "model", "phase", "batch", "measured", "spread", "predicted", "low", "high"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from membound.app.compare import ComparisonResult
 from membound.app.store import Store
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
 
 

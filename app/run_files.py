@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from membound.app.store import Run
-from membound.roofline.comparison import Comparison
-from membound.roofline.metrics import summarize
-from membound.roofline.plain_yaml import parse_yaml
-from membound.roofline.result import Provenance, RunResult
-from membound.roofline.samples import Samples
+from membound.roofline.reading.plain_yaml import parse_yaml
+from membound.roofline.results.comparison import Comparison
+from membound.roofline.results.metrics import summarize
+from membound.roofline.results.result import Provenance, RunResult
+from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.timeline import Timeline
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from membound.app.keeping import result_tables, table_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.result import BOUNDS, Column, Provenance, RunResult, Summary
-from membound.roofline.samples import Samples
+from membound.roofline.results.result import BOUNDS, Column, Provenance, RunResult, Summary
+from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.request import Outcome, Step
@@ -77,7 +77,7 @@ def _under(scenario: Scenario, policy: str) -> Scenario:
 
 def serve(scenario: Scenario, policies: Iterable[str], context: JobContext) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every variant served by the simulator: one document of all, and the tables of each."""
-    from membound.app.report_planning import drafting
+    from membound.app.reports.drafts import drafting
 
     asked = variants(scenario, policies)
     cases: list[dict[str, Any]] = []

@@ -12,15 +12,15 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 from membound.simulator.costing import ClosedForm, Costing, simulated
-from membound.simulator.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
-from membound.simulator.stacking_game import MOST_FACTORIAL, StackingGame
+from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
+from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
 from membound.simulator.steady import Lengths, Load, check_context
-from membound.simulator.sweep import Workers
+from membound.simulator.sweeping.sweep import Workers
 
 
 class EngineGame(StackingGame):

@@ -10,7 +10,7 @@ from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, is_local, local_hardware
 from membound.roofline.home import local_calibration_path
-from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import Scenario, parse_scenario
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Measures this machine's roofs and keeps them; the old calibration stays where that fails."""
     need_torch()
-    from membound.runtime.calibrate import calibrate
+    from membound.runtime.calibration.calibrate import calibrate
 
     def progress(fraction: float, message: str) -> None:
         context.check_cancelled()
@@ -76,7 +76,7 @@ def run_policies(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 def run_max_rate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Finds the most that the scenario's own deployment serves within its objective, and keeps it as a run."""
     from membound.app import uploads
-    from membound.simulator.planner import max_rate
+    from membound.simulator.planning.planner import max_rate
 
     scenario = scenario_of(spec)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from membound.roofline.device_fits import DeviceFits
 from membound.roofline.home import device_fits_path
+from membound.roofline.times.device_fits import DeviceFits
 from membound.roofline.validation.report import Group, RowResult, ValidationReport
 from membound.roofline.validation.tables import Row
 

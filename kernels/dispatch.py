@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 
 from membound.kernels.base import Kernels
-from membound.kernels.cpu import CpuKernels
-from membound.kernels.cpu_build import KernelBuildError
+from membound.kernels.cpu.build import KernelBuildError
+from membound.kernels.cpu.kernels import CpuKernels
 from membound.kernels.reference import TorchKernels
 
 Preference = Literal["auto", "cpp", "triton", "torch"]

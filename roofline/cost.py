@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import OperatorTime, Times
 from membound.roofline.operators import Operator
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.result import BOUNDS
 from membound.roofline.shape import Count, StepShape, is_there
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import BatchOverlap, EngineSetup
+from membound.roofline.times.operator import OperatorTime, Times
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.efficiency import distinct_experts, expert_chances
 from membound.roofline.shape import Count
+from membound.roofline.times.efficiency import distinct_experts, expert_chances
 
 Values = NDArray[np.float64]
 

@@ -9,9 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from membound.roofline.cost import pipelined_cost
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.times.operator import Times
 
 
 def decode_grid(

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.files import expanded
+from membound.roofline.reading.files import expanded
 
 # A file's name holds 255 bytes; this leaves room for suffixes.
 _LONGEST_STEM_BYTES = 160

@@ -10,21 +10,21 @@ from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
 from membound.roofline.errors import MemboundError
-from membound.roofline.formats import Formats
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import MemoryBreakdown, MemoryTerms, usable_bytes, weights_by_part
-from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import Times
+from membound.roofline.models.files import resolve_model
 from membound.roofline.operators import Operator
-from membound.roofline.origin import Origin, origin_of
 from membound.roofline.point_json import point_json
-from membound.roofline.precision_plan import compute_dtype
+from membound.roofline.precision.chosen import Formats
+from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
+from membound.roofline.times.operator import Times
+from membound.roofline.times.origin import Origin, origin_of
 
 Phase = Literal["decode", "prefill", "verify"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "verify")
@@ -114,7 +114,7 @@ class OperatingPoint:
         drafting = None
         if known == "verify":
             # What only a verify step needs is imported for it alone.
-            from membound.roofline.draft_choice import with_drafts
+            from membound.roofline.speculation.draft_choice import with_drafts
 
             scenario, drafting = with_drafts(scenario, model, hardware, StepShape.decode(batch, context))
             drafting = drafting or f"{USUAL_GUESSES} guesses are verified, since the scenario names no speculation"

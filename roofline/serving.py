@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from membound.roofline.cost import StepCost, step_cost
-from membound.roofline.engines import get_profile
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes, usable_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import RoofTimes, times_for
+from membound.roofline.times.engines import get_profile
+from membound.roofline.times.known import RoofTimes, times_for
+from membound.roofline.times.operator import Times
 
 # What engines need beside weights and caches: activations, captured graphs, the libraries' own.
 RESERVED_BYTES = 2e9

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from membound.roofline.efficiency import distinct_experts, missing_experts
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import Busiest, busiest_rank
 from membound.roofline.memory import cached_token_bytes, page_bytes
@@ -33,6 +32,7 @@ from membound.roofline.operators import (
 from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import AttentionPart, Count, StepShape, is_there
 from membound.roofline.techniques import EngineSetup, KvBudget
+from membound.roofline.times.efficiency import distinct_experts, missing_experts
 
 
 def step_operators(

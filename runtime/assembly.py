@@ -14,14 +14,14 @@ from membound.kernels.dispatch import why_not_cpp, why_not_triton
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.parallel import SINGLE
-from membound.roofline.result import Provenance, RunResult
+from membound.roofline.results.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
-from membound.roofline.times import Times, times_for
-from membound.runtime.block_moves import BlockMover
+from membound.roofline.times.known import Times, times_for
 from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.decoders import Decoders
 from membound.runtime.executor import TorchExecutor
+from membound.runtime.kv.block_moves import BlockMover
 from membound.runtime.nvml import Nvml
 from membound.runtime.offload.experts import ExpertOffload
 from membound.runtime.parallel.leader import DividedDecoder

@@ -13,7 +13,7 @@ from membound.kernels.bench.benchmark import Failed, Timed, Timer
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.models import GroupedQueryAttention, get_model
 from membound.runtime.decoder import Decoder
-from membound.runtime.weights import random_weights
+from membound.runtime.loading.weights import random_weights
 
 MODEL = "Llama-3.1-8B"
 CONTEXT = 1024

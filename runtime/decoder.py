@@ -20,9 +20,9 @@ from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.norms import LayerNorm
 from membound.runtime.blocks.routing import RouterStatistics
 from membound.runtime.linear import BiasedLinear, Linear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.recipe import FormatRecipe, Recipe
 from membound.runtime.replays import Replays
-from membound.runtime.weights import Weights
 
 KvCache = Sequence[LayerCache]
 

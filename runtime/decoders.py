@@ -13,7 +13,7 @@ from membound.roofline.step import check_parallel
 from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import is_plain, store_for, store_problem
-from membound.runtime.loaded import LoadedModel, load_model
+from membound.runtime.loading.loaded import LoadedModel, load_model
 from membound.runtime.offload.experts import ExpertOffload
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.leader import DividedDecoder, divided

@@ -12,13 +12,13 @@ from membound.kernels.base import Kernels
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
 from membound.runtime.assembly import Assembly, assemble
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import Decoder
 from membound.runtime.decoders import Decoders
-from membound.runtime.loaded import LoadedModel
+from membound.runtime.loading.loaded import LoadedModel
 from membound.runtime.parallel.group import Group
 from membound.runtime.refusals import unmeasured_scenario
 from membound.simulator.scheduling.client import client_for

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.roofline.errors import MemboundError
-from membound.runtime.block_moves import BlockMover
 from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.kv.block_moves import BlockMover
 from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch, slots_of
 from membound.runtime.sampling import Guesses, LogitsError, Sampler, Verified
 from membound.runtime.speculation.base import Proposer

@@ -9,7 +9,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels, WeightFormat
 from membound.roofline.models import ModelSpec
 from membound.runtime.linear import KernelLinear, Linear
-from membound.runtime.weights import Weights
+from membound.runtime.loading.weights import Weights
 
 
 class Recipe(Protocol):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.files import reason, write_files
-from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.reading.files import reason, write_files
+from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import Scenario
 from membound.runtime.engine import Runtime
 from membound.runtime.plain import generate_plain

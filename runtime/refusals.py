@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.kv.build import runs_in

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence as Several
 from typing import Protocol
 
-from membound.roofline.acceptance import AcceptanceProfile
 from membound.roofline.scenario import Scenario
-from membound.roofline.tasks import acceptance_of
+from membound.roofline.scenario.tasks import acceptance_of
+from membound.roofline.speculation.acceptance import AcceptanceProfile
 from membound.simulator.scheduling.request import Sequence, Work
 from membound.simulator.scheduling.workload.acceptance import AcceptanceSampler
 

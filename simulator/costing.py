@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from membound.roofline.comparison import bottleneck, metric_value
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
-from membound.roofline.result import Column, RunResult
+from membound.roofline.models.files import resolve_model
+from membound.roofline.results.comparison import bottleneck, metric_value
+from membound.roofline.results.result import Column, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.steady import Load, Steady, deployment_of, refuse_what_only_runs_show
-from membound.simulator.sweep import Workers
+from membound.simulator.sweeping.sweep import Workers
 
 
 class Served(NamedTuple):

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import simpy
 
-from membound.roofline.engine_settings import Disaggregation
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import kv_bytes
 from membound.roofline.parallel import Parallelism
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
+from membound.roofline.scenario.engine import Disaggregation
 from membound.simulator.inbox import Inbox, VirtualClock
 from membound.simulator.run import Deployment, deploy, provenance
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result

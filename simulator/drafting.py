@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from membound.roofline.draft_choice import best_size, drafting_of
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
-from membound.roofline.speculation import speculation_of
+from membound.roofline.speculation.draft_choice import best_size, drafting_of
+from membound.roofline.speculation.steps import speculation_of
 from membound.roofline.techniques import Speculative
 from membound.simulator.steady import Load, SpeculatingDeployment, Steady, deployment_of, load_of
 

@@ -25,9 +25,9 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline.scenario.tasks import resolve
+from membound.roofline.scenario.workload import ClosedLoop, SessionPrompts, SyntheticPrompts, TextPrompts, Workload
 from membound.roofline.shape import shape_sums
-from membound.roofline.tasks import resolve
-from membound.roofline.workload import ClosedLoop, SessionPrompts, SyntheticPrompts, TextPrompts, Workload
 from membound.simulator.scheduling.recorder import COUNTED_COLUMNS, REQUEST_COLUMNS, SHAPE_COLUMNS, Recorder
 from membound.simulator.scheduling.request import Request, steps_before
 from membound.simulator.scheduling.scheduler import EVERYBODY, FIRST_COME, Scheduler

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import Times
-from membound.roofline.result import Provenance, RunResult
+from membound.roofline.models.files import resolve_model
+from membound.roofline.results.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
-from membound.roofline.speculation import checked_speculation
+from membound.roofline.scenario.workload import TextPrompts
+from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.techniques import NgramDrafts
-from membound.roofline.times import times_for
-from membound.roofline.workload import TextPrompts
+from membound.roofline.times.known import times_for
+from membound.roofline.times.operator import Times
 from membound.simulator.content import Content, content_for
 from membound.simulator.executor import RooflineExecutor
 from membound.simulator.lockstep import Lockstep, Watch, is_ordinary

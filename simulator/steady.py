@@ -19,12 +19,9 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes, usable_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
-from membound.roofline.serving import RESERVED_BYTES, Deployment, StaticBatch, SteadyLoad
-from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, checked_speculation
-from membound.roofline.workload import (
+from membound.roofline.scenario.workload import (
     ClosedLoop,
     HourlyArrivals,
     MmppArrivals,
@@ -32,6 +29,9 @@ from membound.roofline.workload import (
     TraceArrivals,
     Workload,
 )
+from membound.roofline.serving import RESERVED_BYTES, Deployment, StaticBatch, SteadyLoad
+from membound.roofline.shape import StepShape
+from membound.roofline.speculation.steps import Speculation, checked_speculation
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.scheduling.policies import BATCHINGS, Batching
 from membound.simulator.scheduling.remedies import remedies

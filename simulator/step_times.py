@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import Times
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation
+from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import EngineSetup, Size
+from membound.roofline.times.operator import Times
 
 Column = NDArray[np.float64]
 # Attended tokens from which on and up to which a time is linear, seconds there, and how many more each token takes.

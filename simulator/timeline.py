@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.result import BOUNDS, Column, RunResult
+from membound.roofline.results.result import BOUNDS, Column, RunResult
 from membound.simulator.scheduling.request import Outcome, Step
 
 Phase = Literal["queued", "prefill", "decode", "preempted"]

@@ -59,7 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if reason:
             pytest.skip(reason)
     if item.get_closest_marker("browser"):
-        from membound.app.doctor import find_browser
+        from membound.app.commands.doctor import find_browser
 
         if find_browser() is None:
             reason = "no Chrome or Chromium (Debian: apt-get install chromium, or set CHROME)"

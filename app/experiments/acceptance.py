@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from membound.roofline.scenario import Scenario
-from membound.roofline.workload import TextPrompts
+from membound.roofline.scenario.workload import TextPrompts
 from membound.simulator.scheduling.request import Outcome, Step, draft_depth
 from membound.simulator.scheduling.workload import requests_for
 from membound.simulator.scheduling.workload.prompts import load_prompts

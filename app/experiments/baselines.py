@@ -6,9 +6,9 @@ from statistics import median
 
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
 from membound.kernels.dispatch import kernels_for
-from membound.roofline.comparison import spread
-from membound.roofline.model_files import resolve_model
-from membound.roofline.result import RunResult
+from membound.roofline.models.files import resolve_model
+from membound.roofline.results.comparison import spread
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, load_scenario
 from membound.roofline.step import step_weight_bytes
 from membound.runtime.engine import Runtime

@@ -8,7 +8,7 @@ from statistics import median
 
 from membound.app.experiments.acceptance import Acceptance
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
-from membound.roofline.comparison import spread
+from membound.roofline.results.comparison import spread
 from membound.roofline.scenario import load_scenario
 from membound.roofline.techniques import (
     DraftModelSpeculation,

@@ -7,7 +7,7 @@ from typing import Any
 
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
 from membound.roofline.scenario import parse_scenario
-from membound.simulator.stacking import stack
+from membound.simulator.stacking.stacking import stack
 
 QUESTION = "Of five families of techniques, what is the real gain of all against the product of their gains, and where?"
 MODEL, DEVICE = "Llama-3.1-8B", "H100-SXM5"

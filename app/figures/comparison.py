@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from membound.app import text
 from membound.app.figures.template import GREY, MEASURED, PREDICTED, TEMPLATE
 from membound.app.i18n import Translate
-from membound.roofline.comparison import Comparison
+from membound.roofline.results.comparison import Comparison
 from membound.roofline.techniques import TECHNIQUES
 
 # More pairs do not fit side by side: they lie below each other then.

@@ -28,7 +28,7 @@ from membound.app.figures.template import (
 )
 from membound.app.i18n import Translate
 from membound.app.serving import SHARES
-from membound.roofline.result import BOUNDS, Column
+from membound.roofline.results.result import BOUNDS, Column
 
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 # All are predicted, so all are dashed; no two alike.

@@ -22,10 +22,10 @@ from membound.app.views.choices import (
     short_count,
 )
 from membound.roofline import hardware
-from membound.roofline.engines import profiles
 from membound.roofline.operating_point import BATCHES
+from membound.roofline.scenario.workload import TaskName
 from membound.roofline.techniques import EngineSetup, GainMetric
-from membound.roofline.workload import TaskName
+from membound.roofline.times.engines import profiles
 
 PROFILE, TASK = "graphs", "chat"
 TASKS = (*get_args(TaskName), ANY_TASK)

@@ -7,7 +7,7 @@ import json
 import pandas as pd
 import streamlit as st
 
-from membound.app import experiment
+from membound.app.commands import experiment
 from membound.app.experiments import EXPERIMENTS, PREDICTED
 from membound.app.experiments.finding import Finding
 from membound.app.figures.experiments import experiment_figure

@@ -13,8 +13,8 @@ from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import results
 from membound.app.views.session import store
-from membound.roofline.comparison import Comparison
-from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.reading.plain_yaml import parse_yaml
+from membound.roofline.results.comparison import Comparison
 from membound.roofline.scenario import parse_scenario
 from membound.roofline.techniques import GainMetric
 

@@ -19,7 +19,7 @@ from membound.app.views.session import translate
 from membound.roofline import hardware, models
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.simulator.planner import PRECISIONS
+from membound.simulator.planning.planner import PRECISIONS
 
 PAGE = "plan"
 MODEL = "Llama-3.1-70B"

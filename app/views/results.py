@@ -18,7 +18,7 @@ from membound.app.views import tables
 from membound.app.views.charts import chart
 from membound.app.views.said import said
 from membound.app.views.session import language, store, translate
-from membound.roofline.comparison import Comparison
+from membound.roofline.results.comparison import Comparison
 
 
 def rows_of(documents: Sequence[Mapping[str, Any]]) -> list[Comparison]:

@@ -21,7 +21,7 @@ from membound.app.views.charts import chart
 from membound.app.views.session import store, translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import Parallelism
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import parse_scenario
 
 PAGE = "simulate"

@@ -11,8 +11,8 @@ from membound.app import text
 from membound.app.figures import comparison
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
-from membound.roofline.comparison import Comparison
 from membound.roofline.operating_point import OperatingPoint, SweepPoint
+from membound.roofline.results.comparison import Comparison
 from membound.roofline.techniques import TECHNIQUES
 
 VERDICT_MARKS = {"gain": "▲", "loss": "▼", "no difference": "＝", "not measured": "…", "emulated": "∅"}

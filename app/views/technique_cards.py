@@ -14,7 +14,7 @@ from membound.app.views.measured import Measured, nearest
 from membound.app.views.verdicts import MARKS, about, against, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.techniques import TECHNIQUES
 from membound.roofline.techniques.base import Layer
-from membound.simulator.effects import Effect
+from membound.simulator.advice.effects import Effect
 
 # The layers whose cards share a section.
 ENDS: tuple[Layer, ...] = ("weights", "steps")

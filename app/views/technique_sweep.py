@@ -21,7 +21,7 @@ from membound.app.views.measured import Measured
 from membound.app.views.verdicts import labelled
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative
-from membound.simulator.effects import Crossing, Effect, crossings, experts_of, share_of_experts
+from membound.simulator.advice.effects import Crossing, Effect, crossings, experts_of, share_of_experts
 
 AXES = ("batch", "ctx")
 DRAFTS = ("fixed", "best")

@@ -24,7 +24,7 @@ from membound.app.views.technique_sweep import experts_read, technique_sweep
 from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.effects import Effect
+from membound.simulator.advice.effects import Effect
 
 # What people ask first, and which techniques answer it.
 QUESTIONS = {

@@ -15,15 +15,15 @@ from membound.app.serving import POLICIES, value_of
 from membound.app.views import choices, fields, linked, scenario_choice
 from membound.app.views.session import store
 from membound.roofline import hardware, models
-from membound.roofline.cluster import RouterName
-from membound.roofline.engine_settings import BatchingName, OrderName
-from membound.roofline.engines import profiles
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario, shipped_scenarios
+from membound.roofline.scenario.cluster import RouterName
+from membound.roofline.scenario.engine import BatchingName, OrderName
+from membound.roofline.scenario.workload import TraceArrivals
 from membound.roofline.techniques import engine_setup
-from membound.roofline.workload import TraceArrivals
-from membound.simulator.candidates import precisions
-from membound.simulator.planner import PRECISIONS
+from membound.roofline.times.engines import profiles
+from membound.simulator.planning.candidates import precisions
+from membound.simulator.planning.planner import PRECISIONS
 from membound.simulator.scheduling.workload.traces import read_trace
 
 PAGE = "simulate"

@@ -11,8 +11,8 @@ from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views.said import said
 from membound.roofline.techniques import TECHNIQUES, Technique
-from membound.simulator.effects import Effect
-from membound.simulator.moves import quality_of
+from membound.simulator.advice.effects import Effect
+from membound.simulator.advice.moves import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}

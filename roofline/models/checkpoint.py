@@ -10,14 +10,14 @@ from pydantic import model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.models.base import Frozen
-from membound.roofline.precision_names import parse_plan
-from membound.roofline.precision_plan import PARTS, PrecisionPlan
+from membound.roofline.precision.names import parse_plan
+from membound.roofline.precision.plan import PARTS, PrecisionPlan
 
 
 class Checkpoint(Frozen):
     """The formats of a published checkpoint; its name alone means those that usually go with it.
 
-    `weights` is a name of `roofline/precision.py`. Without `activations` they are what that format is usually
+    `weights` is a name of `roofline/precision/`. Without `activations` they are what that format is usually
     multiplied with: fp8 with fp8, MXFP4 and int4 with 16 bits. `plain` names parts that stay in 16 bits beyond those
     that usually do.
     """

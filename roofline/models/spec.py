@@ -13,7 +13,7 @@ from membound.roofline.models.checkpoint import Checkpoint
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer, LayerGroup, LayerOverride, difference, grouped
 from membound.roofline.models.layers import stacked as stacked_layers
-from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.precision.plan import PrecisionPlan
 
 _SIXTEEN_BITS = PrecisionPlan()
 # parameters of one norm for each hidden element

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Union, get_args
 from pydantic import Field
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.precision_plan import PrecisionPlan, compute_dtype
+from membound.roofline.precision.plan import PrecisionPlan, compute_dtype
 from membound.roofline.techniques.base import Family, GainMetric, Layer, Technique
 from membound.roofline.techniques.drafts import (
     DrafterKind,

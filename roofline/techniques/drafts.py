@@ -1,6 +1,6 @@
 """What proposes tokens, how many in a step, and how many of them are right?
 
-Only the description: `roofline/speculation.py` says what drafting costs and yields, the scheduler and the runtime
+Only the description: `roofline/speculation/steps.py` says what drafting costs and yields, the scheduler and the runtime
 build the drafter.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from membound.roofline.token_tree import RANK_EXPONENT, TokenTree, best_tree, chain
+from membound.roofline.speculation.token_tree import RANK_EXPONENT, TokenTree, best_tree, chain
 
 DrafterKind = Literal["ngram", "draft_model", "self", "medusa", "eagle", "mtp"]
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from membound.roofline.errors import MemboundError
 from membound.roofline.part import MAX_TOKENS
 from membound.roofline.precision import Precision, get_precision
-from membound.roofline.precision_names import parse_precision
+from membound.roofline.precision.names import parse_precision
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.setup import EngineSetup, EvictionPolicy, KvBudget
 

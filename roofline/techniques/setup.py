@@ -10,7 +10,7 @@ import numpy as np
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.precision import Precision
-from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.techniques.drafts import Drafts
 

@@ -2,7 +2,7 @@
 
 The acceptance that a technique states describes content that nobody recorded: with a task's profile or recorded content
 it is unused. Defaults carry their source beside them. A length or a tree that nobody names is open: stacks, advice and
-closed forms choose the best one for the operating point (`roofline/draft_choice.py`), all else takes `usual_size`.
+closed forms choose the best one for the operating point (`speculation/draft_choice.py`), all else takes `usual_size`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.speculation.token_tree import RANK_EXPONENT
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.drafts import (
     Drafts,
@@ -26,7 +27,6 @@ from membound.roofline.techniques.drafts import (
 )
 from membound.roofline.techniques.setup import EngineSetup
 from membound.roofline.techniques.weights import weights_in
-from membound.roofline.token_tree import RANK_EXPONENT
 
 # What is tried where a length or a tree is open.
 MOST_CHAIN, MOST_DEPTH = 16, 8

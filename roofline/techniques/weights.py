@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision, get_precision, sparse24
-from membound.roofline.precision_names import parse_precision
-from membound.roofline.precision_plan import PrecisionPlan, usual_exceptions
+from membound.roofline.precision.names import parse_precision
+from membound.roofline.precision.plan import PrecisionPlan, usual_exceptions
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.setup import EngineSetup
 

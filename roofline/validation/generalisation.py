@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-from membound.roofline.efficiency import find_fit
 from membound.roofline.errors import MemboundError
-from membound.roofline.fitting import fit_all
-from membound.roofline.kernel_times import Fits
+from membound.roofline.times.efficiency import find_fit
+from membound.roofline.times.fitting import fit_all
+from membound.roofline.times.kernels import Fits
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.report import Group, RowResult, kernel_results
 from membound.roofline.validation.tables import read_table

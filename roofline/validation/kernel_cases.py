@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline import efficiency
-from membound.roofline.efficiency import Family
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.links import link_for
+from membound.roofline.hardware.links import link_for
 from membound.roofline.shape import Count
+from membound.roofline.times import efficiency
+from membound.roofline.times.efficiency import Family
 from membound.roofline.validation.statements import noted
 from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 

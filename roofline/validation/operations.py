@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from membound.roofline.engines import get_profile
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.serving import Deployment
 from membound.roofline.shape import StepShape
+from membound.roofline.times.engines import get_profile
 from membound.roofline.validation.report import NOT_JUDGED
 from membound.roofline.validation.step_cases import StepCase, case_of
 from membound.roofline.validation.tables import Row, read_table

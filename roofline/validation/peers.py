@@ -25,7 +25,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
-from membound.roofline.precision_names import parse_plan
+from membound.roofline.precision.names import parse_plan
 from membound.roofline.serving import Deployment
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.validation.operations import Measurement, Operation, Phase, read_measurements

@@ -19,9 +19,9 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from membound.roofline import engines
-from membound.roofline.engines import EngineProfile
 from membound.roofline.errors import MemboundError
+from membound.roofline.times import engines
+from membound.roofline.times.engines import EngineProfile
 from membound.roofline.validation.report import NOT_JUDGED
 from membound.roofline.validation.step_cases import StepCase, case_of
 from membound.roofline.validation.tables import Row, read_table

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.precision_names import parse_precision
+from membound.roofline.precision.names import parse_precision
 from membound.roofline.validation.report import NOT_JUDGED, RowResult, ValidationReport, validate_table
 from membound.roofline.validation.step_cases import case_of
 

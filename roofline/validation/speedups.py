@@ -11,14 +11,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from membound.roofline.engines import profile_of_engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
-from membound.roofline.precision_names import parse_plan
+from membound.roofline.precision.names import parse_plan
 from membound.roofline.serving import Deployment, StaticBatch, with_parallel
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.times.engines import profile_of_engine
 from membound.roofline.validation import statements
 from membound.roofline.validation.tables import Row
 

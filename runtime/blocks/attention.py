@@ -12,7 +12,7 @@ from torch.nn import functional
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.blocks.base import LayerCache
-from membound.runtime.kv_store import KvStore
+from membound.runtime.kv.store import KvStore
 from membound.runtime.linear import Linear
 from membound.runtime.rope import RopeTables
 

@@ -25,10 +25,10 @@ from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.norms import LayerNorm, Norm, RmsNorm
 from membound.runtime.blocks.rwkv import ChannelMixNetwork, Rwkv6Mixer, Rwkv7Mixer, ValueOfFirstLayer
 from membound.runtime.blocks.sinks import sink_store
-from membound.runtime.kv_store import KvStore, PlainKv
+from membound.runtime.kv.store import KvStore, PlainKv
 from membound.runtime.linear import BiasedLinear, Linear
+from membound.runtime.loading.weights import LayerWeights
 from membound.runtime.rope import RopeTables, rope_tables, unrotated_tables
-from membound.runtime.weights import LayerWeights
 
 MakeLinear = Callable[[str, Tensor], Linear]
 LATENT_EPS = 1e-6  # DeepSeek's norms of q's and of the latent have this one whatever the config says

@@ -20,7 +20,7 @@ from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import LatentAttention
 from membound.runtime.blocks.base import LayerCache
 from membound.runtime.blocks.norms import Norm, RmsNorm
-from membound.runtime.latent_kv import LatentKv
+from membound.runtime.kv.latent import LatentKv
 from membound.runtime.linear import Linear
 from membound.runtime.rope import RopeTables
 

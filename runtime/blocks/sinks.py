@@ -11,7 +11,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.blocks.attention import NewStore
-from membound.runtime.kv_store import KvStore, PlainKv
+from membound.runtime.kv.store import KvStore, PlainKv
 from membound.runtime.rope import RopeTables
 
 

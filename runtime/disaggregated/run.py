@@ -22,11 +22,11 @@ import torch
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
-from membound.runtime.block_moves import BlockMover
 from membound.runtime.clock import WallClock
 from membound.runtime.disaggregated.handover import Handover, handover_folder, say, take
+from membound.runtime.kv.block_moves import BlockMover
 from membound.simulator.scheduling.blocks import BlockTables
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from membound.roofline.workload import ClosedLoop, OpenArrivals
+from membound.roofline.scenario.workload import ClosedLoop, OpenArrivals
 from membound.runtime.clock import WallClock
 from membound.runtime.endpoint.stream import Reply, ReplyError
 from membound.simulator.scheduling.client import client_for

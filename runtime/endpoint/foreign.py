@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.result import Distribution, RunResult, Summary
-from membound.roofline.samples import Samples
+from membound.roofline.results.result import Distribution, RunResult, Summary
+from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario, Slo, parse_scenario
 from membound.runtime.endpoint.fields import Fields, documents
 from membound.runtime.endpoint.record import Outcome, requests_table, run_result

@@ -13,11 +13,11 @@ import httpx2
 import numpy as np
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.model_files import resolve_model
-from membound.roofline.result import Column, RunResult
+from membound.roofline.models.files import resolve_model
+from membound.roofline.results.result import Column, RunResult
 from membound.roofline.scenario import Scenario
-from membound.roofline.tasks import resolve
-from membound.roofline.workload import ClosedLoop, TextPrompts
+from membound.roofline.scenario.tasks import resolve
+from membound.roofline.scenario.workload import ClosedLoop, TextPrompts
 from membound.runtime.clock import WallClock
 from membound.runtime.endpoint.address import Endpoint
 from membound.runtime.endpoint.connection import Connections, allow_files

@@ -11,8 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 from membound.roofline.scenario import Scenario
-from membound.roofline.tasks import resolve
-from membound.roofline.workload import SessionPrompts, TextPrompts, Workload
+from membound.roofline.scenario.tasks import resolve
+from membound.roofline.scenario.workload import SessionPrompts, TextPrompts, Workload
 from membound.runtime.endpoint.address import Api
 from membound.simulator.scheduling.request import Request
 from membound.simulator.scheduling.workload import requests_for

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from membound.roofline.metrics import summarize
-from membound.roofline.result import BOUNDS, Column, Provenance, RunResult, Summary
-from membound.roofline.samples import Samples
+from membound.roofline.results.metrics import summarize
+from membound.roofline.results.result import BOUNDS, Column, Provenance, RunResult, Summary
+from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario
 from membound.runtime.endpoint.drive import LATE_S, Answer
 from membound.simulator.scheduling.recorder import COUNTED_COLUMNS

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.result import Distribution
-from membound.roofline.samples import Samples
+from membound.roofline.results.result import Distribution
+from membound.roofline.results.samples import Samples
 from membound.runtime.endpoint.fields import Fields
 from membound.runtime.endpoint.foreign import Averages, Result, closed_loop, distribution_of, open_loop
 from membound.runtime.endpoint.record import Outcome

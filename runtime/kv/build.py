@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from membound.kernels.base import Kernels
-from membound.roofline.engine_settings import Engine
 from membound.roofline.models import GroupedQueryAttention, LatentAttention, ModelSpec
 from membound.roofline.precision import Precision
+from membound.roofline.scenario.engine import Engine
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.blocks.attention import NewStore
 from membound.runtime.kv.evicting import EvictingKv, EvictingStep
@@ -15,8 +15,8 @@ from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
 from membound.runtime.kv.quest import QuestKv, QuestStep
 from membound.runtime.kv.steps import LastStep
+from membound.runtime.kv.store import KvStore
 from membound.runtime.kv.streaming import StreamingKv, StreamingStep
-from membound.runtime.kv_store import KvStore
 
 
 def is_plain(setup: EngineSetup) -> bool:

@@ -11,7 +11,7 @@ from membound.kernels.base import Kernels, RaggedBatch
 from membound.kernels.kv_formats import KvQuantFormat, QuantizedKv
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.kv.content import content_of, put_content
-from membound.runtime.kv_store import move_slots
+from membound.runtime.kv.store import move_slots
 from membound.runtime.rope import RopeTables
 
 # The kernels' formats by the name of their precision in roofline: a scale (int4: and a minimum) for each head's vector

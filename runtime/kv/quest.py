@@ -20,7 +20,7 @@ from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.kv.per_head import per_head_qkv
 from membound.runtime.kv.scratch import spans
 from membound.runtime.kv.steps import LastStep
-from membound.runtime.kv_store import move_slots
+from membound.runtime.kv.store import move_slots
 from membound.runtime.rope import RopeTables
 
 MOST_SELECTING = 33  # new tokens of a sequence that decodes or verifies drafts; a prompt reads all of its pages

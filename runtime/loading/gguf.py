@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import ModelError, ModelSpec
+from membound.roofline.reading.gguf_file import GgufFile
 from membound.runtime.loading.assemble import Assembler, gguf_changes
 from membound.runtime.loading.gguf_facts import read_gguf_arithmetic
 from membound.runtime.loading.layouts import GGUF

@@ -18,10 +18,10 @@ from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.routing import route
 from membound.runtime.decoder import Decoder
 from membound.runtime.linear import KernelLinear, Linear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.offload.cache import ExpertCache, Moves
 from membound.runtime.offload.place import DiskPlace, HostPlace
 from membound.runtime.recipe import Recipe
-from membound.runtime.weights import Weights
 
 _NAME = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(\w+)")
 Told = Callable[[Sequence[int], Tensor], None]  # each expert's slots, and the hidden state [tokens, hidden]

@@ -7,10 +7,10 @@ from torch import Tensor
 from membound.roofline.models import ModelSpec
 from membound.roofline.parallel import Parallelism
 from membound.runtime.linear import Linear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.shards import Share, shard_weights
 from membound.runtime.recipe import Recipe
-from membound.runtime.weights import Weights
 
 AFTER_DIVIDED = ("o", "down")  # matrices of which each device has some inputs
 

@@ -19,7 +19,7 @@ from membound.roofline.models import GatedFfn, GroupedQueryAttention, LatentAtte
 from membound.roofline.models.ffn import DenseFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer
 from membound.roofline.parallel import Parallelism
-from membound.runtime.weights import LayerWeights, Weights
+from membound.runtime.loading.weights import LayerWeights, Weights
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from membound.roofline.comparison import Quality
 from membound.roofline.precision import Precision
+from membound.roofline.results.comparison import Quality
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder

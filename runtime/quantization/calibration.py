@@ -13,13 +13,13 @@ from membound.kernels.base import Kernels
 from membound.roofline.models import ModelSpec
 from membound.runtime.decoder import Decoder
 from membound.runtime.linear import Linear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.plain import BLOCK_SIZE, single_sequence
 from membound.runtime.quality.texts import calibration_windows
 from membound.runtime.quantization.quantized import QuantizationError
 from membound.runtime.quantization.statistics import Accumulator, InputStatistics
 from membound.runtime.recipe import FormatRecipe, Recipe
 from membound.runtime.tokenizer import Tokenizer
-from membound.runtime.weights import Weights
 
 CALIBRATION_TOKENS = 8192
 MOMENTS_SHARE = 0.5  # of a machine's memory

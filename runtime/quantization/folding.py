@@ -12,7 +12,7 @@ from torch import Tensor
 
 from membound.roofline.models import GatedFfn, GroupedQueryAttention
 from membound.roofline.models.layers import Layer
-from membound.runtime.weights import LayerWeights
+from membound.runtime.loading.weights import LayerWeights
 
 _NORMS = {"qkv": "mixer_norm", "gate_up": "ffn_norm"}
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from membound.kernels.base import Kernels
 from membound.kernels.quantize import GGUF_TYPES
-from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import ModelSpec
 from membound.roofline.precision import Precision
+from membound.roofline.reading.gguf_file import GgufFile
 from membound.runtime.linear import KernelLinear, Linear
 from membound.runtime.loading.assemble import gguf_changes
 from membound.runtime.loading.layouts import GGUF

@@ -9,6 +9,7 @@ from torch import Tensor
 from membound.roofline.models import ModelSpec
 from membound.roofline.techniques.weights import PruningMethod
 from membound.runtime.linear import Linear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.quantization.calibration import Calibrator, Statistics
 from membound.runtime.quantization.magnitude import prune_by_magnitude
 from membound.runtime.quantization.quantized import QuantizationError
@@ -17,7 +18,6 @@ from membound.runtime.quantization.sparsity import Pattern, Pruned
 from membound.runtime.quantization.statistics import InputStatistics
 from membound.runtime.quantization.wanda import wanda
 from membound.runtime.recipe import Recipe
-from membound.runtime.weights import Weights
 
 _PRUNED_PARTS = ("qkv", "o", "gate_up", "down", "q_a", "q_b", "kv_a", "kv_b")
 

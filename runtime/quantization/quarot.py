@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, ModelSpec
+from membound.runtime.loading.weights import LayerWeights, Weights
 from membound.runtime.quantization.hadamard import Rotation, rotation
 from membound.runtime.quantization.quantized import QuantizationError
-from membound.runtime.weights import LayerWeights, Weights
 
 
 def online_rotation(intermediate: int) -> Rotation:

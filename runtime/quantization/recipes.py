@@ -16,10 +16,11 @@ from torch import Tensor
 from membound.kernels.base import Kernels
 from membound.roofline.models import ModelSpec
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision
-from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.techniques import W8A8, Sparsity24, Technique, WeightQuantization
 from membound.roofline.techniques.weights import QuantizationMethod
 from membound.runtime.linear import KernelLinear, Linear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.quantization.awq import round_clipped, search_scales
 from membound.runtime.quantization.calibration import Calibrator, Statistics
 from membound.runtime.quantization.folding import Folder
@@ -43,7 +44,6 @@ from membound.runtime.quantization.quarot import online_rotation, rotated, rotat
 from membound.runtime.quantization.rtn import round_to_nearest
 from membound.runtime.quantization.smoothquant import smoothing_scales
 from membound.runtime.recipe import Recipe
-from membound.runtime.weights import Weights
 
 CLIP_BELOW_BITS, CLIP = 8, 0.9  # activations of fewer bits are clipped (QuaRot, section 4)
 _FP8: dict[str, Granularity] = {"fp8": "tensor", "fp8_row": "row", "fp8_block": "block"}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from membound.kernels.base import Kernels
-from membound.roofline.draft_models import draft_model, first_layers
 from membound.roofline.errors import MemboundError
-from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
+from membound.roofline.speculation.draft_models import draft_model, first_layers
 from membound.roofline.techniques import (
     DrafterKind,
     EagleDrafts,
@@ -23,6 +23,7 @@ from membound.roofline.techniques import (
 )
 from membound.roofline.techniques.weights import weights_in
 from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.loading.weights import Weights
 from membound.runtime.ragged import MOST_IN_TREE
 from membound.runtime.sampling import Sampler, sampler_for
 from membound.runtime.speculation.base import Chooser, Proposer
@@ -30,7 +31,6 @@ from membound.runtime.speculation.eagle import EagleProposer, FeatureHead
 from membound.runtime.speculation.heads import Head, load_head, random_head, shipped_head
 from membound.runtime.speculation.medusa import MedusaHeads, MedusaProposer
 from membound.runtime.speculation.model import ModelProposer
-from membound.runtime.weights import Weights
 
 RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle", "mtp")
 

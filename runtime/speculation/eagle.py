@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch
-from membound.roofline.draft_models import one_layer
 from membound.roofline.models import ModelSpec
+from membound.roofline.speculation.draft_models import one_layer
 from membound.runtime.decoder import Decoder, Hidden, KvCache
 from membound.runtime.linear import KernelLinear
+from membound.runtime.loading.weights import Weights
 from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch
 from membound.runtime.speculation.base import Paths
 from membound.runtime.speculation.heads import Head
 from membound.runtime.speculation.trees import Guess, best_draft
-from membound.runtime.weights import Weights
 from membound.simulator.scheduling.drafter import Room
 from membound.simulator.scheduling.request import Draft, Sequence, Step
 

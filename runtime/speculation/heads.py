@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from membound.roofline.draft_models import one_layer
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
-from membound.runtime.weights import random_weights
+from membound.roofline.speculation.draft_models import one_layer
+from membound.runtime.loading.weights import random_weights
 
 KINDS = ("medusa", "eagle")
 

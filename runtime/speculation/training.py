@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from membound.roofline.draft_models import one_layer
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, ModelSpec
+from membound.roofline.speculation.draft_models import one_layer
+from membound.runtime.loading.weights import Weights
 from membound.runtime.rope import rope_tables
 from membound.runtime.speculation.corpus import Text
 from membound.runtime.speculation.heads import Head
-from membound.runtime.weights import Weights
 
 GUESSABLE = 4096  # tokens that a head can guess
 HEADS = 4

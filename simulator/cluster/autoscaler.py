@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from membound.roofline.cluster import Autoscaling
+from membound.roofline.scenario.cluster import Autoscaling
 
 
 class Autoscaler:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from membound.roofline.cluster_summary import ClusterEvent, ClusterSummary, ReplicaSummary
-from membound.roofline.metrics import summarize
-from membound.roofline.result import Column, Provenance, RunResult, Summary
-from membound.roofline.samples import Samples
+from membound.roofline.results.cluster_summary import ClusterEvent, ClusterSummary, ReplicaSummary
+from membound.roofline.results.metrics import summarize
+from membound.roofline.results.result import Column, Provenance, RunResult, Summary
+from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario
 from membound.simulator.cluster.replica import Replica, ReplicaRecorder
 from membound.simulator.run import provenance

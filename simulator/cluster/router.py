@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from membound.roofline.cluster import DEFAULT_LOAD_BOUND, Cluster
+from membound.roofline.scenario.cluster import DEFAULT_LOAD_BOUND, Cluster
 from membound.simulator.scheduling.request import Request
 
 

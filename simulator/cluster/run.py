@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import simpy
 
-from membound.roofline.cluster import Cluster, Failures, ReplicaGroup
-from membound.roofline.cluster_summary import ClusterEvent, EventKind
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.result import RunResult
+from membound.roofline.results.cluster_summary import ClusterEvent, EventKind
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
+from membound.roofline.scenario.cluster import Cluster, Failures, ReplicaGroup
 from membound.simulator.cluster.autoscaler import Autoscaler
 from membound.simulator.cluster.record import ClusterRecord, cluster_result
 from membound.simulator.cluster.replica import Replica, ReplicaRecorder

@@ -9,18 +9,18 @@ from itertools import accumulate
 import numpy as np
 
 from membound.roofline.cost import pipelined_cost, step_cost
-from membound.roofline.engine_settings import DEFAULT_AGEING_S, Engine
-from membound.roofline.engines import get_profile
 from membound.roofline.errors import MemboundError
-from membound.roofline.metrics import summarize
 from membound.roofline.models import ModelSpec
-from membound.roofline.operator_time import Times
-from membound.roofline.result import Column, Provenance, RunResult
+from membound.roofline.results.metrics import summarize
+from membound.roofline.results.result import Column, Provenance, RunResult
 from membound.roofline.scenario import Scenario
+from membound.roofline.scenario.engine import DEFAULT_AGEING_S, Engine
+from membound.roofline.scenario.tasks import found_of
+from membound.roofline.scenario.workload import Workload
 from membound.roofline.shape import StepShape
-from membound.roofline.tasks import found_of
 from membound.roofline.techniques import Drafts, EngineSetup, NgramDrafts
-from membound.roofline.workload import Workload
+from membound.roofline.times.engines import get_profile
+from membound.roofline.times.operator import Times
 from membound.simulator.scheduling.blocks import BlockTables
 from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter, ModelledDrafter, NgramDrafter

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Protocol
 
-from membound.roofline.workload import ClosedLoop, OpenArrivals
+from membound.roofline.scenario.workload import ClosedLoop, OpenArrivals
 from membound.simulator.scheduling.request import Request, Sequence
 
 

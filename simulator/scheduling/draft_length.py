@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
-from membound.roofline.chain import expected_tokens
+from membound.roofline.speculation.chain import expected_tokens
 from membound.roofline.techniques import Drafts
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft_depth
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from membound.roofline.engine_settings import Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import MEMORY_SHARE, kv_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
+from membound.roofline.scenario.engine import Engine
 from membound.roofline.techniques import EngineSetup
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.prefix_cache import PrefixCache

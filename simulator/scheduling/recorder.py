@@ -13,8 +13,8 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.result import BOUNDS, Column
-from membound.roofline.samples import Samples
+from membound.roofline.results.result import BOUNDS, Column
+from membound.roofline.results.samples import Samples
 from membound.roofline.shape import StepShape
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft_depth
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from membound.roofline.engine_settings import Reservation
+from membound.roofline.scenario.engine import Reservation
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.draft_length import AdaptiveLength

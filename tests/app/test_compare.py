@@ -11,7 +11,7 @@ import pytest
 from membound.app.compare import compare, predict_rows
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run as simulate
 

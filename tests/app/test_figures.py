@@ -11,11 +11,11 @@ from membound.app.figures import comparison, live, memory, roofline, sweep
 from membound.app.figures.template import BOUND_COLORS, BOUND_MARKS, BOUND_SYMBOLS
 from membound.app.i18n import Translate
 from membound.roofline import hardware, models
-from membound.roofline.calibration import Calibration
-from membound.roofline.comparison import Comparison
+from membound.roofline.hardware.calibration import Calibration
 from membound.roofline.memory import MemoryBreakdown
 from membound.roofline.operating_point import PHASES, OperatingPoint, Phase
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.comparison import Comparison
+from membound.roofline.results.result import BOUNDS
 from membound.roofline.techniques import EngineSetup
 
 T = Translate("en")

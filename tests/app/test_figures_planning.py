@@ -12,7 +12,7 @@ from membound.app import deployments, judged, serving
 from membound.app.figures import plan, simulate, validation
 from membound.app.i18n import LANGUAGES, Translate
 from membound.app.views import traffic
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import parse_scenario
 from membound.simulator.run import run
 

@@ -12,7 +12,7 @@ import pytest
 from membound.app import text
 from membound.app.i18n import LANGUAGES, Translate, language_of, sentences
 from membound.app.views.tables import VERDICT_MARKS
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.result import BOUNDS
 
 APP = Path(__file__).parents[2] / "app"
 SOURCES = [

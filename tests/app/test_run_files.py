@@ -18,8 +18,8 @@ from membound.app.keeping import keep_comparison, keep_run
 from membound.app.run_files import has_steps, perfetto, producer_of, run_page
 from membound.app.store import Store
 from membound.roofline.hardware import get_hardware
-from membound.roofline.plain_yaml import parse_yaml
-from membound.roofline.result import RunResult
+from membound.roofline.reading.plain_yaml import parse_yaml
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.runtime.endpoint.record import no_steps
 from membound.simulator.run import run as simulate

@@ -386,7 +386,7 @@ def test_a_chart_is_the_component_where_plotly_is_served(monkeypatch):
 def test_a_growing_chart_keeps_its_zoom_and_follows_the_theme_and_asks_nothing_of_others(served):
     from playwright.sync_api import sync_playwright
 
-    from membound.app.doctor import find_browser
+    from membound.app.commands.doctor import find_browser
 
     *_, address, _ = served
     chart = "document.querySelector('.membound-chart')"

@@ -17,7 +17,7 @@ from membound.app.tasks import run_plan, run_policies, run_validate
 from membound.app.views import opening, traffic
 from membound.app.worker import JobContext
 from membound.roofline.errors import MemboundError
-from membound.roofline.result import BOUNDS
+from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.roofline.validation.report import validate_table
 from membound.roofline.validation.tables import OPERATOR_COLUMNS

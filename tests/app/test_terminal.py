@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from membound.app.terminal import _Lines, progress
+from membound.app.commands.terminal import _Lines, progress
 from membound.roofline.hardware import get_hardware
 
 ASKED = """

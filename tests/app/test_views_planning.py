@@ -18,7 +18,7 @@ from membound.app.tasks import run_max_rate, run_plan, run_policies, run_validat
 from membound.app.views import asked, scenario_choice, traffic
 from membound.app.worker import JobContext
 from membound.roofline.errors import MemboundError
-from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import load_scenario, parse_scenario
 from membound.roofline.validation.tables import OPERATOR_COLUMNS
 

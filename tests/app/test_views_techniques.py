@@ -30,7 +30,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.models import catalog, get_model
 from membound.roofline.scenario import load_scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.advisor import advise
+from membound.simulator.advice.advisor import advise
 
 PAGES = ("techniques", "stack", "advisor")
 T = Translate("en")

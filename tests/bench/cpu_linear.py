@@ -26,8 +26,8 @@ from torch import Tensor
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import WEIGHT_FORMATS, PackedWeight, WeightFormat
-from membound.kernels.cpu import CpuKernels
-from membound.kernels.cpu_build import load_library
+from membound.kernels.cpu.build import load_library
+from membound.kernels.cpu.kernels import CpuKernels
 from membound.roofline.models import get_model
 
 MODEL = "Llama-3.2-1B"

@@ -32,10 +32,10 @@ from membound.roofline.hardware import local_hardware
 from membound.roofline.scenario import Scenario, load_scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_weight_bytes
-from membound.roofline.times import times_for
-from membound.runtime.assets import fetch_smollm2
+from membound.roofline.times.known import times_for
 from membound.runtime.decoder import Decoder
 from membound.runtime.engine import Runtime
+from membound.runtime.loading.assets import fetch_smollm2
 from membound.runtime.ragged import Part, ragged_batch
 
 CONTEXT, STEPS, PROMPT_TOKENS, BLOCK_SIZE = 64, 24, 512, 16

@@ -14,10 +14,11 @@ import torch
 
 from membound.kernels.base import Kernels, PackedWeight, WeightFormat
 from membound.kernels.reference import TorchKernels
-from membound.roofline.gguf_file import GgufFile
-from membound.roofline.precision_plan import plan_of
-from membound.runtime.assets import fetch_smollm2
+from membound.roofline.precision.plan import plan_of
+from membound.roofline.reading.gguf_file import GgufFile
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.assets import fetch_smollm2
+from membound.runtime.loading.weights import load_gguf
 from membound.runtime.quality.reading import perplexity, read
 from membound.runtime.quality.texts import calibration_windows, windows
 from membound.runtime.quantization.calibration import Calibrator
@@ -25,7 +26,6 @@ from membound.runtime.quantization.pruning import PruningRecipe
 from membound.runtime.quantization.recipes import QUANTIZERS
 from membound.runtime.recipe import FormatRecipe, Recipe
 from membound.runtime.tokenizer import Tokenizer
-from membound.runtime.weights import load_gguf
 
 Row = tuple[str, Callable[[], Recipe]]
 

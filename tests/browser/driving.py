@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from membound.app.doctor import find_browser
+from membound.app.commands.doctor import find_browser
 from membound.app.store import Store
 
 IDLE = "[data-testid=stApp][data-test-script-state=notRunning][data-test-connection-state=CONNECTED]"

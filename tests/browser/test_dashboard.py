@@ -15,7 +15,7 @@ from membound.app.compare import predict_rows
 from membound.app.i18n import Translate
 from membound.app.keeping import keep_comparison
 from membound.roofline.hardware import get_hardware
-from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import parse_scenario
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from membound.kernels.base import Kernels, RaggedBatch  # noqa: E402
-from membound.kernels.cpu import CpuKernels  # noqa: E402
-from membound.kernels.cpu_build import KernelBuildError  # noqa: E402
+from membound.kernels.cpu.build import KernelBuildError  # noqa: E402
+from membound.kernels.cpu.kernels import CpuKernels  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 
 

@@ -8,8 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from membound.kernels import cpu_build, dispatch  # noqa: E402
+from membound.kernels import dispatch  # noqa: E402
 from membound.kernels.base import Kernels  # noqa: E402
+from membound.kernels.cpu import build as cpu_build  # noqa: E402
 
 
 def test_the_second_load_does_not_compile(cpp, tmp_path, monkeypatch):

@@ -273,7 +273,8 @@ def test_a_weight_that_does_not_fit_is_refused(cpp):
 
 
 def test_large_matrices_go_to_the_matrix_units_only_where_there_are_some(cpp, monkeypatch):
-    from membound.kernels import cpu, cpu_linear
+    from membound.kernels.cpu import kernels as cpu
+    from membound.kernels.cpu import linear as cpu_linear
 
     monkeypatch.setattr(cpu_linear, "has_bf16_units", lambda: False)
     assert cpu.CpuKernels().batch_invariant_below("bf16") is None

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from membound.kernels import routing  # noqa: E402
-from membound.kernels.cpu import CpuKernels  # noqa: E402
-from membound.kernels.cpu_build import KernelBuildError  # noqa: E402
+from membound.kernels.cpu.build import KernelBuildError  # noqa: E402
+from membound.kernels.cpu.kernels import CpuKernels  # noqa: E402
 from membound.runtime.arithmetic import Routing  # noqa: E402
 
 TOKENS = st.sampled_from([1, 2, 5, 40])

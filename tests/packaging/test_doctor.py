@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from membound.app import doctor
+from membound.app.commands import doctor
 
 
 def printed(found: dict[str, Any]) -> str:
@@ -45,7 +45,7 @@ def version(name):
     return real(name)
 importlib.metadata.version = version
 sys.modules["torch"] = None
-from membound.app import doctor
+from membound.app.commands import doctor
 print(json.dumps(doctor.report()))
 """
     done = run(sys.executable, "-c", code)

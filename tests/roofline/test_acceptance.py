@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membound.roofline.acceptance import AcceptanceProfile
+from membound.roofline.speculation.acceptance import AcceptanceProfile
 
 ALPHA = st.floats(0, 1)
 STRETCH = st.floats(1, 200)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from membound.roofline.calibrated_times import CalibratedTimes
-from membound.roofline.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable, attention_over
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import hardware_of
+from membound.roofline.hardware.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable, attention_over
 from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import (
@@ -24,6 +23,7 @@ from membound.roofline.techniques import (
     WeightQuantization,
     engine_setup,
 )
+from membound.roofline.times.calibrated import CalibratedTimes
 
 
 @pytest.fixture

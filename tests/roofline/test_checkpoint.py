@@ -12,13 +12,13 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import weights_bytes
-from membound.roofline.model_files import published_formats, resolve_model
 from membound.roofline.models import ModelError, ModelSpec, catalog, get_model
+from membound.roofline.models.files import published_formats, resolve_model
 from membound.roofline.models.spec import build
 from membound.roofline.operating_point import OperatingPoint
-from membound.roofline.precision_plan import PrecisionPlan
+from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
-from membound.roofline.speculation import Speculation
+from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import (
     W8A8,
     DraftModelSpeculation,

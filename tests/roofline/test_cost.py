@@ -18,7 +18,7 @@ from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators, step_weight_bytes
 from membound.roofline.techniques import EngineSetup, Int8Weights, WeightQuantization, engine_setup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 PLAIN = EngineSetup()
 INT8 = engine_setup((Int8Weights(),))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from membound.roofline.memory import weights_bytes
-from membound.roofline.model_files import published_formats, resolve_model
 from membound.roofline.models import ModelError, get_model
+from membound.roofline.models.files import published_formats, resolve_model
 from membound.roofline.techniques import EngineSetup
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from membound.roofline.acceptance import AcceptanceProfile
-from membound.roofline.calibration import Calibration
-from membound.roofline.draft_choice import best_size
 from membound.roofline.hardware import get_hardware, hardware_of
+from membound.roofline.hardware.calibration import Calibration
 from membound.roofline.models import get_model
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation
+from membound.roofline.speculation.acceptance import AcceptanceProfile
+from membound.roofline.speculation.draft_choice import best_size
+from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import (
     DraftModelSpeculation,
     Eagle,
@@ -25,7 +25,7 @@ from membound.roofline.techniques import (
     Speculative,
     engine_setup,
 )
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 H100 = times_for(get_hardware("H100-SXM5"))
 LLAMA = get_model("Llama-3.1-8B")

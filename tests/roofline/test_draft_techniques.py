@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from membound.roofline.draft_models import first_layers
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation
+from membound.roofline.speculation.draft_models import first_layers
+from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import (
     DraftModelSpeculation,
     Eagle,
@@ -18,7 +18,7 @@ from membound.roofline.techniques import (
     SelfSpeculation,
     engine_setup,
 )
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 MODEL = resolve_model("Llama-3.1-8B")
 TIMES = times_for(get_hardware("H100-SXM5"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from membound.roofline.cost import step_cost
-from membound.roofline.engines import get_profile, profile_of_engine, profiles
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.kernel_times import KernelTimes
 from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.times.engines import get_profile, profile_of_engine, profiles
+from membound.roofline.times.kernels import KernelTimes
 
 MODEL, H100, PLAIN = get_model("Llama-3.1-8B"), get_hardware("H100-SXM5"), EngineSetup()
 KERNELS = get_profile("kernels")

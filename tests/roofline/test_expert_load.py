@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.cost import step_cost
-from membound.roofline.efficiency import distinct_experts, expert_chances
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import get_hardware
-from membound.roofline.links import hops
+from membound.roofline.hardware.links import hops
 from membound.roofline.memory import weights_by_part
 from membound.roofline.models import get_model
 from membound.roofline.operators import message
@@ -23,7 +22,8 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import EngineSetup, ExpertBalancing, ExpertOffload, engine_setup
-from membound.roofline.times import times_for
+from membound.roofline.times.efficiency import distinct_experts, expert_chances
+from membound.roofline.times.known import times_for
 
 H800 = times_for(get_hardware("H800-SXM5"))
 DEEPSEEK = get_model("DeepSeek-V3")

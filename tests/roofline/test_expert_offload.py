@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from membound.roofline.cost import step_cost
-from membound.roofline.efficiency import distinct_experts, missing_experts
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
@@ -16,7 +15,8 @@ from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import EngineSetup, ExpertOffload
-from membound.roofline.times import RoofTimes
+from membound.roofline.times.efficiency import distinct_experts, missing_experts
+from membound.roofline.times.known import RoofTimes
 
 MIXTRAL = get_model("Mixtral-8x7B")
 H100 = get_hardware("H100-SXM5")

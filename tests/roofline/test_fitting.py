@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from membound.roofline.efficiency import ANY, find_fit
-from membound.roofline.fitting import errors, fit_all, fit_parameters, prior_parameters
 from membound.roofline.hardware import get_hardware
-from membound.roofline.links import hops, link_for
-from membound.roofline.power import power_share
+from membound.roofline.hardware.links import hops, link_for
+from membound.roofline.hardware.power import power_share
+from membound.roofline.times.efficiency import ANY, find_fit
+from membound.roofline.times.fitting import errors, fit_all, fit_parameters, prior_parameters
 from membound.roofline.validation.kernel_cases import KernelBatch, batches, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row
 

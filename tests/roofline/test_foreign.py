@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from membound.roofline import efficiency
-from membound.roofline.device_fits import DeviceFits, fits_for
-from membound.roofline.efficiency import find_fit, published_fits
 from membound.roofline.errors import MemboundError
-from membound.roofline.foreign import calibrate_from
 from membound.roofline.hardware import HardwareSpec, get_hardware, read_hardware
 from membound.roofline.home import device_fits_path
 from membound.roofline.models import get_model
 from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.times import efficiency
+from membound.roofline.times.device_fits import DeviceFits, fits_for
+from membound.roofline.times.efficiency import find_fit, published_fits
+from membound.roofline.times.foreign import calibrate_from
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
 
 Row = Mapping[str, object]

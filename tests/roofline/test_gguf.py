@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Quantization
 
-from membound.roofline.gguf_file import GgufError, GgufFile
+from membound.roofline.reading.gguf_file import GgufError, GgufFile
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membound.roofline import hardware as hw
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import (
     HardwareSpec,
     catalog,
+    devices,
     get_hardware,
     normalised,
     parse_hardware,
@@ -220,7 +220,7 @@ def test_the_scanned_aliases_are_those_of_the_file(path: Path) -> None:
     document = yaml.safe_load(path.read_text("utf-8"))
     assert normalised(path.stem) == normalised(document["name"])
     names = {normalised(name) for name in (document["name"], *document.get("aliases", ()))}
-    assert names == {name for name, stem in hw._shipped_names().items() if stem == path.stem}
+    assert names == {name for name, stem in devices._shipped_names().items() if stem == path.stem}
 
 
 @given(name=st.sampled_from(sorted(catalog())), extra=st.text("abcdefghij0123456789", min_size=1, max_size=6))
@@ -232,10 +232,10 @@ def test_a_longer_name_is_never_the_same_device(name: str, extra: str) -> None:
 def test_one_device_is_found_without_reading_all() -> None:
     code = """
 import time
-from membound.roofline import hardware
+from membound.roofline.hardware import devices
 start = time.process_time()
-hardware.get_hardware("A100-80GB-SXM")
-print(time.process_time() - start, hardware._shipped.cache_info().misses)
+devices.get_hardware("A100-80GB-SXM")
+print(time.process_time() - start, devices._shipped.cache_info().misses)
 """
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     seconds, parsed = zip(*(run.stdout.split() for run in runs), strict=True)

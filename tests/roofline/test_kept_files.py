@@ -13,13 +13,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membound.roofline.device_fits import DeviceFits
-from membound.roofline.efficiency import published_fits
 from membound.roofline.errors import MemboundError
-from membound.roofline.files import locked, write_files
 from membound.roofline.hardware import get_hardware, parse_hardware
 from membound.roofline.home import file_stem, home_folder
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
+from membound.roofline.reading.files import locked, write_files
+from membound.roofline.times.device_fits import DeviceFits
+from membound.roofline.times.efficiency import published_fits
 
 DEVICE: dict[str, Any] = dict(
     name="昇腾",

@@ -11,7 +11,7 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 H800 = times_for(get_hardware("H800-SXM5"))
 

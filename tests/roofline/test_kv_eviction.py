@@ -15,7 +15,7 @@ from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup, KvEviction, KvQuantization, engine_setup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 LLAMA = get_model("Llama-3.1-8B")
 POLICIES = ("streaming", "h2o", "snapkv", "quest")

@@ -16,19 +16,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.cost import step_cost
-from membound.roofline.efficiency import distinct_experts
 from membound.roofline.errors import MemboundError
 from membound.roofline.grid import decode_grid
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.hardware import catalog as devices
-from membound.roofline.kernel_times import KernelTimes
 from membound.roofline.memory import kv_bytes
 from membound.roofline.models import GatedFfn, ModelSpec, MoeFfn, get_model
 from membound.roofline.operating_point import OperatingPoint
-from membound.roofline.operator_time import Times
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation
+from membound.roofline.speculation.steps import Speculation
 from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import (
     W8A8,
@@ -40,7 +37,10 @@ from membound.roofline.techniques import (
     WeightQuantization,
     engine_setup,
 )
-from membound.roofline.times import RoofTimes, times_for
+from membound.roofline.times.efficiency import distinct_experts
+from membound.roofline.times.kernels import KernelTimes
+from membound.roofline.times.known import RoofTimes, times_for
+from membound.roofline.times.operator import Times
 
 PLAIN = EngineSetup()
 # dense, mixture, MLA with and without a query rank, state space beside attention, recurrent only, sliding windows

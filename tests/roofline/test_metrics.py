@@ -8,10 +8,10 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from membound.roofline.comparison import gain, spread, verdict
-from membound.roofline.metrics import summarize
-from membound.roofline.result import BOUNDS, Summary
-from membound.roofline.samples import Samples
+from membound.roofline.results.comparison import gain, spread, verdict
+from membound.roofline.results.metrics import summarize
+from membound.roofline.results.result import BOUNDS, Summary
+from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Slo
 
 NAN = float("nan")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from membound.roofline.model_files import resolve_model
 from membound.roofline.models import ModelError, catalog, get_model, normalise_name
 from membound.roofline.models.catalog import catalog as load_catalog
+from membound.roofline.models.files import resolve_model
 from membound.roofline.models.names import lookup_keys
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.calibration import Calibration
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import catalog as devices
 from membound.roofline.hardware import get_hardware, hardware_of
+from membound.roofline.hardware.calibration import Calibration
 from membound.roofline.memory import weights_bytes
 from membound.roofline.models import catalog as models
 from membound.roofline.models import get_model

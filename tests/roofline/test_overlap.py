@@ -18,7 +18,7 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel
 from membound.roofline.techniques import W8A8, DualBatchOverlap, EngineSetup, engine_setup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 H100 = times_for(get_hardware("H100-SXM5"), "sglang")
 DEEPSEEK = get_model("DeepSeek-V3")

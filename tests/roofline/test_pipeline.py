@@ -18,7 +18,7 @@ from membound.roofline.scenario import parse_scenario
 from membound.roofline.serving import Deployment
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 H100 = get_hardware("H100-SXM5")
 TIMES = times_for(H100)

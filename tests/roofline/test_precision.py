@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware, parse_hardware
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, get_precision, integer, sparse24
-from membound.roofline.precision_names import parse_plan, parse_precision
-from membound.roofline.precision_plan import PrecisionPlan, compute_dtype, plan_of
+from membound.roofline.precision.names import parse_plan, parse_precision
+from membound.roofline.precision.plan import PrecisionPlan, compute_dtype, plan_of
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"
 SIZES = st.integers(1, 40).map(lambda i: 256 * i)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from membound.roofline.efficiency import index_fits
 from membound.roofline.errors import MemboundError
+from membound.roofline.times.efficiency import index_fits
 from membound.roofline.validation.published import fits_of, main
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline import samples as module
-from membound.roofline.samples import Samples
+from membound.roofline.results import samples as module
+from membound.roofline.results.samples import Samples
 
 RAMPS = st.lists(
     st.tuples(st.floats(-1.0, 10.0), st.floats(-0.1, 0.1), st.integers(1, 40), st.integers(1, 5)),

@@ -9,7 +9,7 @@ import yaml
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import Parallelism
-from membound.roofline.plain_yaml import parse_yaml
+from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import load_scenario, parse_scenario, shipped_scenarios
 
 

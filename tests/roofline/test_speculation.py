@@ -14,17 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.acceptance import AcceptanceProfile
-from membound.roofline.chain import best_chain, chain_speedup, expected_tokens, stationary_gamma
 from membound.roofline.cost import step_cost
-from membound.roofline.draft_models import draft_model
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation import Speculation, speculation_of
+from membound.roofline.speculation.acceptance import AcceptanceProfile
+from membound.roofline.speculation.chain import best_chain, chain_speedup, expected_tokens, stationary_gamma
+from membound.roofline.speculation.draft_models import draft_model
+from membound.roofline.speculation.steps import Speculation, speculation_of
+from membound.roofline.speculation.token_tree import TokenTree, best_tree, chain, rank_chances
 from membound.roofline.techniques import (
     DraftModelSpeculation,
     Eagle,
@@ -34,8 +35,7 @@ from membound.roofline.techniques import (
     NgramSpeculation,
     engine_setup,
 )
-from membound.roofline.times import times_for
-from membound.roofline.token_tree import TokenTree, best_tree, chain, rank_chances
+from membound.roofline.times.known import times_for
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"
 LLAMA = get_model("Llama-3.1-8B")

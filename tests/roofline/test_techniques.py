@@ -35,7 +35,7 @@ from membound.roofline.techniques import (
     engine_setup,
     remarks,
 )
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 
 LLAMA = get_model("Llama-3.1-8B")
 H100 = times_for(get_hardware("H100-SXM5"))

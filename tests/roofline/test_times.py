@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from membound.roofline.calibrated_times import CalibratedTimes
-from membound.roofline.calibration import CACHE_SET_BYTES, BandwidthPoint, Calibration, LinearCost, LinearTable
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
+from membound.roofline.hardware.calibration import CACHE_SET_BYTES, BandwidthPoint, Calibration, LinearCost, LinearTable
 from membound.roofline.models import get_model
 from membound.roofline.operators import Operator, linear
 from membound.roofline.precision import PRECISIONS
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.times.calibrated import CalibratedTimes
 
 LAUNCH_S = 5e-6
 MEMORY, CACHE = 30e9, 60e9

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from membound.roofline.acceptance import AcceptanceProfile
 from membound.roofline.scenario import parse_scenario
-from membound.roofline.tasks import acceptance_of, resolve, task_profiles
-from membound.roofline.workload import Workload
+from membound.roofline.scenario.tasks import acceptance_of, resolve, task_profiles
+from membound.roofline.scenario.workload import Workload
+from membound.roofline.speculation.acceptance import AcceptanceProfile
 
 
 @pytest.mark.parametrize("name", task_profiles())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from membound.roofline.gguf_file import GgufFile
 from membound.roofline.models import ModelSpec
-from membound.runtime.assets import AssetError, fetch_smollm2
+from membound.roofline.reading.gguf_file import GgufFile
+from membound.runtime.loading.assets import AssetError, fetch_smollm2
+from membound.runtime.loading.weights import Weights, load_gguf
 from membound.runtime.tokenizer import Tokenizer
-from membound.runtime.weights import Weights, load_gguf
 
 REFERENCE = Path(__file__).parents[2] / "data" / "reference"
 

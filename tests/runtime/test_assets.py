@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from membound.runtime import assets
-from membound.runtime.assets import AssetError, fetch_smollm2, find_smollm2, weights_folder
+from membound.runtime.loading import assets
+from membound.runtime.loading.assets import AssetError, fetch_smollm2, find_smollm2, weights_folder
 
 CONTENT = b"GGUF" + bytes(5_000_000)
 

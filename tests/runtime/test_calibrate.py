@@ -10,21 +10,21 @@ import torch
 
 from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
-from membound.roofline.calibration import attention_over
+from membound.roofline.hardware.calibration import attention_over
 from membound.roofline.models import get_model
 from membound.roofline.models.recurrent import Mamba2
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
-from membound.runtime import passes
-from membound.runtime.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate
-from membound.runtime.host_probe import HostGrid
-from membound.runtime.layer_probe import LAYER_KINDS, LayerGrid
-from membound.runtime.linear_probe import LinearGrid, LinearProbe
-from membound.runtime.operator_probe import Heads, Load, OperatorGrid, attention_amounts, fit
-from membound.runtime.passes import Part, repeat
-from membound.runtime.pool import PackedLayout, Pool
-from membound.runtime.stopwatch import Stopwatch
+from membound.runtime.calibration import passes
+from membound.runtime.calibration.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate
+from membound.runtime.calibration.host import HostGrid
+from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid
+from membound.runtime.calibration.linears import LinearGrid, LinearProbe
+from membound.runtime.calibration.operators import Heads, Load, OperatorGrid, attention_amounts, fit
+from membound.runtime.calibration.passes import Part, repeat
+from membound.runtime.calibration.pool import PackedLayout, Pool
+from membound.runtime.calibration.stopwatch import Stopwatch
 
 MIB = 2**20
 

@@ -23,8 +23,8 @@ from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import ModelSpec, get_model
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import Weights, load_safetensors, random_weights
 from membound.runtime.plain import generate_plain, single_sequence
-from membound.runtime.weights import Weights, load_safetensors, random_weights
 
 SUMMATION, BF16_WEIGHTS, BF16_KV, BF16_ACTIVATIONS = 2e-4, 0.3, 0.3, 1.0
 TINY = ("tiny_qwen2", "tiny_qwen3", "tiny_llama3")

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from membound.kernels.base import RaggedBatch
 from membound.kernels.dispatch import kernels_for
 from membound.kernels.grouped import decode, encode, pack, unpack
-from membound.roofline.engine_settings import Disaggregation, Engine
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.models import GroupedQueryAttention, get_model
 from membound.roofline.precision import get_precision
+from membound.roofline.scenario.engine import Disaggregation, Engine
 from membound.roofline.techniques import KvEviction, KvQuantization, NgramSpeculation, engine_setup
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import store_for, store_problem
 from membound.runtime.kv.kivi import KiviKv
-from membound.runtime.kv_store import PlainKv
+from membound.runtime.kv.store import PlainKv
 from membound.runtime.plain import single_sequence
 from membound.runtime.rope import RopeTables
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from membound.kernels.reference import TorchKernels
-from membound.roofline.calibrated_times import CalibratedTimes
-from membound.roofline.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable
 from membound.roofline.hardware import hardware_of
+from membound.roofline.hardware.calibration import BandwidthPoint, Calibration, LinearCost, LinearTable
 from membound.roofline.models import get_model
 from membound.roofline.models.recurrent import Mamba2
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
-from membound.runtime.layer_probe import LAYER_KINDS, LayerGrid, LayerProbe
-from membound.runtime.operator_probe import Load
-from membound.runtime.stopwatch import Stopwatch
+from membound.roofline.times.calibrated import CalibratedTimes
+from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid, LayerProbe
+from membound.runtime.calibration.operators import Load
+from membound.runtime.calibration.stopwatch import Stopwatch
 
 STATE = Mamba2(heads=2, head_dim=16, d_state=16)
 GRID = LayerGrid(

@@ -24,10 +24,10 @@ from membound.runtime.blocks.routing import RouterStatistics, route
 from membound.runtime.blocks.states import SeatStates
 from membound.runtime.decoder import Decoder
 from membound.runtime.loading.shapes import extra_shapes, matrix_shapes, vector_shapes
+from membound.runtime.loading.weights import Weights, random_weights
 from membound.runtime.plain import single_sequence
 from membound.runtime.rope import FIRST_POSITIONS, RopeTables, rope_frequencies
 from membound.runtime.supported import decoder_problem
-from membound.runtime.weights import Weights, random_weights
 
 _TINY: dict[str, Any] = {
     "name": "tiny",

@@ -24,8 +24,8 @@ from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.loading.packed import from_fp8, from_mxfp4
+from membound.runtime.loading.weights import Weights, load_gguf, load_safetensors
 from membound.runtime.plain import single_sequence
-from membound.runtime.weights import Weights, load_gguf, load_safetensors
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -16,11 +16,11 @@ from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, load_scenario
 from membound.runtime.engine import Runtime
+from membound.runtime.loading.weights import Weights, random_weights
 from membound.runtime.parallel.group import GroupError
 from membound.runtime.parallel.shards import Share, shard_spec, shard_weights
 from membound.runtime.plain import generate_plain
 from membound.runtime.ragged import Part, ragged_batch
-from membound.runtime.weights import Weights, random_weights
 
 
 def scenario_of(folder: Path, tp: int, exact: bool = False) -> Scenario:

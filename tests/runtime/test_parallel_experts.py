@@ -17,9 +17,9 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, load_scenario
 from membound.runtime.decoder import Decoder
 from membound.runtime.engine import Runtime
+from membound.runtime.loading.weights import random_weights
 from membound.runtime.parallel.shards import Share, shard_spec, shard_weights
 from membound.runtime.plain import generate_plain
-from membound.runtime.weights import random_weights
 
 COMMON: dict[str, Any] = {
     "hidden_size": 64,

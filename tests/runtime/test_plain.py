@@ -9,8 +9,8 @@ import torch
 
 from membound.kernels.reference import TorchKernels
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import load_safetensors
 from membound.runtime.plain import generate_plain, greedy, single_sequence
-from membound.runtime.weights import load_safetensors
 
 PROMPT = [5, 17, 99, 3]
 

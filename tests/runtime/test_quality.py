@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from membound.kernels.reference import TorchKernels
-from membound.roofline.comparison import Quality
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import get_model
+from membound.roofline.results.comparison import Quality
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import load_safetensors, random_weights
 from membound.runtime.plain import single_sequence
 from membound.runtime.quality.reading import ROWS, perplexity, read
 from membound.runtime.quality.texts import calibration_windows, documents, windows
 from membound.runtime.tokenizer import Tokenizer
-from membound.runtime.weights import load_safetensors, random_weights
 
 
 class ExactKernels(TorchKernels):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from membound.kernels.cpu import CpuKernels
-from membound.kernels.cpu_build import KernelBuildError
-from membound.kernels.cpu_tape import Scratch
+from membound.kernels.cpu.build import KernelBuildError
+from membound.kernels.cpu.kernels import CpuKernels
+from membound.kernels.cpu.tape import Scratch
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, LatentAttention, ModelSpec, MoeFfn
 from membound.roofline.models.ffn import DenseFfn, NoFfn
@@ -22,8 +22,8 @@ from membound.roofline.scenario import load_scenario
 from membound.runtime import replays
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import store_for
+from membound.runtime.loading.weights import load_safetensors, random_weights
 from membound.runtime.ragged import Part, ragged_batch
-from membound.runtime.weights import load_safetensors, random_weights
 
 BLOCK_SIZE, BLOCKS_EACH, SEQUENCES = 4, 30, 5
 SPEC = ModelSpec(

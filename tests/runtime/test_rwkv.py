@@ -19,8 +19,8 @@ from torch import Tensor
 from membound.kernels.base import RaggedBatch
 from membound.kernels.reference import TorchKernels
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import load_safetensors
 from membound.runtime.plain import single_sequence
-from membound.runtime.weights import load_safetensors
 
 HIDDEN, HEAD, INNER, VOCAB, LAYERS = 32, 16, 64, 96, 3
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {

@@ -14,7 +14,7 @@ import pytest
 
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.hardware import get_hardware
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.runtime.engine import Runtime
 from membound.simulator.run import run as simulate

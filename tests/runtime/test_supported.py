@@ -12,9 +12,9 @@ import pytest
 from membound.roofline.models import ModelError, get_model
 from membound.roofline.models.catalog import catalog
 from membound.roofline.scenario import parse_scenario
+from membound.runtime.loading.weights import load_safetensors
 from membound.runtime.refusals import unmeasured_scenario
 from membound.runtime.supported import checked, decoder_problem, recurrent
-from membound.runtime.weights import load_safetensors
 
 # the models of the catalog that are not computed, and what is missing
 REFUSED = {

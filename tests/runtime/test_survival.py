@@ -21,7 +21,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import Scenario, load_scenario
 from membound.runtime.disaggregated import handover
 from membound.runtime.engine import Runtime
-from membound.runtime.loaded import load_model
+from membound.runtime.loading.loaded import load_model
 from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import GreedySampler, Guesses, LogitsError, TemperatureSampler
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from membound.roofline.gguf_file import GgufFile
+from membound.roofline.reading.gguf_file import GgufFile
 from membound.runtime.tokenizer import Tokenizer, TokenizerError
 
 TEXTS = [

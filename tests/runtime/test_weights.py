@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from membound.roofline.gguf_file import GgufError, GgufFile
 from membound.roofline.models import ModelSpec, get_model
+from membound.roofline.reading.gguf_file import GgufError, GgufFile
 from membound.runtime.loading.layouts import GGUF_LLAMA, LLAMA
-from membound.runtime.weights import Weights, WeightsError, load_gguf, load_safetensors, random_weights
+from membound.runtime.loading.weights import Weights, WeightsError, load_gguf, load_safetensors, random_weights
 
 TINY = ("tiny_qwen2", "tiny_qwen3", "tiny_llama3")
 

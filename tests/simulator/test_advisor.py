@@ -8,13 +8,13 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.advisor import Advice, Advised, advise, to_json
-from membound.simulator.moves import quality_of
-from membound.simulator.rules import RULES
-from membound.simulator.sweep import Workers
+from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
+from membound.simulator.advice.moves import quality_of
+from membound.simulator.advice.rules import RULES
+from membound.simulator.sweeping.sweep import Workers
 
 
 def scenario(concurrency: int = 1, prompt: int = 512, output: int = 128, **changes: Any) -> Scenario:

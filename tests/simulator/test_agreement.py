@@ -1,6 +1,6 @@
 """Published results come out in direction, and within the factor that each case states; what does not says why.
 
-Figures and factors are those of `simulator/agreement_serving.py` and `simulator/agreement_steps.py`.
+Figures and factors are those of `simulator/agreement/serving.py` and `simulator/agreement/steps.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membound.simulator import agreement
-from membound.simulator.agreement import READING, Case, Ours, Range, cases, table, verdict
-from membound.simulator.agreement_serving import capacity, paging_batch, serving
-from membound.simulator.agreement_steps import eagle_gain, marlin_gain, su_gain
+from membound.simulator.agreement import published as agreement
+from membound.simulator.agreement.published import READING, Case, Ours, Range, cases, table, verdict
+from membound.simulator.agreement.serving import capacity, paging_batch, serving
+from membound.simulator.agreement.steps import eagle_gain, marlin_gain, su_gain
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scipy import stats
 
-from membound.roofline.workload import Arrivals, Duration
+from membound.roofline.scenario.workload import Arrivals, Duration
 from membound.simulator.scheduling.workload.arrivals import (
     arrival_chunks,
     duration_chunks,

@@ -8,13 +8,13 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.costing import ClosedForm, Served, simulated
 from membound.simulator.run import run
-from membound.simulator.stacking import stack
+from membound.simulator.stacking.stacking import stack
 from membound.simulator.steady import deployment_of, load_of
-from membound.simulator.sweep import Workers, predicted
+from membound.simulator.sweeping.sweep import Workers, predicted
 
 CONTINUOUS = ("continuous_batching",)
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.app import report_run
+from membound.app.reports import run as run_report
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.simulator.cluster.autoscaler import Autoscaler
-from membound.simulator.planner import plan
+from membound.simulator.planning.planner import plan
 from membound.simulator.run import run
 
 COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class", "completed")
@@ -472,7 +472,7 @@ def test_the_document_has_a_cluster_and_reads_in_a_terminal(capsys):
     )
     assert set(document) == {"scenario", "summary", "provenance", "cluster"}
     assert document["cluster"]["failures"] == 1
-    Console(width=160).print(report_run.run(document))
+    Console(width=160).print(run_report.run(document))
     said = capsys.readouterr().out
     assert "prefix aware router" in said and "failures: 1, requests sent again" in said
     assert "cluster" not in run(scenario()).to_json()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membound.roofline.chain import expected_tokens
 from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import parse_scenario
+from membound.roofline.speculation.chain import expected_tokens
 from membound.simulator.run import run
 from membound.simulator.scheduling.draft_length import best_length
 

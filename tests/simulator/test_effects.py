@@ -12,8 +12,8 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES, Speculative
+from membound.simulator.advice.effects import Bench, crossings, experts_of, share_of_experts, suited
 from membound.simulator.costing import ClosedForm, Served
-from membound.simulator.effects import Bench, crossings, experts_of, share_of_experts, suited
 from membound.simulator.steady import Lengths, Load
 
 H100 = "H100-SXM5"

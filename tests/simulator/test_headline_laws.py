@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
-from membound.simulator.stacking import Stack, stack
+from membound.simulator.stacking.stacking import Stack, stack
 
 INT4 = {"name": "weight_quantization", "format": "int4"}
 NGRAM = {"name": "ngram_speculation", "gamma": 4, "alpha": 0.7, "hit_rate": 1.0}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import kv_bytes, weights_bytes
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
 from membound.simulator.scheduling.kv_memory import MEMORY_SHARE, kv_memory

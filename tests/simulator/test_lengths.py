@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scipy import stats
 
-from membound.roofline.workload import Length
+from membound.roofline.scenario.workload import Length
 from membound.simulator.scheduling.workload.lengths import LengthSampler, pair_chunks
 from membound.simulator.scheduling.workload.streams import stream
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
 from membound.simulator.scheduling import recorder

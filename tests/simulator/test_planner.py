@@ -10,15 +10,15 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
-from membound.simulator.candidates import Precision, Replica, parallelisms, replica_of
-from membound.simulator.front import front_of, pareto
-from membound.simulator.planner import demand_of, max_rate, plan, to_json
+from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of
+from membound.simulator.planning.front import front_of, pareto
+from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
+from membound.simulator.planning.search import Deployed, meets, share_of, simulate
+from membound.simulator.planning.sensitivity import Slower, changes_of
 from membound.simulator.run import run
-from membound.simulator.search import Deployed, meets, share_of, simulate
-from membound.simulator.sensitivity import Slower, changes_of
 from membound.simulator.steady import Lengths
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.result import RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.acceptance import AcceptanceProfile
-from membound.roofline.tasks import task_profiles
-from membound.roofline.workload import Workload
+from membound.roofline.scenario.tasks import task_profiles
+from membound.roofline.scenario.workload import Workload
+from membound.roofline.speculation.acceptance import AcceptanceProfile
 from membound.simulator.scheduling.drafter import prompt_lookup
 from membound.simulator.scheduling.workload import request_columns, request_stream
 from membound.simulator.scheduling.workload.acceptance import AcceptanceSampler

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.workload import Workload
+from membound.roofline.scenario.workload import Workload
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import serve

@@ -14,8 +14,8 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES, Size
 from membound.simulator.costing import Costing, Served
-from membound.simulator.stacking import Stack, analyse, chosen_techniques, stack, to_json
-from membound.simulator.stacking_game import StackingGame
+from membound.simulator.stacking.game import StackingGame
+from membound.simulator.stacking.stacking import Stack, analyse, chosen_techniques, stack, to_json
 
 NAMES = ["weight_quantization", "kv_quantization", "continuous_batching", "eagle"]
 

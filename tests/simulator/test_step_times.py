@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape, shape_sums
 from membound.roofline.techniques import BatchOverlap, Eagle, EngineSetup, NgramSpeculation, engine_setup
-from membound.roofline.times import times_for
+from membound.roofline.times.known import times_for
 from membound.simulator.step_times import StepTimes
 
 CASES = [

@@ -10,9 +10,9 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.simulator.axes import at
 from membound.simulator.run import run
-from membound.simulator.sweep import Workers, flat, grid, parse_axis, predicted, sweep, to_json
+from membound.simulator.sweeping.axes import at
+from membound.simulator.sweeping.sweep import Workers, flat, grid, parse_axis, predicted, sweep, to_json
 
 
 def scenario(**changes: Any) -> Scenario:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from membound.app.cli import app
 from membound.roofline.errors import MemboundError
-from membound.roofline.result import BOUNDS, RunResult
+from membound.roofline.results.result import BOUNDS, RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
 from membound.simulator.timeline import PHASES, PhaseLog, Timeline, checked_window

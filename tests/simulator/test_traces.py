@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.workload import TraceFile, Workload
+from membound.roofline.scenario.workload import TraceFile, Workload
 from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.scheduling.workload.traces import read_trace
 

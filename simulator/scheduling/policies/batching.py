@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from membound.roofline.engine_settings import BatchingName
+from membound.roofline.scenario.engine import BatchingName
 
 
 class Batching(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.acceptance import AcceptanceProfile
+from membound.roofline.speculation.acceptance import AcceptanceProfile
 from membound.simulator.scheduling.workload.streams import stream
 
 PREDICTABLE, SURPRISING = 0, 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.workload import (
+from membound.roofline.scenario.workload import (
     ConstantArrivals,
     Duration,
     ExponentialDuration,

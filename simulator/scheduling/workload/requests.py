@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario
-from membound.roofline.tasks import resolve
-from membound.roofline.workload import (
+from membound.roofline.scenario.tasks import resolve
+from membound.roofline.scenario.workload import (
     ClosedLoop,
     SessionPrompts,
     SyntheticPrompts,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.workload import FixedTurns, Length, SessionPrompts
+from membound.roofline.scenario.workload import FixedTurns, Length, SessionPrompts
 from membound.simulator.scheduling.prefix import PrefixChain
 from membound.simulator.scheduling.request import Request
 from membound.simulator.scheduling.workload.arrivals import duration_chunks

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.part import MAX_TOKENS
-from membound.roofline.problems import kind_of
-from membound.roofline.workload import TraceFile, TraceFormatName
+from membound.roofline.reading.problems import kind_of
+from membound.roofline.scenario.workload import TraceFile, TraceFormatName
 from membound.simulator.scheduling.prefix import PrefixChain
 
 MAX_LINE = 4 * 2**20

@@ -26,7 +26,7 @@ from membound.runtime.cuda_graphs import (  # noqa: E402
     decode_graphs,
 )
 from membound.runtime.decoder import Decoder  # noqa: E402
-from membound.runtime.weights import load_safetensors, random_weights  # noqa: E402
+from membound.runtime.loading.weights import load_safetensors, random_weights  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "data" / "reference"
 BLOCK_SIZE = 4

@@ -22,15 +22,15 @@ from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.roofline.models.recurrent import Mamba2  # noqa: E402
-from membound.runtime.calibrate import KINDS, Plan, _Calibrator  # noqa: E402
+from membound.runtime.calibration.calibrate import KINDS, Plan, _Calibrator  # noqa: E402
+from membound.runtime.calibration.host import HostGrid  # noqa: E402
+from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid, LayerProbe  # noqa: E402
+from membound.runtime.calibration.linears import LinearGrid  # noqa: E402
+from membound.runtime.calibration.operators import Heads, Load, OperatorGrid  # noqa: E402
+from membound.runtime.calibration.stopwatch import Stopwatch  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
-from membound.runtime.host_probe import HostGrid  # noqa: E402
-from membound.runtime.layer_probe import LAYER_KINDS, LayerGrid, LayerProbe  # noqa: E402
-from membound.runtime.linear_probe import LinearGrid  # noqa: E402
-from membound.runtime.operator_probe import Heads, Load, OperatorGrid  # noqa: E402
+from membound.runtime.loading.weights import load_safetensors  # noqa: E402
 from membound.runtime.plain import generate_plain  # noqa: E402
-from membound.runtime.stopwatch import Stopwatch  # noqa: E402
-from membound.runtime.weights import load_safetensors  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "data" / "reference"
 TYPICAL, LARGEST = 0.06, 0.5

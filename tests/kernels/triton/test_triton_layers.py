@@ -23,8 +23,8 @@ from membound.roofline.models import ModelSpec  # noqa: E402
 from membound.runtime.arithmetic import Arithmetic, Routing  # noqa: E402
 from membound.runtime.blocks.states import SeatStates  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
+from membound.runtime.loading.weights import random_weights  # noqa: E402
 from membound.runtime.sampling import FusedSampler, GreedySampler, Guesses, LogitsError, sampler_for  # noqa: E402
-from membound.runtime.weights import random_weights  # noqa: E402
 
 BLOCK_SIZE = 8
 TABLE = torch.tensor([[5, 2, 7], [1, 6, 0]], dtype=torch.int32)

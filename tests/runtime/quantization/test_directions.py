@@ -17,8 +17,9 @@ import torch
 from membound.kernels.base import PackedWeight, WeightFormat
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import ModelSpec
-from membound.roofline.precision_plan import plan_of
+from membound.roofline.precision.plan import plan_of
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import Weights
 from membound.runtime.quality.reading import perplexity
 from membound.runtime.quality.texts import calibration_windows, windows
 from membound.runtime.quantization.calibration import Calibrator
@@ -28,7 +29,6 @@ from membound.runtime.quantization.sparsegpt import sparsegpt
 from membound.runtime.quantization.wanda import wanda
 from membound.runtime.recipe import Recipe
 from membound.runtime.tokenizer import Tokenizer
-from membound.runtime.weights import Weights
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import ModelSpec
 from membound.roofline.techniques import WeightQuantization, engine_setup
+from membound.runtime.loading.weights import Weights
 from membound.runtime.quantization.found import FoundBlocks
 from membound.runtime.quantization.quantized import QuantizationError
 from membound.runtime.quantization.recipes import recipe_for
-from membound.runtime.weights import Weights
 
 FOUND = (WeightQuantization(format="q4_1", method="found"),)
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from membound.kernels.reference import TorchKernels
 from membound.roofline.models import ModelSpec, get_model
-from membound.roofline.precision_plan import PrecisionPlan, plan_of
+from membound.roofline.precision.plan import PrecisionPlan, plan_of
 from membound.roofline.techniques import W8A8, Sparsity24, WeightQuantization, engine_setup
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import Weights, load_safetensors, random_weights
 from membound.runtime.plain import single_sequence
 from membound.runtime.quantization import calibration
 from membound.runtime.quantization.calibration import Calibrator, ObservingRecipe, collect_statistics
@@ -22,7 +23,6 @@ from membound.runtime.quantization.folding import Folder
 from membound.runtime.quantization.quantized import QuantizationError
 from membound.runtime.quantization.quarot import online_rotation, rotated, rotated_moments
 from membound.runtime.quantization.recipes import QUANTIZERS, QuarotRecipe, format_problem, recipe_for
-from membound.runtime.weights import Weights, load_safetensors, random_weights
 
 TINY = ("tiny_qwen2", "tiny_qwen3", "tiny_llama3")
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from membound.kernels.dispatch import kernels_for
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
+from membound.runtime.loading.weights import random_weights
 from membound.runtime.ragged import Part, ragged_batch
 from membound.runtime.speculation.eagle import EagleProposer, FeatureHead
 from membound.runtime.speculation.heads import random_head
-from membound.runtime.weights import random_weights
 from membound.simulator.scheduling.drafter import Room
 from membound.simulator.scheduling.request import Request, Sequence, Step, Work
 

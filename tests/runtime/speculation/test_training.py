@@ -12,13 +12,13 @@ import torch
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.model_files import resolve_model
+from membound.roofline.models.files import resolve_model
 from membound.runtime.decoder import Decoder
+from membound.runtime.loading.weights import random_weights
 from membound.runtime.plain import generate_plain
 from membound.runtime.speculation.corpus import Text, write_texts
 from membound.runtime.speculation.heads import HeadError, load_head, random_head
 from membound.runtime.speculation.training import Plan, train
-from membound.runtime.weights import random_weights
 
 TOKENS = 16
 

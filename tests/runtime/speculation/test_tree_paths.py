@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from membound.kernels.dispatch import kernels_for
-from membound.roofline.model_files import resolve_model
-from membound.roofline.scenario import ClosedLoop
+from membound.roofline.models.files import resolve_model
+from membound.roofline.scenario.workload import ClosedLoop
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import Decoder
 from membound.runtime.executor import TorchExecutor
+from membound.runtime.loading.weights import random_weights
 from membound.runtime.plain import generate_plain
 from membound.runtime.ragged import Part, ragged_batch
 from membound.runtime.sampling import GreedySampler
-from membound.runtime.weights import random_weights
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import serve

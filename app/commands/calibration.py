@@ -1,0 +1,110 @@
+"""How is this machine calibrated from a terminal, and other devices from a table?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from membound.app.commands import kernels
+from membound.app.commands.terminal import JsonOption, measuring, print_result
+from membound.roofline.errors import MemboundError
+
+if TYPE_CHECKING:
+    from membound.roofline.scenario import Scenario
+
+
+def calibrate(
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="threads to calibrate with; all cores if not given")
+    ] = None,
+    table: Annotated[
+        Path | None, typer.Option("--from", metavar="TABLE.csv", help="fit devices from a table of measured operators")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|NAME|YAML",
+            help="what of this machine; with --from this device alone, or one that a YAML file describes",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine's roofs, or fit the kernels of other devices to a table of measurements."""
+    from membound.app.reports import calibration as report
+
+    if table is not None:
+        if threads is not None:
+            raise MemboundError("option --threads is for measuring this machine; leave it out with --from")
+        print_result(_calibrate_from(table, device), as_json, report.foreign_calibration)
+        return
+    if device not in (None, "cpu", "cuda"):
+        raise MemboundError("option --device needs --from TABLE.csv, except for cpu and cuda, which are measured here")
+    print_result(_calibrate(threads, device or "cpu").model_dump(mode="json"), as_json, report.calibration)
+
+
+def ensure_calibrated(scenario: Scenario) -> None:
+    """Measures this machine first where a scenario is to be measured on it and nobody has."""
+    from membound.app.tasks import need_torch
+    from membound.roofline.hardware import LOCAL_GPU, is_local
+    from membound.roofline.home import local_calibration_path
+    from membound.roofline.models.files import resolve_model
+
+    if is_local(scenario.hardware) and not local_calibration_path().exists():
+        if scenario.hardware != LOCAL_GPU and scenario.weights == "random":
+            need_torch()
+            from membound.runtime.loading.loaded import check_room
+
+            check_room(scenario, resolve_model(scenario.model))
+        typer.echo("this machine is not calibrated yet: doing it now, which takes a minute or two", err=True)
+        _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
+
+
+def _calibrate(threads: int | None, device: str = "cpu") -> Any:
+    from membound.app.tasks import need_torch
+    from membound.roofline.home import local_calibration_path
+
+    cores = usable_cores()
+    if threads is not None and threads > cores:
+        raise MemboundError(f"option --threads is {threads}, but this machine has {cores} usable cores; give {cores}")
+    with measuring("membound calibrate") as listener:
+        listener.progress(0.0, "loading torch; what follows takes a minute or two on an idle machine")
+        need_torch()
+        from membound.runtime.calibration.calibrate import calibrate as run_calibrate
+
+        if device == "cuda":
+            kernels.need_gpu()
+        calibration = run_calibrate(device=device, threads=threads, progress=listener.progress)
+    calibration.save(local_calibration_path())
+    return calibration
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:
+    from membound.roofline.hardware import kept_in
+    from membound.roofline.times.foreign import calibrate_from
+
+    found = calibrate_from(table, device)
+    for note in found.notes:
+        typer.echo(note, err=True)
+    if device is not None and device.endswith((".yaml", ".yml")):
+        for fits in found.devices:
+            typer.echo(
+                f"the data sheet is kept in '{kept_in(fits.device)}', so {fits.device} is known by name", err=True
+            )
+    devices = [
+        {
+            "device": fits.device,
+            "file": str(path),
+            "rows": fits.tables[-1].rows,
+            **fits.model_dump(mode="json", exclude={"tables": {"__all__": {"kept"}}}),
+        }
+        for fits, path in zip(found.devices, found.paths, strict=True)
+    ]
+    return {"devices": devices, "left_out": found.left_out}

@@ -1,0 +1,81 @@
+"""How does advice read in a terminal?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+
+from membound.app import text
+from membound.app.reports.drafts import drafting, named
+from membound.app.reports.tables import BOUNDS, gain_of, interval, table_of
+
+
+def advice(document: dict[str, Any]) -> RenderableType:
+    """The bottleneck, the moves by gain with their price, the rules that hold, and what not to add up."""
+    now, metric = document["now"], document["metric"]
+    other = "tpot_s" if metric == "output_tokens_per_s" else "output_tokens_per_s"
+    names = {"tpot_s": "TPOT", "output_tokens_per_s": "tokens/s"}
+    parts: list[RenderableType] = [f"{document['conditions']}; by {document['by']}"]
+    if now is not None:
+        prompts = document["situation"]["prompt_share"]
+        parts.append(
+            f"now {text.milliseconds(now['tpot_s'])} a token, {text.rate(now['output_tokens_per_s'])}, "
+            f"{now['batch']:.0f} sequences at once; prompts take {text.percent(prompts)} of the time"
+        )
+    seconds = document["roof_seconds"]
+    parts.append(
+        "a decode step asks of the bare roofs: "
+        + ", ".join(f"{BOUNDS.get(bound, bound)} {text.seconds(value)}" for bound, value in seconds.items() if value)
+    )
+    bound = document["bottleneck"]
+    share = "" if now is None else f", {text.percent(now['shares'][bound])} of the time, prompts among it"
+    parts.append(f"the bottleneck is {BOUNDS.get(bound, bound)}{share}")
+    waits = document["situation"]["overload_rps"]
+    if waits:
+        parts.append(
+            f"{text.digits(waits)} requests a second arrive beyond what it serves: the queue grows without end"
+        )
+    parts.append(f"gains below are of {names[metric]}: {document['metric_reason']}")
+    columns = ("move", names[metric], "interval", names[other], "then bound by", "price")
+    table = table_of("moves by gain", *columns, right=(names[metric], names[other]))
+    for move in document["moves"]:
+        instead = f" instead of {', '.join(move['instead_of'])}" if move["instead_of"] else ""
+        state = " (has it)" if move["state"] == "on" else instead
+        after, size = move["bottleneck_after"], move["parameters"]
+        if not move["possible"] and ("depth" in size or "gamma" in size):  # nothing was drafted
+            size = {}
+        table.add_row(
+            named(move["title"], size, move["drafting"]) + state,
+            gain_of(move["gain"]) or ("fits" if move["possible"] else "refused"),
+            interval(move),
+            gain_of(move["other_gain"]),
+            BOUNDS.get(after, after) if after else "",
+            _price(move),
+        )
+    parts.append(table)
+    parts += [drafting(move["drafting"]) for move in document["moves"] if move["drafting"]]
+    parts += [_why(move) for move in document["moves"]]
+    parts += [_rule(rule) for rule in document["rules"]]
+    for conflict in document["do_not_combine"]:
+        numbers = ""
+        if conflict["real"] is not None:
+            numbers = f" ({text.gain(conflict['real'])}, not {text.gain(conflict['product'])})"
+        parts.append(f"not both: {' and '.join(conflict['moves'])}: {conflict['reason']}{numbers}")
+    return Group(*parts)
+
+
+def _price(move: dict[str, Any]) -> str:
+    """More devices with what each of them then does, or quality."""
+    each = "" if move["gain_per_device"] is None else f": {text.gain(move['gain_per_device'])} a device"
+    return f"{move['price']}{each}" if move["price"] else "lossless" if move["lossless"] else "quality"
+
+
+def _why(move: dict[str, Any]) -> str:
+    quality = "" if move["lossless"] else f"; its price: {move['quality']['note']}"
+    return f"{move['title']}: {move['reason']}{quality}"
+
+
+def _rule(rule: dict[str, Any]) -> str:
+    agreed = {True: " (the gains above agree)", False: " (the gains above say otherwise)", None: ""}[rule["agrees"]]
+    return f"rule {rule['id']}, {rule['condition']}: {rule['advice']}{agreed}; here {rule['why']}"

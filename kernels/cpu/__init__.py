@@ -1,0 +1,1 @@
+"""The operations of a decoder in C++, for the processor at hand."""

@@ -1,0 +1,474 @@
+// y = x W^T with W in codes of 8 bits and fewer: how few bytes and instructions can a weight cost?
+//
+// Rows lie 16 at a time, a 32-bit word of each beside the next, so a vector holds the same columns of 16 rows: their
+// scales and minima are vectors too, and nothing is summed across lanes. Codes stay integers: x is rounded to 16 bits
+// (8 for w8a8) with a scale for each step of at most 128 elements, an error of 2^-16 of the largest of them, a
+// hundredth of what bf16 loses. Integer sums are exact and the steps are added in order, so a row has the same bits
+// whatever else is in the batch, on every processor.
+
+#include <type_traits>
+#include <utility>
+
+#include "threads.h"
+#include "vector.h"
+#include "weight.h"
+
+namespace {
+
+constexpr int TILE_ROWS = 16;
+constexpr int MOST_TOKENS = 16;
+constexpr int64_t WORDS_AHEAD = 512;  // of a row; 32 kB of a tile
+constexpr int64_t GROUPS_AHEAD = 16;
+constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
+constexpr int64_t PIECES_PER_THREAD = 4;
+
+struct Arguments : PackedWeight {
+    const float* x;  // [m, k]
+    float* out;      // [m, n]
+    int64_t m;
+
+    const uint32_t* codes() const { return (const uint32_t*)data; }
+};
+
+template <int... I, class Body> INLINE void unroll(std::integer_sequence<int, I...>, Body body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+// body(0), ..., body(COUNT - 1) with the number as a constant.
+template <int COUNT, class Body> INLINE void unroll(Body body) {
+    unroll(std::make_integer_sequence<int, COUNT>{}, body);
+}
+
+INLINE UintVec load_words(const uint32_t* p) {
+    UintVec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// Words of a tile; when they are read, those `ahead` of them are asked for.
+struct Stream {
+    const uint32_t* words;
+    int64_t ahead;
+
+    INLINE Stream operator+(int64_t count) const { return {words + count, ahead}; }
+    INLINE void operator+=(int64_t count) { words += count; }
+};
+
+INLINE UintVec load_words(Stream s) {
+    __builtin_prefetch(s.words + s.ahead, 0, 2);
+    return load_words(s.words);
+}
+
+INLINE IntVec both_halves(UintVec v, uint32_t mask) { return (IntVec)(v & (UintVec{} + mask)); }
+
+// sums += the products of the two int16 in each lane of w and in *x.
+INLINE IntVec dot_pairs(IntVec sums, IntVec w, const int32_t* x) {
+#if defined(__AVX512VNNI__)
+    return (IntVec)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(*x));
+#elif defined(__AVX512BW__)
+    return sums + (IntVec)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(*x));
+#elif defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+    return sums + (IntVec)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(*x));
+#else
+    const int32_t low = (int16_t)*x, high = *x >> 16;
+    return sums + (w << 16 >> 16) * low + (w >> 16) * high;
+#endif
+}
+
+// sums += the products of the four unsigned bytes in each lane of w and the four signed bytes in *x.
+INLINE IntVec dot_quads(IntVec sums, IntVec w, const int32_t* x) {
+#if defined(__AVX512VNNI__)
+    return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(*x));
+#else
+    const int32_t even = (uint16_t)(int8_t)*x | (uint32_t)(int32_t)(int8_t)(*x >> 16) << 16;
+    const int32_t odd = (uint16_t)(int8_t)(*x >> 8) | (uint32_t)(int32_t)(int8_t)(*x >> 24) << 16;
+    sums = dot_pairs(sums, both_halves((UintVec)w, 0x00FF00FF), &even);
+    return dot_pairs(sums, both_halves((UintVec)w >> 8, 0x00FF00FF), &odd);
+#endif
+}
+
+// The fp16 in the lower or upper half of each word.
+INLINE Vec half_of(UintVec words, int shift) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(words >> shift)));
+#else
+    Vec v;
+    for (int i = 0; i < LANES; i++) v[i] = to_float(half{(uint16_t)(words[i] >> shift)});
+    return v;
+#endif
+}
+
+INLINE Vec to_floats(IntVec v) { return __builtin_convertvector(v, Vec); }
+
+// A step's words of x: pairs (0, 2) and (1, 3) of each four elements, for as even and odd bytes of a word of weights
+// are what two instructions widen; or the four as bytes.
+constexpr int PAIRS = 2, QUADS = 4;
+
+// The formats. `decode` calls use(i, w) for the i-th word of x in a step and the weights that it multiplies.
+
+struct Grouped {  // scales and offsets beside the codes
+    static constexpr int X = PAIRS, CENTRE = 0;
+
+    static int64_t step_of(const Arguments& a) {
+        if (!a.group) return 128;
+        return a.group % 128 == 0 ? 128 : a.group % 64 == 0 ? 64 : 32;
+    }
+    static Vec scale(const Arguments& a, const uint32_t*, int64_t tile, int64_t element, int64_t lane) {
+        return of_group(a, (const half*)a.scale, tile, element, lane);
+    }
+    static Vec offset(const Arguments& a, const uint32_t*, int64_t tile, int64_t element, int64_t lane) {
+        return of_group(a, a.offset, tile, element, lane);
+    }
+    static Vec of_group(const Arguments& a, const half* numbers, int64_t tile, int64_t element, int64_t lane) {
+        const half* here = numbers + (tile * (a.k / a.group) + element / a.group) * TILE_ROWS + lane;
+        __builtin_prefetch(here + GROUPS_AHEAD * TILE_ROWS, 0, 2);
+        return load(here);
+    }
+    static bool has_offset(const Arguments& a) { return a.offset; }
+};
+
+struct Int8 : Grouped {
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
+        w += element / 4 * TILE_ROWS;
+        auto word = [&](int64_t i, auto part) LAMBDA {
+            const UintVec v = load_words(w + i * TILE_ROWS);
+#if defined(__AVX512BW__)
+            const IntVec even = (IntVec)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)v, 8), 8);
+            const IntVec odd = (IntVec)_mm512_srai_epi16((__m512i)v, 8);
+#else
+            typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
+            const IntVec even = (IntVec)((Shorts)v << 8 >> 8), odd = (IntVec)((Shorts)v >> 8);
+#endif
+            use(2 * i, part, even);
+            use(2 * i + 1, std::integral_constant<int, part + 1>{}, odd);
+        };
+        const int64_t words = length / 4, whole = words / 2 * 2;
+        for (int64_t i = 0; i < whole; i += 2)
+            unroll<2>([&](auto j) LAMBDA { word(i + j, std::integral_constant<int, 2 * j>{}); });
+        if (whole < words) word(whole, std::integral_constant<int, 0>{});
+    }
+};
+
+struct Int4 : Grouped {  // of 32 codes, byte i holds i (low) and i + 16 (high), as in GGUF's Q4_0
+    static constexpr int CENTRE = 8;
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
+        w += element / 8 * TILE_ROWS;
+        for (int64_t i = 0; i < length / 2; i += 16)
+            unroll<4>([&](auto j) LAMBDA {
+                const UintVec v = load_words(w);
+                w += TILE_ROWS;
+                use(i + 2 * j, std::integral_constant<int, 0>{}, both_halves(v, 0x000F000F));
+                use(i + 2 * j + 1, std::integral_constant<int, 1>{}, both_halves(v >> 8, 0x000F000F));
+                use(i + 2 * j + 8, std::integral_constant<int, 2>{}, both_halves(v >> 4, 0x000F000F));
+                use(i + 2 * j + 9, std::integral_constant<int, 3>{}, both_halves(v >> 12, 0x000F000F));
+            });
+    }
+};
+
+struct Int2 : Grouped {  // of 32 codes, bits 2c of byte i (8 bytes) hold code i + 8c
+    static constexpr int CENTRE = 2;
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
+        w += element / 16 * TILE_ROWS;
+        for (int64_t i = 0; i < length / 2; i += 16, w += 2 * TILE_ROWS)
+            unroll<2>([&](auto j) LAMBDA {
+                const UintVec v = load_words(w + j * TILE_ROWS);
+                unroll<4>([&](auto c) LAMBDA {
+                    use(i + 4 * c + 2 * j, std::integral_constant<int, 0>{}, both_halves(v >> 2 * c, 0x00030003));
+                    use(i + 4 * c + 2 * j + 1, std::integral_constant<int, 1>{},
+                        both_halves(v >> (2 * c + 8), 0x00030003));
+                });
+            });
+    }
+};
+
+// The lower two bits as int2, then a word whose bit s of either half is the third of what the s-th use takes.
+struct Int3 : Grouped {
+    static constexpr int CENTRE = 4;
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
+        w += element / 32 * 3 * TILE_ROWS;
+        for (int64_t i = 0; i < length / 2; i += 16, w += 3 * TILE_ROWS) {
+            const UintVec third = load_words(w + 2 * TILE_ROWS);
+            auto code = [&](UintVec low, UintVec high) LAMBDA {
+                return both_halves(low, 0x00030003) | both_halves(high, 0x00010001) << 2;
+            };
+            unroll<2>([&](auto j) LAMBDA {
+                const UintVec v = load_words(w + j * TILE_ROWS);
+                unroll<4>([&](auto c) LAMBDA {
+                    constexpr int bit = 4 * c + 2 * j;
+                    use(i + bit, std::integral_constant<int, 0>{}, code(v >> 2 * c, third >> bit));
+                    use(i + bit + 1, std::integral_constant<int, 1>{}, code(v >> (2 * c + 8), third >> (bit + 1)));
+                });
+            });
+        }
+    }
+};
+
+struct W8a8 : Grouped {  // one step: integers all along the row
+    static constexpr int X = QUADS, CENTRE = 128;
+    static int64_t step_of(const Arguments& a) { return round_up(a.k, 4); }
+    template <class Use> INLINE static void decode(Stream w, int64_t, int64_t length, Use use) {
+        auto word = [&](int64_t i, auto part) LAMBDA {
+            use(i, part, (IntVec)(load_words(w + i * TILE_ROWS) ^ 0x80808080u));  // unsigned, about 128
+        };
+        const int64_t words = length / 4, whole = words / 4 * 4;
+        for (int64_t i = 0; i < whole; i += 4) unroll<4>([&](auto part) LAMBDA { word(i + part, part); });
+        for (int64_t i = whole; i < words; i++) word(i, std::integral_constant<int, 0>{});
+    }
+};
+
+// GGUF's k-quants: blocks of 256 elements with their scales inside.
+struct KQuant {
+    static constexpr int X = PAIRS, CENTRE = 0;
+};
+
+struct BlockQ4K : KQuant {  // 36 words: scale and minimum (fp16); eight 6-bit scales and minima; nibbles
+    static constexpr int WORDS = 36;
+    static int64_t step_of(const Arguments&) { return 32; }
+    template <class W> static W block(W w, int64_t element) { return w + element / 256 * WORDS * TILE_ROWS; }
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t, Use use) {
+        const int64_t sub = element % 256 / 32;
+        const int shift = sub % 2 * 4;
+        w = block(w, element) + (4 + sub / 2 * 8) * TILE_ROWS;
+        unroll<8>([&](auto j) LAMBDA {
+            const UintVec v = load_words(w + j * TILE_ROWS) >> shift;
+            use(2 * j, std::integral_constant<int, 2 * (j % 2)>{}, both_halves(v, 0x000F000F));
+            use(2 * j + 1, std::integral_constant<int, 2 * (j % 2) + 1>{}, both_halves(v >> 8, 0x000F000F));
+        });
+    }
+    // Of 12 bytes: four scales, four minima, and the low halves of four more of each, whose high two bits are on top.
+    static IntVec six_bits(const uint32_t* b, int64_t sub, bool minimum) {
+        const UintVec own = load_words(b + (minimum ? 2 : 1) * TILE_ROWS);
+        const int byte = sub % 4 * 8;
+        if (sub < 4) return (IntVec)(own >> byte & 63u);
+        const UintVec more = load_words(b + 3 * TILE_ROWS);
+        return (IntVec)((more >> (byte + (minimum ? 4 : 0)) & 15u) | (own >> (byte + 6) & 3u) << 4);
+    }
+    static Vec scale(const Arguments&, const uint32_t* w, int64_t, int64_t element, int64_t) {
+        const uint32_t* b = block(w, element);
+        return half_of(load_words(b), 0) * to_floats(six_bits(b, element % 256 / 32, false));
+    }
+    static Vec offset(const Arguments&, const uint32_t* w, int64_t, int64_t element, int64_t) {
+        const uint32_t* b = block(w, element);
+        return -half_of(load_words(b), 16) * to_floats(six_bits(b, element % 256 / 32, true));
+    }
+    static bool has_offset(const Arguments&) { return true; }
+};
+
+struct BlockQ6K : KQuant {  // 53 words: low nibbles, high two bits, 16 int8 scales, scale (fp16)
+    static constexpr int CENTRE = 32, WORDS = 53;
+    static int64_t step_of(const Arguments&) { return 16; }
+    template <class W> static W block(W w, int64_t element) { return w + element / 256 * WORDS * TILE_ROWS; }
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t, Use use) {
+        const int64_t within = element % 256, side = within / 128, quarter = within % 128 / 32, j0 = within % 32 / 4;
+        const Stream low = block(w, element) + (side * 16 + quarter % 2 * 8 + j0) * TILE_ROWS;
+        const Stream high = block(w, element) + (32 + side * 8 + j0) * TILE_ROWS;
+        const int shift = quarter / 2 * 4;
+        unroll<4>([&](auto j) LAMBDA {
+            const UintVec nibbles = load_words(low + j * TILE_ROWS) >> shift & 0x0F0F0F0Fu;
+            const UintVec v = nibbles | (load_words(high + j * TILE_ROWS) >> 2 * quarter & 0x03030303u) << 4;
+            use(2 * j, std::integral_constant<int, 2 * (j % 2)>{}, both_halves(v, 0x00FF00FF));
+            use(2 * j + 1, std::integral_constant<int, 2 * (j % 2) + 1>{}, both_halves(v >> 8, 0x00FF00FF));
+        });
+    }
+    static Vec scale(const Arguments&, const uint32_t* w, int64_t, int64_t element, int64_t) {
+        const uint32_t* b = block(w, element);
+        const int64_t sub = element % 256 / 16;
+        const IntVec scales = (IntVec)(load_words(b + (48 + sub / 4) * TILE_ROWS) << (24 - sub % 4 * 8)) >> 24;
+        return half_of(load_words(b + 52 * TILE_ROWS), 0) * to_floats(scales);
+    }
+    static Vec offset(const Arguments&, const uint32_t*, int64_t, int64_t, int64_t) { return Vec{}; }
+    static bool has_offset(const Arguments&) { return false; }
+};
+
+// The tokens of a block, as integers.
+struct Tokens {
+    int32_t* words;  // [elements / X, tokens]
+    float* scale;    // [steps, tokens]
+    int32_t* start;  // [steps, tokens], what the integer sums begin with: - centre * (sum of x)
+    float* sum;      // [steps, tokens], of x as rounded
+
+    static int64_t floats(int64_t elements, int64_t steps, int64_t tokens) {
+        return (round_up(elements, 4) / 2 + 3 * steps) * tokens;
+    }
+    Tokens(float* memory, int64_t elements, int64_t steps, int64_t tokens)
+        : words((int32_t*)memory), scale(memory + round_up(elements, 4) / 2 * tokens),
+          start((int32_t*)(scale + steps * tokens)), sum(scale + 2 * steps * tokens) {}
+};
+
+// Rounds one token; `place` is its number among the `tokens` of its block.
+template <class F>
+void round_token(const float* x, int64_t k, int64_t step_length, int centre, Tokens to, int64_t place, int64_t tokens) {
+    constexpr float LEVELS = F::X == PAIRS ? 32767.0f : 127.0f;
+    thread_local Scratch scratch;
+    int32_t* codes = (int32_t*)scratch.floats(round_up(step_length, LANES));
+    const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    for (int64_t step = 0, first = 0; first < k; step++, first += step_length) {
+        const int64_t count = k - first < step_length ? k - first : step_length;
+        auto part = [&](int64_t i) {
+            return i + LANES <= count ? load(x + first + i) : load_partial(x + first + i, count - i);
+        };
+        Vec largest{}, poison{};
+        for (int64_t i = 0; i < count; i += LANES) {
+            const Vec v = part(i), magnitude = (Vec)((UintVec)v & 0x7FFFFFFFu);
+            largest = magnitude > largest ? magnitude : largest;
+            poison += v * broadcast(0.0f);  // NaN and infinity survive
+        }
+        const float scale = max(largest) / LEVELS;
+        const Vec inverse = broadcast(scale > 0 ? 1.0f / scale : 0.0f);
+        IntVec total{};
+        for (int64_t i = 0; i < count; i += LANES) {
+            const IntVec rounded = (IntVec)(part(i) * inverse + magic) - (IntVec)magic;
+            memcpy(codes + i, &rounded, sizeof rounded);
+            total += rounded;
+        }
+        const int64_t at = step * tokens + place;
+        int32_t all = 0;
+        for (int i = 0; i < LANES; i++) all += total[i];
+        to.scale[at] = scale + sum(poison);
+        to.start[at] = -centre * all;
+        to.sum[at] = to.scale[at] * all;
+        int32_t* words = to.words + first / F::X * tokens + place;
+        for (int64_t i = 0; i < count; i += 4) {
+            const int32_t c1 = i + 1 < count ? codes[i + 1] : 0, c2 = i + 2 < count ? codes[i + 2] : 0;
+            const int32_t c3 = i + 3 < count ? codes[i + 3] : 0;
+            if constexpr (F::X == PAIRS) {
+                words[0] = (codes[i] & 0xFFFF) | (uint32_t)c2 << 16;
+                words[tokens] = (c1 & 0xFFFF) | (uint32_t)c3 << 16;
+                words += 2 * tokens;
+            } else {
+                words[0] = (codes[i] & 0xFF) | (c1 & 0xFF) << 8 | (c2 & 0xFF) << 16 | (uint32_t)c3 << 24;
+                words += tokens;
+            }
+        }
+    }
+}
+
+// LANES rows, from `lane` on, of each of TILES tiles times the TOKENS of a block.
+template <class F, int TOKENS, int TILES>
+void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t token, int tokens) {
+    constexpr int PARTS = TOKENS >= 8 ? 1 : TOKENS == 4 ? 2 : 4;
+    const int64_t step_length = F::step_of(a), elements = round_up(a.k, 4);
+    const bool a_scale_a_row = !a.group && a.scale, has_offset = F::has_offset(a);
+    const uint32_t* rows[TILES];
+    for (int r = 0; r < TILES; r++) rows[r] = a.codes() + (tile + r) * a.words * TILE_ROWS + lane;
+    Vec sums[TILES][TOKENS] = {};
+    for (int64_t step = 0, element = 0; element < elements; step++, element += step_length) {
+        // Behind the end of these tiles come the next ones.
+        const bool leaves = element * a.words / elements + WORDS_AHEAD >= a.words;
+        const int64_t ahead = (WORDS_AHEAD + (leaves ? (TILES - 1) * a.words : 0)) * TILE_ROWS;
+        const int64_t length = elements - element < step_length ? elements - element : step_length;
+        const int32_t* words = x.words + element / F::X * TOKENS;
+        const int32_t* start = x.start + step * TOKENS;
+        const float *x_scale = x.scale + step * TOKENS, *x_sum = x.sum + step * TOKENS;
+        for (int r = 0; r < TILES; r++) {
+            IntVec parts[PARTS][TOKENS] = {};
+            if (F::CENTRE)
+                for (int t = 0; t < TOKENS; t++) parts[0][t] += start[t];
+            F::decode(Stream{rows[r], ahead}, element, length, [&](int64_t word, auto part, IntVec w) LAMBDA {
+                unroll<TOKENS>([&](auto t) LAMBDA {
+                    IntVec& into = parts[part % PARTS][t];
+                    const int32_t* at = words + word * TOKENS + t;
+                    into = F::X == PAIRS ? dot_pairs(into, w, at) : dot_quads(into, w, at);
+                });
+            });
+            Vec scale{}, offset{};
+            if (!a_scale_a_row) scale = F::scale(a, rows[r], tile + r, element, lane);
+            if (has_offset) offset = F::offset(a, rows[r], tile + r, element, lane);
+            for (int t = 0; t < TOKENS; t++) {
+                IntVec all = parts[0][t];
+                for (int i = 1; i < PARTS; i++) all += parts[i][t];
+                const Vec value = to_floats(all);
+                if (a_scale_a_row)
+                    sums[r][t] = fma(value, broadcast(x_scale[t]), sums[r][t]);
+                else
+                    sums[r][t] = fma(value * broadcast(x_scale[t]), scale, sums[r][t]);
+                if (has_offset) sums[r][t] = fma(broadcast(x_sum[t]), offset, sums[r][t]);
+            }
+        }
+    }
+    for (int r = 0; r < TILES; r++) {
+        const int64_t row = (tile + r) * TILE_ROWS + lane;
+        if (row >= a.n) return;
+        const int64_t count = a.n - row < LANES ? a.n - row : LANES;
+        for (int t = 0; t < tokens; t++) {
+            const Vec y = a_scale_a_row ? sums[r][t] * load((const float*)a.scale + row) : sums[r][t];
+            memcpy(a.out + (token + t) * a.n + row, &y, count * sizeof(float));
+        }
+    }
+}
+
+// Few tokens wait for memory, which one core asks for faster in several streams.
+template <int TOKENS> constexpr int TILES_OF = TOKENS == 1 ? 2 : 1;
+
+template <class F, int TOKENS>
+void tiles(const Arguments& a, Tokens x, int64_t first, int64_t last, int64_t token, int tokens) {
+    constexpr int TILES = TILES_OF<TOKENS>;
+    for (int64_t lane = 0; lane < TILE_ROWS; lane += LANES) {
+        int64_t tile = first;
+        for (; tile + TILES <= last; tile += TILES)
+            multiply<F, TOKENS, TILES>(a, x, tile, lane, token, tokens);
+        for (; tile < last; tile++) multiply<F, TOKENS, 1>(a, x, tile, lane, token, tokens);
+    }
+}
+
+INLINE int64_t block_of(int64_t tokens) { return tokens == 1 ? 1 : tokens <= 4 ? 4 : tokens <= 8 ? 8 : 16; }
+
+template <class F> void linear(const Arguments& a, int threads) {
+    thread_local Scratch scratch;
+    const int64_t elements = round_up(a.k, 4), step_length = F::step_of(a), steps = ceil_div(elements, step_length);
+    const int64_t block_floats = Tokens::floats(elements, steps, MOST_TOKENS), blocks = ceil_div(a.m, MOST_TOKENS);
+    float* memory = scratch.floats(blocks * block_floats);
+    auto tokens_of = [&](int64_t block) {
+        const int64_t left = a.m - block * MOST_TOKENS;
+        return left < MOST_TOKENS ? left : MOST_TOKENS;
+    };
+    auto block_at = [&](int64_t block) {
+        return Tokens(memory + block * block_floats, elements, steps, block_of(tokens_of(block)));
+    };
+    if (const int64_t rest = tokens_of(blocks - 1); rest < block_of(rest)) {
+        // The places of tokens that are not there: any bits would do, but denormal numbers are slow.
+        const Tokens last = block_at(blocks - 1);
+        memset(last.scale, 0, 3 * steps * block_of(rest) * sizeof(float));
+    }
+    const int centre = F::has_offset(a) ? 0 : F::CENTRE;
+    parallel_for(a.m, 1 + SERIAL_PRODUCTS / 8 / a.k, threads, [&](int64_t token, int64_t last) {
+        for (; token < last; token++) {
+            const int64_t block = token / MOST_TOKENS;
+            round_token<F>(a.x + token * a.k, a.k, step_length, centre, block_at(block), token % MOST_TOKENS,
+                           block_of(tokens_of(block)));
+        }
+    });
+    const int64_t count = ceil_div(a.n, TILE_ROWS);
+    const int64_t grain = a.m * a.n * a.k <= SERIAL_PRODUCTS
+                              ? count
+                              : round_up(ceil_div(count, threads * PIECES_PER_THREAD), TILES_OF<1>);
+    parallel_for(count, grain, threads, [&](int64_t tile, int64_t last) {
+        for (; tile < last; tile += TILES_OF<1>) {
+            const int64_t end = tile + TILES_OF<1> < last ? tile + TILES_OF<1> : last;
+            for (int64_t block = 0; block < blocks; block++) {
+                const int tokens = tokens_of(block);
+                const int64_t token = block * MOST_TOKENS;
+                switch (block_of(tokens)) {
+                    case 1: tiles<F, 1>(a, block_at(block), tile, end, token, tokens); break;
+                    case 4: tiles<F, 4>(a, block_at(block), tile, end, token, tokens); break;
+                    case 8: tiles<F, 8>(a, block_at(block), tile, end, token, tokens); break;
+                    case 16: tiles<F, 16>(a, block_at(block), tile, end, token, tokens); break;
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+void linear_integer(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads) {
+    const Arguments a{weight, x, out, m};
+    switch (weight.format) {
+        case INT8: return linear<Int8>(a, threads);
+        case INT4: return linear<Int4>(a, threads);
+        case INT3: return linear<Int3>(a, threads);
+        case INT2: return linear<Int2>(a, threads);
+        case W8A8: return linear<W8a8>(a, threads);
+        case Q4_K: return linear<BlockQ4K>(a, threads);
+        case Q6_K: return linear<BlockQ6K>(a, threads);
+    }
+}

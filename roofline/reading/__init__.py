@@ -1,0 +1,1 @@
+"""How is what people give read, and refused in one sentence?"""

@@ -1,0 +1,1 @@
+"""What do guesses yield and cost?"""

@@ -1,0 +1,1 @@
+"""How long does an operator take, and who says so?"""

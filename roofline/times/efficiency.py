@@ -1,0 +1,423 @@
+"""How much of a device's roofs does a kernel reach, as a function of what it computes and moves?
+
+Each family of kernels has one function of seconds with a handful of physical parameters: a launch, a share of the
+bandwidth, a share of the matrix rate, what tiles and waves leave idle. `KernelFit` holds the parameters that a table of
+measurements gave (`fitting.py`), for a device, for its generation or for all devices together; a device that nobody
+measured inherits from the nearest of them and its interval is wider by what leaving devices out has shown.
+
+Each function gives the seconds and, beside them, what the bare roofs ask at the shares that the kernel reaches: the
+larger of those says what binds.
+
+Source of the forms: Williams et al., Roofline (CACM 2009) for the two roofs; Hockney's alpha-beta model for messages;
+NVIDIA's "Matrix multiplication background" for tiles and waves; the expected number of distinct experts under uniform
+routing is the occupancy problem, N (1 - (1 - k/N)^T).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+import numpy as np
+
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.hardware.power import power_share
+from membound.roofline.shape import Count
+
+Family = Literal["gemm", "decode_attention", "prefill_attention", "moe", "elementwise", "collective"]
+FAMILIES: tuple[Family, ...] = (
+    "gemm",
+    "decode_attention",
+    "prefill_attention",
+    "moe",
+    "elementwise",
+    "collective",
+)
+
+ANY = "any"
+# Families in which engines bring kernels of their own: what one engine's show of a format is not said of the others.
+OWN_KERNELS: tuple[Family, ...] = ("gemm", "moe")
+# Families whose kernels an engine rewrites for each generation: there its name says nothing beyond one.
+PER_GENERATION: tuple[Family, ...] = ("decode_attention", "moe")
+
+# How sharply the two roofs replace each other: 1 would add them, infinity take the larger. Kernels overlap copies with
+# arithmetic, but not at once from the first tile on.
+OVERLAP = 3.0
+# Rows of the output tile that a block of the matrix unit works on.
+TILE = 128.0
+# Fewer query rows than this still occupy as many rows of the matrix unit.
+MIN_QUERY_ROWS = 16.0
+
+
+# How many times the dense rate large 2:4 products reach: 1.4 to 1.9 on RTX 4070 Ti Super (pytorch/ao#174), 1.1 on A100
+# against a better dense kernel (CUDALibrarySamples#57); the data sheets promise 2.
+SPARSE_SPEEDUP = 1.5
+
+
+# Weight-only kernels unpack to 16 bits in registers and multiply with the instructions of the generation before, which
+# on these architectures reach about this share of the new ones' rate (TensorRT-LLM 0.15 on H200: INT4 below BF16 at
+# batch 8 with prompts of 2048, ModelOpt's table; measured on A100, where no such instructions are passed over).
+MIXED_INPUT_SHARE = {"Hopper": 0.6, "Blackwell": 0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFit:
+    """Parameters of a family on a scope, and how well they predicted the rows they were fitted on.
+
+    `scope` is a device's name, a generation (`Hopper-HBM`), a kind of memory (`HBM`) or `any`; `kernel` the number
+    format that the kernel works in (`bf16`, `fp8_block`, `w4a16`...), for collectives the operation; `library` the
+    engine whose kernels they are, or `any`. `spread` is the 80 % quantile of |ln(predicted / measured)|: within the
+    fitted rows for a device, between left-out devices for a wider scope.
+    """
+
+    family: Family
+    kernel: str
+    scope: str
+    library: str
+    parameters: Mapping[str, float]
+    rows: int
+    median_error: float
+    spread: float
+    sources: tuple[str, ...]
+
+
+@cache
+def published_fits() -> dict[tuple[str, str, str, str], KernelFit]:
+    """The fits that ship with membound, by (family, kernel, scope, library)."""
+    text = (resources.files("membound.data") / "efficiency" / "published.json").read_text("utf-8")
+    return index_fits(json.loads(text)["fits"])
+
+
+def index_fits(documents: list[dict[str, object]]) -> dict[tuple[str, str, str, str], KernelFit]:
+    fits = [KernelFit(**{**d, "sources": tuple(d["sources"])}) for d in documents]  # type: ignore[arg-type]
+    return {(fit.family, fit.kernel, fit.scope, fit.library): fit for fit in fits}
+
+
+# A kernel that no table has is taken for the nearest one that has been measured.
+_NEAREST_KERNEL = {
+    "fp16": "bf16",
+    "fp32": "bf16",
+    "w6a16": "w8a16",
+    "w3a16": "w4a16",
+    "w2a16": "w4a16",
+    "w4a8": "int8",
+    "fp4": "nvfp4",
+    "mxfp4": "nvfp4",
+    "w8a16": "bf16",
+    "w4a16": "bf16",
+    "int8": "fp8",
+    "nvfp4": "fp8",
+    "fp8_block": "fp8",
+    "fp8": "bf16",
+    "alltoall": "allreduce",
+    "allgather": "allreduce",
+    "reducescatter": "allreduce",
+    "sendrecv": "allreduce",
+    "layernorm": "rmsnorm",
+    "rope": "rmsnorm",
+    "act": "rmsnorm",
+    "act_mul": "rmsnorm",
+    "residual_add": "rmsnorm",
+    "embedding": "rmsnorm",
+}
+
+
+_FIRST_KERNEL = {"collective": "allreduce", "elementwise": "rmsnorm"}
+
+
+def find_fit(
+    fits: Mapping[tuple[str, str, str, str], KernelFit],
+    hardware: HardwareSpec,
+    family: Family,
+    kernel: str,
+    library: str = ANY,
+) -> KernelFit:
+    """The fit nearest to a device, a kernel and a library.
+
+    The device comes before the one that it is a variant of, that before its generation, that before the kind of
+    memory, and within each the library before `any`. A kernel that nobody measured is replaced by the nearest one that
+    somebody did.
+    """
+    scopes = (hardware.name, hardware.variant_of or hardware.name, hardware.generation, hardware.memory_kind, ANY)
+    wanted: str | None = kernel
+    while wanted is not None:
+        for scope in scopes:
+            for known in (library, ANY):
+                fit = fits.get((family, wanted, scope, known))
+                if fit is not None:
+                    return fit
+        wanted = _NEAREST_KERNEL.get(wanted)
+    return fits[(family, _FIRST_KERNEL.get(family, "bf16"), ANY, ANY)]
+
+
+# What is taken for a clock that the catalog does not have, and at which `launch_s` is stated.
+_CLOCK_HZ = 1.8e9
+# The part of a kernel's latency that passes in cycles of its clock; the rest is the launch itself.
+_LATENCY_IN_CYCLES = 0.75
+
+
+def launch_s(p: Mapping[str, float], hardware: HardwareSpec) -> float:
+    """Seconds before and after a kernel's work, which a faster clock shortens."""
+    slower = _CLOCK_HZ / (hardware.clock_hz or _CLOCK_HZ)
+    return p["launch_s"] * (1.0 - _LATENCY_IN_CYCLES + _LATENCY_IN_CYCLES * slower)
+
+
+# How much wider a device's interval is that inherits from its generation, or from further: so much more were left-out
+# devices off than fitted ones (`validation/generalisation.py` on the published operators).
+_INHERITED_FROM_GENERATION, _INHERITED_FROM_FURTHER = 1.6, 2.2
+
+
+def spread_on(fit: KernelFit, hardware: HardwareSpec, kernel: str | None = None) -> float:
+    """The fit's spread on a device, wider where the device inherits it, or `kernel` from another of its kernels."""
+    if kernel not in (None, fit.kernel):
+        return fit.spread * _INHERITED_FROM_FURTHER
+    if fit.scope in (hardware.name, hardware.variant_of):
+        return fit.spread
+    return fit.spread * (_INHERITED_FROM_GENERATION if fit.scope == hardware.generation else _INHERITED_FROM_FURTHER)
+
+
+def overlapped(a: Count, b: Count) -> Count:
+    """Seconds of two resources that work at the same time: a little more than the larger of the two."""
+    larger, smaller = np.maximum(a, b), np.minimum(a, b)
+    ratio = smaller / np.maximum(larger, 1e-30)
+    return larger * (1.0 + ratio * ratio * ratio) ** (1.0 / OVERLAP)
+
+
+def matrix_rate(p: Mapping[str, float], hardware: HardwareSpec, dtype: str) -> float:
+    """FLOP/s that large products reach: the kernel's share of what the device sustains within its power."""
+    return hardware.peak_flops(dtype) * power_share(hardware, dtype) * p["matrix_share"]
+
+
+def fp16_accumulation_gain(hardware: HardwareSpec) -> float:
+    """How many times the rate of fp32 accumulation a device reaches with fp16 accumulation: GeForce halves the former.
+
+    Source: NVIDIA's GA102 and AD102 white papers (RTX 3090: 142 against 71 TFLOP/s, RTX 4090: 330 against 165).
+    """
+    workstation = hardware.name.startswith(("RTX-A", "RTX-PRO", "RTX-6000"))
+    return 2.0 if hardware.name.startswith("RTX-") and not workstation else 1.0
+
+
+def cached_share(hardware: HardwareSpec, working_set_bytes: Count) -> Count:
+    """The share of a repeated read that the last-level cache serves: all up to half its size, nothing beyond it."""
+    cache_bytes = hardware.cache_bytes or 0
+    if not cache_bytes:
+        return np.zeros_like(working_set_bytes) if np.ndim(working_set_bytes) else 0.0
+    return np.minimum(np.maximum((cache_bytes - working_set_bytes) / (0.5 * cache_bytes), 0.0), 1.0)
+
+
+def stream_s(p: Mapping[str, float], hardware: HardwareSpec, moved_bytes: Count, cached: Count = 0.0) -> Count:
+    """Seconds to move bytes at the share of the bandwidth that the kernel reaches.
+
+    The `cached` share comes from the last-level cache, of which each unit gets `cache_bytes_per_cycle`.
+    """
+    seconds = moved_bytes / (hardware.bandwidth_bytes_per_s * p["bandwidth_share"])
+    if not np.any(cached):
+        return seconds
+    cache_rate = (hardware.compute_units or 100) * (hardware.clock_hz or _CLOCK_HZ) * p["cache_bytes_per_cycle"]
+    faster = np.minimum(hardware.bandwidth_bytes_per_s * p["bandwidth_share"] / cache_rate, 1.0)
+    return seconds * (1.0 - cached * (1.0 - faster))
+
+
+def padded_rows(m: Count) -> Count:
+    """Rows that the matrix unit really computes for m rows: whole tiles, of 16 rows while one tile holds them all.
+
+    A single row is a product of a matrix with a vector, for which engines have kernels that compute no other.
+    """
+    tiled = np.where(np.asarray(m) <= TILE, np.ceil(m / 16.0) * 16.0, np.ceil(m / TILE) * TILE)
+    return np.where(np.asarray(m) <= 1.0, m, tiled)
+
+
+def gemm_s(
+    p: Mapping[str, float],
+    hardware: HardwareSpec,
+    rate: Count,
+    m: Count,
+    n: Count,
+    k: Count,
+    moved_bytes: Count,
+    cached: Count = 0.0,
+) -> tuple[Count, Count, Count]:
+    """(seconds, memory seconds, compute seconds) of [m, k] x [k, n]; too few tiles for all units cost `wave_loss`."""
+    tiles = np.ceil(m / TILE) * np.ceil(n / TILE)
+    waves = tiles / (hardware.compute_units or 100)
+    tiled_s = 2.0 * padded_rows(m) * n * k / rate * (1.0 + p["wave_loss"] / np.maximum(waves, 1.0))
+    memory_s = stream_s(p, hardware, moved_bytes, cached)
+    return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, 2.0 * m * n * k / rate
+
+
+def decode_attention_s(
+    p: Mapping[str, float],
+    hardware: HardwareSpec,
+    rate: float,
+    streams: Count,
+    rows_per_stream: Count,
+    kv_tokens: Count,
+    bytes_per_kv_token: Count,
+    flops_per_pair: Count,
+    cached: Count = 0.0,
+    rows_of_a_tile: float = MIN_QUERY_ROWS,
+) -> tuple[Count, Count, Count]:
+    """(seconds, memory seconds, compute seconds) of attention of few queries over many cached tokens.
+
+    `streams` are the (sequence, KV head) pairs, each of which reads its own keys and values: `kv_tokens` in all over
+    the streams. A stream keeps only so many bytes in flight, so that it takes `half_streams` of them for each TB/s of
+    the device to reach half its bandwidth, and each pays for part of a tile (`tile_tokens`). A stream's
+    `rows_per_stream` queries share its read; each query-key pair costs `flops_per_pair`.
+    """
+    tiles = (kv_tokens + streams * p["tile_tokens"]) / np.maximum(kv_tokens, 1e-9)
+    half = p["half_streams"] * hardware.bandwidth_bytes_per_s / 1e12
+    memory_s = stream_s(p, hardware, kv_tokens * bytes_per_kv_token, cached)
+    read_s = memory_s * tiles * (1.0 + half / np.maximum(streams, 1e-9))
+    pair_s = kv_tokens * flops_per_pair / rate
+    taken_s = overlapped(read_s, np.maximum(rows_per_stream, rows_of_a_tile) * pair_s)
+    return launch_s(p, hardware) + taken_s, memory_s, rows_per_stream * pair_s
+
+
+def prefill_attention_s(
+    p: Mapping[str, float],
+    hardware: HardwareSpec,
+    rate: float,
+    heads: Count,
+    tokens: Count,
+    sequences: Count,
+    attended: Count,
+    flops_per_pair: Count,
+    moved_bytes: Count,
+) -> tuple[Count, Count, Count]:
+    """(seconds, memory seconds, compute seconds) of causal attention of whole prompts or chunks.
+
+    Each tile of 128 queries pays `tile_tokens` keys of prologue and mask; fewer (head, tile) blocks than `wave_loss`
+    times the units leave some idle.
+    """
+    mean_q = tokens / np.maximum(sequences, 1e-9)
+    padded = np.ceil(mean_q / TILE) * TILE
+    pairs = (attended / np.maximum(tokens, 1e-9) + (padded - mean_q) / 2.0 + p["tile_tokens"]) * padded * sequences
+    blocks = heads * sequences * padded / TILE / (hardware.compute_units or 100)
+    idle = (1.0 + (p["wave_loss"] / np.maximum(blocks, 1e-9)) ** 2) ** 0.5
+    tiled_s = heads * pairs * flops_per_pair / rate * idle
+    memory_s = stream_s(p, hardware, moved_bytes)
+    return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, heads * attended * flops_per_pair / rate
+
+
+def distinct_experts(experts: float, top_k: float, tokens: Count, skew: float = 0.0) -> Count:
+    """The expected number of distinct experts that `tokens` tokens read: N (1 - (1 - k/N)^T) for uniform routing.
+
+    With `skew` s the popularity of expert i goes as i^-s, and the expectation sums over the experts; s = 0 is uniform.
+    """
+    if skew == 0.0:
+        share = top_k / experts
+        return experts * (1.0 - (1.0 - share) ** tokens)
+    return np.interp(np.log1p(tokens), *_skewed_curve(experts, top_k, skew))
+
+
+def missing_experts(experts: float, top_k: float, tokens: Count, skew: float, cached: float) -> Count:
+    """The expected number of distinct experts that `tokens` tokens read and a cache of the last `cached` has not.
+
+    With chance q_i that a step reads expert i, it lies in the cache with 1 - (1 - q_i)^t, where the characteristic time
+    t in steps makes those chances sum to the cache's size (Che, Tung and Wang, Hierarchical Web Caching Systems, 2002,
+    for steps in place of single requests). With uniform routing that is distinct experts times 1 - cached / experts.
+    """
+    if cached >= experts:
+        return 0.0 * distinct_experts(experts, top_k, tokens, skew)
+    if skew == 0.0:
+        return distinct_experts(experts, top_k, tokens) * (1.0 - cached / experts)
+    counts = np.concatenate([np.zeros(1), np.geomspace(1.0, 1e5, 60)])
+    curve = _missing_curve(experts, top_k, skew, cached)
+    return np.interp(np.log1p(tokens), np.log1p(counts), curve)
+
+
+@cache
+def _missing_curve(experts: float, top_k: float, skew: float, cached: float) -> np.ndarray:
+    chance = expert_chances(experts, top_k, skew)
+    missing = [0.0]
+    for tokens in np.geomspace(1.0, 1e5, 60):
+        kept_out = np.minimum((1.0 - chance) ** tokens, 1.0 - 1e-12)  # of one step
+        low, high = 1e-6, 1e12  # steps
+        for _ in range(60):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if np.sum(1.0 - kept_out**middle) < cached else (low, middle)
+        missing.append(float(np.sum((1.0 - kept_out) * kept_out**high)))
+    return np.array(missing)
+
+
+@cache
+def _skewed_curve(experts: float, top_k: float, skew: float) -> tuple[np.ndarray, np.ndarray]:
+    chance = expert_chances(experts, top_k, skew)
+    tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
+    read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
+    return np.log1p(tokens), read
+
+
+def expert_chances(experts: float, top_k: float, skew: float) -> np.ndarray:
+    """The chance that a token takes each expert, of popularity i^-s."""
+    weights = np.arange(1.0, experts + 1.0) ** -skew
+    chance = np.minimum(top_k * weights / weights.sum(), 1.0)
+    for _ in range(50):  # a chance cannot exceed 1: what is cut off goes to the others
+        missing = top_k - chance.sum()
+        if missing < 1e-9:
+            break
+        free = chance < 1.0
+        chance[free] = np.minimum(chance[free] * (1.0 + missing / chance[free].sum()), 1.0)
+    return chance
+
+
+def moe_s(
+    p: Mapping[str, float],
+    hardware: HardwareSpec,
+    rate: float,
+    pairs: Count,
+    active: Count,
+    expert_flops: Count,
+    expert_bytes: Count,
+    routed_bytes: Count,
+) -> tuple[Count, Count, Count]:
+    """(seconds, memory seconds, compute seconds) of the experts' two or three products.
+
+    `pairs` are (token, expert) pairs on this device, `active` the distinct experts among them; an expert's rows are
+    padded by `pad_rows`. `routed_bytes` is what the permutation, the activation and the weighted sum move; it counts
+    `routing_share` times.
+    """
+    rows = pairs / np.maximum(active, 1e-9) + p["pad_rows"]
+    tiled_s = active * rows * expert_flops / rate
+    memory_s = stream_s(p, hardware, active * expert_bytes)
+    moved_s = routed_bytes * p["routing_share"] / (hardware.bandwidth_bytes_per_s * p["bandwidth_share"])
+    taken_s = overlapped(memory_s, tiled_s) + moved_s
+    return launch_s(p, hardware) + taken_s, memory_s + moved_s, pairs * expert_flops / rate
+
+
+def elementwise_s(
+    p: Mapping[str, float], hardware: HardwareSpec, moved_bytes: Count, cached: Count = 0.0
+) -> tuple[Count, Count]:
+    """(seconds, memory seconds) of a kernel that reads, computes next to nothing, and writes."""
+    memory_s = stream_s(p, hardware, moved_bytes, cached)
+    return launch_s(p, hardware) + memory_s, memory_s
+
+
+# Times the message passes a link, of n ranks: reduce-scatter and all-gather make an all-reduce.
+_PASSES = {"allreduce": 2.0, "allgather": 1.0, "reducescatter": 1.0, "alltoall": 1.0}
+
+
+def collective_s(
+    p: Mapping[str, float],
+    operation: str,
+    message_bytes: Count,
+    ranks: Count,
+    bandwidth_bytes_per_s: Count,
+    shared_bus: bool,
+) -> tuple[Count, Count]:
+    """(seconds, link seconds) of a collective over `ranks` devices: alpha + beta (Hockney), ring volume.
+
+    The latency grows by `hop_s` a rank. Small messages do not fill the link: they take `small_loss` longer, up to
+    about 4 MB. Where all ranks share a bus (PCIe through the host), it slows with the ranks (`contention`).
+    """
+    passes = _PASSES.get(operation)
+    volume = 1.0 if passes is None else passes * (ranks - 1.0) / ranks
+    bandwidth = bandwidth_bytes_per_s * p["bandwidth_share"]
+    if shared_bus:
+        bandwidth = bandwidth / (np.maximum(ranks, 2.0) / 2.0) ** p.get("contention", 1.9)
+    link_s = volume * message_bytes / bandwidth * (1.0 + p["small_loss"] / (1.0 + message_bytes / 4e6))
+    return p["launch_s"] + p["hop_s"] * (ranks - 1.0) + link_s, link_s

@@ -1,0 +1,216 @@
+"""Which parameters of the kernels' time do measurements show?
+
+Robust least squares in logarithms, with few physical parameters and a prior: all devices together first, then each
+generation around that, each device around its generation, each library around its device. A scope with few rows so
+stays near the scope that holds it instead of following its noise. scipy does the minimisation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from membound.roofline.times.efficiency import ANY, FAMILIES, OWN_KERNELS, PER_GENERATION, Family, KernelFit
+from membound.roofline.validation.kernel_cases import KernelBatch
+
+Floats = NDArray[np.float64]
+
+# Relative scatter of one row that is no news: two teams that time the same GEMM agree within 6 to 13 %
+# (published noise floor), and a fit that goes below it follows noise.
+ROW_SCATTER = 0.08
+# What a device's rows are worth at most where they speak of other devices too.
+ROWS_A_DEVICE = 12.0
+# A row that is further off than this many scatters counts less and less.
+ROBUST_AT = 1.5
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where a parameter lies before anything is measured, how far it may be off (in ln), and what it cannot pass."""
+
+    start: float
+    width: float
+    low: float
+    high: float
+
+
+_LAUNCH = Parameter(4e-6, 0.7, 1e-7, 1e-3)
+_BANDWIDTH = Parameter(0.82, 0.12, 0.05, 1.0)
+_MATRIX = Parameter(0.90, 0.15, 0.02, 1.2)
+PARAMETERS: dict[Family, dict[str, Parameter]] = {
+    "gemm": {
+        "launch_s": _LAUNCH,
+        "bandwidth_share": _BANDWIDTH,
+        "matrix_share": _MATRIX,
+        "wave_loss": Parameter(0.1, 0.7, 1e-3, 2.0),
+        "cache_bytes_per_cycle": Parameter(12.0, 0.5, 2.0, 128.0),
+    },
+    "decode_attention": {
+        "launch_s": Parameter(11e-6, 0.5, 1e-6, 1e-3),
+        "bandwidth_share": Parameter(0.88, 0.10, 0.05, 1.0),
+        "matrix_share": Parameter(0.45, 0.2, 0.05, 1.0),
+        "tile_tokens": Parameter(48.0, 0.7, 1.0, 512.0),
+        "half_streams": Parameter(0.5, 0.5, 0.02, 10.0),
+        "cache_bytes_per_cycle": Parameter(28.0, 0.5, 2.0, 128.0),
+    },
+    "prefill_attention": {
+        "launch_s": Parameter(10e-6, 0.5, 1e-6, 1e-3),
+        "bandwidth_share": Parameter(0.80, 0.02, 0.3, 1.0),
+        "matrix_share": Parameter(0.75, 0.25, 0.02, 1.2),
+        "tile_tokens": Parameter(300.0, 0.8, 16.0, 3000.0),
+        "wave_loss": Parameter(0.6, 0.5, 0.05, 3.0),
+    },
+    "moe": {
+        "launch_s": Parameter(25e-6, 0.7, 2e-6, 1e-3),
+        "bandwidth_share": Parameter(0.85, 0.1, 0.05, 1.0),
+        "matrix_share": Parameter(0.7, 0.4, 0.02, 1.3),
+        "pad_rows": Parameter(25.0, 0.4, 0.0, 128.0),
+        "routing_share": Parameter(1.0, 0.5, 0.1, 6.0),
+    },
+    "elementwise": {
+        "launch_s": Parameter(2.2e-6, 0.4, 3e-7, 1e-4),
+        "bandwidth_share": Parameter(0.75, 0.3, 0.05, 1.0),
+        "cache_bytes_per_cycle": Parameter(12.0, 0.5, 2.0, 128.0),
+    },
+    "collective": {
+        "launch_s": Parameter(6e-6, 0.8, 5e-7, 1e-3),
+        "hop_s": Parameter(8e-7, 0.8, 1e-9, 1e-4),
+        "bandwidth_share": Parameter(0.72, 0.25, 0.02, 1.05),
+        "small_loss": Parameter(1.2, 0.8, 0.0, 10.0),
+        "contention": Parameter(1.9, 0.2, 0.5, 3.0),
+    },
+}
+
+
+def prior_parameters(family: Family) -> dict[str, float]:
+    """A family's parameters before anything was measured."""
+    return {name: parameter.start for name, parameter in PARAMETERS[family].items()}
+
+
+def fit_parameters(
+    family: Family, batches: Sequence[KernelBatch], prior: Mapping[str, float], *, for_others: bool = False
+) -> dict[str, float]:
+    """The most likely parameters: rows against the model in ln, parameters against the prior in ln.
+
+    In a fit that is `for_others` than the devices it is made of, the rows of each weigh as much as `ROWS_A_DEVICE`:
+    many rows do not make a device a better witness of others. An empty list gives the prior back.
+    """
+    if not batches:
+        return dict(prior)
+    from scipy.optimize import least_squares
+
+    names = list(PARAMETERS[family])
+    bounds = [PARAMETERS[family][name] for name in names]
+    centre = np.log([max(prior[name], 1e-12) for name in names])
+    widths = np.array([bound.width for bound in bounds])
+    weights = _weights(batches) if for_others else 1.0
+    low = np.log([max(bound.low, 1e-12) for bound in bounds])
+    high = np.log([bound.high for bound in bounds])
+    measured = np.log(np.concatenate([batch.measured_s for batch in batches]))
+
+    def residuals(point: Floats) -> Floats:
+        p = dict(zip(names, np.exp(point), strict=True))
+        predicted = np.log(np.concatenate([batch.predict(p) for batch in batches]))
+        off = (predicted - measured) / ROW_SCATTER
+        robust = np.sign(off) * np.sqrt(2.0 * ROBUST_AT**2 * (np.sqrt(1.0 + (off / ROBUST_AT) ** 2) - 1.0))
+        return np.concatenate([weights * robust, (point - centre) / widths])
+
+    start = np.clip(centre, low + 1e-6, high - 1e-6)
+    found = least_squares(residuals, start, bounds=(low, high), x_scale=0.3, max_nfev=60)
+    return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
+
+
+def _weights(batches: Sequence[KernelBatch]) -> Floats:
+    """The square root of each row's weight."""
+    rows = Counter[str]()
+    for batch in batches:
+        rows[batch.hardware.name] += len(batch.measured_s)
+    each = [min(1.0, ROWS_A_DEVICE / rows[batch.hardware.name]) ** 0.5 for batch in batches]
+    return np.concatenate([np.full(len(b.measured_s), weight) for b, weight in zip(batches, each, strict=True)])
+
+
+def errors(batches: Iterable[KernelBatch], p: Mapping[str, float]) -> Floats:
+    """ln(predicted / measured) of every row."""
+    return np.concatenate([np.log(batch.predict(p) / batch.measured_s) for batch in batches])
+
+
+def _scopes_of(batch: KernelBatch) -> tuple[str, str, str, str]:
+    hardware = batch.hardware
+    return ANY, hardware.memory_kind, hardware.generation, hardware.name
+
+
+def fit_all(batches: Sequence[KernelBatch]) -> list[KernelFit]:
+    """Fits of every family and kernel that the batches hold, from all devices down to each with its libraries.
+
+    Rows that beat the roofs are left out, because they were timed on other amounts than they state, and so are the
+    best of a search over shapes.
+    """
+    batches = [batch.only(batch.possible() & batch.usual()) for batch in batches]
+    batches = [batch for batch in batches if len(batch.measured_s)]
+    made: list[KernelFit] = []
+    for family in FAMILIES:
+        of_family = [batch for batch in batches if batch.family == family]
+        root = (
+            fit_parameters(family, of_family, prior_parameters(family), for_others=True)
+            if of_family
+            else prior_parameters(family)
+        )
+        for kernel in sorted({batch.kernel for batch in of_family}):
+            mine = [batch for batch in of_family if batch.kernel == kernel]
+            made += _fit_kernel(family, kernel, mine, root)
+    return made
+
+
+def _fit_kernel(
+    family: Family, kernel: str, batches: Sequence[KernelBatch], root: Mapping[str, float]
+) -> list[KernelFit]:
+    made: list[KernelFit] = []
+    parents: dict[tuple[str, str], Mapping[str, float]] = {}
+    libraries = {batch.library for batch in batches}
+    for level in range(4):
+        for scope in sorted({_scopes_of(batch)[level] for batch in batches}):
+            inside = [batch for batch in batches if _scopes_of(batch)[level] == scope]
+            above = _scopes_of(inside[0])[level - 1] if level else ""
+            around = parents.get((above, ANY), root)
+            overall = _fit(family, kernel, scope, ANY, inside, around, level < 3)
+            parents[(scope, ANY)] = overall.parameters
+            if family not in OWN_KERNELS or len(libraries) > 1 or ANY in libraries:
+                made.append(overall)
+            if level < 2 and family in PER_GENERATION:
+                continue
+            for library in sorted({batch.library for batch in inside} - {ANY}):
+                chosen = [batch for batch in inside if batch.library == library]
+                near = parents.get((above, library), overall.parameters)
+                fit = _fit(family, kernel, scope, library, chosen, near, level < 3)
+                parents[(scope, library)] = fit.parameters
+                made.append(fit)
+    return made
+
+
+def _fit(
+    family: Family,
+    kernel: str,
+    scope: str,
+    library: str,
+    batches: Sequence[KernelBatch],
+    prior: Mapping[str, float],
+    for_others: bool,
+) -> KernelFit:
+    p = fit_parameters(family, batches, prior, for_others=for_others)
+    off = errors(batches, p)
+    sources = sorted({case.row.text("source") for batch in batches for case in batch.cases})
+    return KernelFit(
+        family,
+        kernel,
+        scope,
+        library,
+        {name: float(f"{value:.4g}") for name, value in p.items()},
+        len(off),
+        float(f"{np.median(np.abs(np.expm1(off))):.3g}"),
+        float(f"{np.quantile(np.abs(off), 0.8):.3g}"),
+        tuple(sources),
+    )

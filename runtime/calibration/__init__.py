@@ -1,0 +1,1 @@
+"""What can this machine do? Micro-benchmarks, and what keeps them honest."""

@@ -1,0 +1,1 @@
+"""What should change first at an operating point?"""

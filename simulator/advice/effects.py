@@ -1,0 +1,171 @@
+"""What does a technique do to an engine: to bytes, FLOPs and steps of a token, to its speed, and where does it stop?
+
+Each technique is costed alone, on the engine with and without it, by the closed forms of a steady load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.models import ModelSpec
+from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.models.files import resolve_model
+from membound.roofline.scenario import Scenario
+from membound.roofline.techniques import TECHNIQUES, W8A8, GainMetric, KvQuantization, Technique
+from membound.roofline.times.efficiency import distinct_experts
+from membound.roofline.times.known import times_for
+from membound.simulator.advice.moves import excludes
+from membound.simulator.costing import ClosedForm, Served
+from membound.simulator.drafting import with_best_drafts
+from membound.simulator.steady import Load, Steady, deployment_of, with_room_for
+
+
+class PerToken(NamedTuple):
+    """What one device moves and computes for a token of output, and the steps that its sequence takes for it.
+
+    Drafting is left out: it is in the times.
+    """
+
+    bytes: float
+    flops: float
+    steps: float
+
+    def against(self, before: PerToken) -> PerToken:
+        """The ratios to another: below 1 is less."""
+        return PerToken(*(mine / other for mine, other in zip(self, before, strict=True)))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine under a load: its speed, its work for a token."""
+
+    served: Served
+    work: PerToken
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A technique alone on an engine. `after` is None where it is not possible, `before` where only it makes the model
+    fit; `reason` says why. `error` is the interval's: a gain lies between gain / (1 + error) and gain x (1 + error).
+    """
+
+    technique: Technique
+    baseline: str
+    before: Engine | None
+    after: Engine | None
+    error: float
+    reason: str | None = None
+
+    def gain(self, metric: GainMetric) -> float | None:
+        """How many times better the engine is with the technique, None where one of the two is not possible."""
+        if self.before is None or self.after is None:
+            return None
+        return self.after.served.better(self.before.served, metric)
+
+    @property
+    def work(self) -> PerToken | None:
+        """Bytes, FLOPs and steps of a token as shares of those without the technique."""
+        return None if self.before is None or self.after is None else self.after.work.against(self.before.work)
+
+
+def suited(name: str, hardware: HardwareSpec) -> Technique:
+    """A technique by its defaults, in the 8-bit format that the device has a matrix unit for, or a CPU unpacks."""
+    on_cpu = hardware.kind == "cpu"
+    if name == "w8a8":
+        return W8A8(format="fp8" if hardware.computes_in("fp8") else "int8")
+    if name == "kv_quantization":
+        return KvQuantization(format="int8" if on_cpu else "fp8")
+    return TECHNIQUES[name](name=name)
+
+
+class Bench:
+    """Engines under one load, each costed once."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self._found: dict[str, Engine | str] = {}
+
+    def engine(self, scenario: Scenario) -> Engine | str:
+        """Speed and work of an engine, or in a sentence why it cannot be."""
+        digest = scenario.digest
+        if digest not in self._found:
+            try:
+                self._found[digest] = self._costed(scenario)
+            except MemboundError as error:
+                self._found[digest] = str(error)
+        return self._found[digest]
+
+    def effect(self, engine: Scenario, technique: Technique) -> Effect:
+        """The technique on top of an engine; what the engine has that excludes it is left out on both sides.
+
+        The load is chosen apart from the engine, whose steps have room for its longest request.
+        """
+        engine = with_room_for(engine, self.load.lengths)
+        others = tuple(one for one in engine.techniques if one.name != technique.name and not excludes(one, technique))
+        with_it = engine.with_techniques((*others, technique))
+        without = with_it.with_techniques(others)
+        error = times_for(get_hardware(engine.hardware), engine.engine.profile).relative_error
+        baseline = technique.compared_with(without.setup)
+        before, after = self.engine(without), self.engine(with_it)
+        if isinstance(after, str):
+            return Effect(technique, baseline, None if isinstance(before, str) else before, None, error, after)
+        if isinstance(before, str):
+            return Effect(technique, baseline, None, after, error, before)
+        return Effect(technique, baseline, before, after, error)
+
+    def _costed(self, scenario: Scenario) -> Engine:
+        sized, drafting = with_best_drafts(scenario, self.load)
+        served = ClosedForm(self.load)(sized)._replace(drafting=drafting)
+        return Engine(served, _work(sized, self.load))
+
+
+def _work(scenario: Scenario, load: Load) -> PerToken:
+    """Of a decode step, by the tokens that it emits; a static batch runs until its longest output ends, on average
+    with fewer sequences than it began with."""
+    deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
+    steady = Steady(deployment, load)
+    lengths = steady.lengths
+    idle = lengths.longest_output_of(steady.batch) / lengths.output_tokens if steady.is_static else 1.0
+    alive = max(1.0, steady.batch / idle)
+    cost = deployment.verify_cost(alive, lengths.context)
+    emitted = float(deployment.decode_shape(alive, lengths.context).sequences) * deployment.tokens_per_step
+    return PerToken(float(cost.bytes) / emitted, float(cost.flops) / emitted, idle / deployment.tokens_per_step)
+
+
+# --- where a technique starts or stops to pay ---
+
+
+class Crossing(NamedTuple):
+    """Where a curve passes a level, and whether it rises there."""
+
+    at: float
+    rises: bool
+
+
+def crossings(xs: Sequence[float], ys: Sequence[float], level: float = 1.0) -> list[Crossing]:
+    """Where the curve through points at growing positive `xs` passes the level, straight between them in ln x."""
+    found = []
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
+        above, after = y0 > level, y1 > level
+        if above != after:
+            part = (level - y0) / (y1 - y0)
+            found.append(Crossing(math.exp(math.log(x0) + part * (math.log(x1) - math.log(x0))), after))
+    return found
+
+
+# --- mixtures of experts ---
+
+
+def experts_of(model: ModelSpec) -> MoeFfn | None:
+    """The mixture of the model's layers, None of a dense model."""
+    return next((group.ffn for group in model.groups() if isinstance(group.ffn, MoeFfn)), None)
+
+
+def share_of_experts(ffn: MoeFfn, tokens: float, skew: float = 0.0) -> float:
+    """The share of a layer's experts that a step of so many tokens is expected to read."""
+    return float(distinct_experts(float(ffn.experts), float(ffn.top_k), tokens, skew)) / ffn.experts

@@ -1,0 +1,209 @@
+"""What can be changed in an engine in one step, and what does each change cost in quality?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.models import ModelSpec
+from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.parallel import Parallelism
+from membound.roofline.scenario import Scenario
+from membound.roofline.scenario.workload import SessionPrompts
+from membound.roofline.techniques import (
+    W8A8,
+    ContinuousBatching,
+    DraftModelSpeculation,
+    DualBatchOverlap,
+    Eagle,
+    ExpertBalancing,
+    ExpertOffload,
+    FlashAttention,
+    Int8Weights,
+    KvEviction,
+    KvQuantization,
+    Medusa,
+    MlaAbsorption,
+    Mtp,
+    NgramSpeculation,
+    Sparsity24,
+    Technique,
+    WeightQuantization,
+    engine_setup,
+)
+from membound.simulator.steady import deployment_of
+
+MOST_TENSOR_PARALLEL = 64
+State = Literal["add", "on", "instead"]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a technique costs in quality; `rank` 0 is lossless, and higher costs more."""
+
+    rank: int
+    note: str
+    source: str
+
+
+_LOSSLESS = Quality(0, "lossless: the same tokens", "by construction; `membound measure` checks it")
+# Where `membound compare` can run the engine, it measures what the ledger does not know.
+_MEASURE = "measure its price with `membound compare`"
+_UNKNOWN_8 = Quality(1, f"lossy: {_MEASURE}", "no figure in the ledger")
+_QUALITY: dict[str, Quality] = {
+    "int8_weights": Quality(
+        1, "KL 0.005 nats to bf16, 96.8 % equal top-1 tokens (SmolLM2-135M)", "measured: README, live-cpu"
+    ),
+    "w8a8": _UNKNOWN_8,
+    "weight_quantization:8": _UNKNOWN_8,
+    "weight_quantization:4": Quality(
+        2, "perplexity +0.9 % (LLaMA-1-7B, Q4_K_M against F16)", "llama.cpp PR 1684; claims A1-44"
+    ),
+    "weight_quantization:2": Quality(
+        4, "perplexity 6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
+    ),
+    "kv_quantization:8": _UNKNOWN_8,
+    "kv_quantization:4": Quality(2, f"lossy: {_MEASURE}", "no figure in the ledger"),
+    "kv_quantization:2": Quality(
+        3,
+        "CoQA 63.88 to 63.05, GSM8K 13.50 to 12.74 with 2-bit KIVI (Llama-2-7B)",
+        "arXiv 2402.02750, table 3; claims A2-14",
+    ),
+    "kv_eviction": Quality(
+        3,
+        f"lossy where a question comes after its context was evicted: {_MEASURE}",
+        "no figure in the ledger; claims X3",
+    ),
+    "sparsity_2_4": Quality(
+        3,
+        "perplexity 5.12 to 10.2 (Llama-2-7B), 3.12 to 5.40 (70B), SparseGPT without fine-tuning",
+        "Wanda's table; claims A2-16 and A2-18",
+    ),
+}
+
+
+def quality_of(technique: Technique, *, runs_here: bool = True) -> Quality:
+    """The price of a technique in quality, with its source; `runs_here` says whether it could be measured."""
+    quality = _quality_of(technique)
+    if runs_here:
+        return quality
+    return replace(quality, note=quality.note.replace(_MEASURE, "no figure of its price is known here"))
+
+
+def _quality_of(technique: Technique) -> Quality:
+    if technique.lossless:
+        return _LOSSLESS
+    if technique.name in _QUALITY:
+        return _QUALITY[technique.name]
+    setup = engine_setup((technique,))
+    width = setup.kv.width if technique.layer == "kv" else setup.weights.width
+    bits = next((bits for bits in (2, 4, 8) if width <= bits + 0.5), 8)
+    return _QUALITY[f"{technique.name}:{bits}"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Something to change. `before` and `after` are the engines that are compared; `instead_of` names what goes."""
+
+    name: str
+    title: str
+    state: State
+    before: Scenario
+    after: Scenario | None
+    baseline: str
+    quality: Quality
+    instead_of: tuple[str, ...] = ()
+    price: str = ""
+    technique: Technique | None = None
+    reason: str | None = None
+
+
+def _variants(model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Iterator[Technique]:
+    """One of each kind of technique that may help, in the format that the device is made for."""
+    yield WeightQuantization(name="weight_quantization", format="int4")
+    if hardware.kind == "cpu":
+        yield Int8Weights()
+    else:
+        yield W8A8(format="fp8" if hardware.computes_in("fp8") else "int8")
+    yield Sparsity24()
+    yield KvQuantization(format="int8" if hardware.kind == "cpu" else "fp8")
+    yield FlashAttention()
+    if any(group.attention.kind == "mla" for group in model.groups()):
+        yield MlaAbsorption()
+    yield ContinuousBatching()
+    yield from (NgramSpeculation(), DraftModelSpeculation(), Medusa(), Eagle())
+    if model.mtp_layers:
+        yield Mtp()
+    kinds = {group.attention.kind for group in model.groups()}
+    if "gqa" in kinds and "mla" not in kinds:
+        yield KvEviction()
+    experts = [group.ffn.experts for group in model.groups() if isinstance(group.ffn, MoeFfn)]
+    if experts:
+        yield ExpertOffload(cached_experts=max(1, min(experts) // 2))
+        if parallel.ep > 1:  # as many copies as fill each device's slots
+            yield ExpertBalancing(redundant_experts=-min(experts) % parallel.ep or parallel.ep)
+    if parallel.tp > 1 or (parallel.dp > 1 and experts):
+        yield DualBatchOverlap()
+
+
+def excludes(one: Technique, other: Technique) -> bool:
+    try:
+        engine_setup((one, other))
+    except MemboundError:
+        return True
+    return False
+
+
+def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float) -> Iterator[Move]:
+    """Everything that can be changed in one step, where a request has `tokens` tokens."""
+    has = {technique.name for technique in scenario.techniques}
+    for own in scenario.techniques:
+        rest = tuple(other for other in scenario.techniques if other is not own)
+        yield _technique_move(own, "on", scenario.with_techniques(rest), scenario)
+    for technique in _variants(model, hardware, scenario.parallel):
+        if technique.name in has or (technique.usual and technique.name not in scenario.without):
+            continue
+        rivals = tuple(other for other in scenario.techniques if excludes(other, technique))
+        kept = tuple(other for other in scenario.techniques if other not in rivals)
+        state: State = "instead" if rivals else "add"
+        after = scenario.with_techniques((*kept, technique))
+        yield _technique_move(technique, state, scenario, after, tuple(rival.name for rival in rivals))
+    yield _wider(scenario, model, hardware, tokens)
+    yield from _engine_moves(scenario)
+
+
+def _technique_move(
+    technique: Technique, state: State, before: Scenario, after: Scenario, instead_of: tuple[str, ...] = ()
+) -> Move:
+    baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.compared_with(before.setup)
+    quality = quality_of(technique, runs_here=after.hardware in ("local", "local-gpu"))
+    return Move(
+        technique.name, technique.title, state, before, after, baseline, quality, instead_of, technique=technique
+    )
+
+
+def _wider(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float) -> Move:
+    """Twice the tensor parallelism; where the model does not fit, as many times as it takes."""
+    tp, after, reason = scenario.parallel.tp, None, None
+    wider = 2 * tp
+    try:
+        after = scenario.with_value("parallel.tp", wider)
+        while wider < MOST_TENSOR_PARALLEL and deployment_of(after, model, hardware).largest_batch(tokens) < 1.0:
+            wider *= 2
+            after = scenario.with_value("parallel.tp", wider)
+    except MemboundError as error:
+        after, reason = None, str(error)
+    devices = scenario.parallel.devices
+    price = f"{devices * wider // tp} devices instead of {devices}"
+    title, baseline = f"tensor parallelism {wider}", f"tensor parallelism {tp}"
+    return Move("tensor_parallel", title, "add", scenario, after, baseline, _LOSSLESS, price=price, reason=reason)
+
+
+def _engine_moves(scenario: Scenario) -> Iterator[Move]:
+    """Settings of the engine whose gain only a simulation knows."""
+    if isinstance(scenario.workload.prompts, SessionPrompts) and not scenario.engine.prefix_caching:
+        after = scenario.with_value("engine.prefix_caching", True)
+        yield Move("prefix_caching", "prefix cache", "add", scenario, after, "prompts computed in full", _LOSSLESS)

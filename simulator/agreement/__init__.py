@@ -1,0 +1,1 @@
+"""Do published results come out?"""

@@ -1,0 +1,1 @@
+"""Which deployment serves a load, and what does it cost?"""

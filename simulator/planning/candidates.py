@@ -1,0 +1,369 @@
+"""Which deployments could serve a rate, and what would each come to? Thousands of them, by closed forms.
+
+A replica is costed once over all its batches; how it does at a rate follows from those curves, with the means of the
+load and a rough 99th percentile. The simulator has the last word on the few that matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import HardwareSpec
+from membound.roofline.models import ModelSpec
+from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.models.files import resolve_model
+from membound.roofline.parallel import Parallelism
+from membound.roofline.scenario import Scenario, Slo
+from membound.roofline.scenario.engine import BatchingName
+from membound.roofline.serving import chunks
+from membound.roofline.shape import StepShape
+from membound.roofline.techniques import W8A8, ContinuousBatching, KvQuantization, Technique, WeightQuantization
+from membound.simulator.steady import Lengths, SpeculatingDeployment, deployment_of
+
+Values = NDArray[np.float64]
+
+# Sequences that a replica decodes together at most; vLLM's own default for large devices is 1024.
+MOST_SEATS = 1024
+BATCHES = 24
+# What engines of today do where nobody says; a prompt may then be longer than a step.
+USUAL_BATCHING: BatchingName = "chunked_prefill"
+RATES = 64
+# Standard deviations to the 99th percentile of a count.
+TAIL = 2.326
+MOST_DEVICES = 32
+
+
+class Precision(NamedTuple):
+    """A choice of number formats; `given` is what the scenario's techniques say."""
+
+    name: str
+    techniques: tuple[Technique, ...]
+    lossless: bool
+
+
+def precisions(names: Sequence[str], device: HardwareSpec, given: tuple[Technique, ...]) -> Iterator[Precision]:
+    """The named choices that this device has; raises MemboundError for a name that is none."""
+    rest = tuple(technique for technique in given if technique.layer not in ("weights", "kv"))
+    for name in names:
+        if name == "given":
+            yield Precision(name, given, True)
+        elif name == "8bit":
+            eight = "fp8" if device.computes_in("fp8") else "int8"
+            if device.computes_in(eight):
+                yield Precision(name, (*rest, W8A8(format=eight), KvQuantization(format=eight)), False)
+        elif name == "4bit":
+            yield Precision(name, (*rest, WeightQuantization(format="int4")), False)
+        else:
+            raise MemboundError(f"precision '{name}' is unknown; give given, 8bit or 4bit")
+
+
+def parallelisms(model: ModelSpec, device: HardwareSpec) -> Iterator[Parallelism]:
+    """Degrees of tensor, pipeline, data and expert parallelism of a replica, the fewest devices first.
+
+    Tensor parallelism stays where links are direct; stages and experts may go on to other nodes. Dense models are not
+    divided by dp: that is what replicas are.
+    """
+    near = device.scale_up.max_devices if device.scale_up else 1
+    has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
+    found = []
+    for tp, pp, dp in ((2**a, 2**b, 2**c) for a in range(6) for b in range(4) for c in range(6)):
+        devices = tp * pp * dp
+        if devices > MOST_DEVICES or tp > near or (devices > near and device.scale_out is None):
+            continue
+        if dp > 1 and (not has_experts or pp > 1):
+            continue
+        found.append(Parallelism(tp=tp, pp=pp, dp=dp, ep=1))
+        if has_experts and tp * dp > 1:
+            found.append(Parallelism(tp=tp, pp=pp, dp=dp, ep=tp * dp))
+    return iter(sorted(found, key=lambda parallel: (parallel.devices, parallel.pp, parallel.dp)))
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is asked for: requests a second, or clients in a closed loop; their lengths; and the objective."""
+
+    rate_rps: float | None
+    concurrency: float | None
+    lengths: Lengths
+    slo: Slo
+
+    @property
+    def amount(self) -> float:
+        """Of the two the one that is given."""
+        amount = self.rate_rps if self.rate_rps is not None else self.concurrency
+        assert amount is not None
+        return amount
+
+
+class Estimate(NamedTuple):
+    """A replica under a load: means, and rough 99th percentiles. Elementwise for arrays of loads."""
+
+    load: Values
+    batch: Values
+    tpot_s: Values
+    tpot_p99_s: Values
+    ttft_s: Values
+    ttft_p99_s: Values
+    e2e_p99_s: Values
+    requests_per_s: Values
+
+    def meets(self, slo: Slo, *, tails: bool, slack: float = 1.0) -> NDArray[np.bool_]:
+        """Where every bound holds: of the 99th percentiles, or of the means alone, which no engine can miss less."""
+        ttft, tpot = (self.ttft_p99_s, self.tpot_p99_s) if tails else (self.ttft_s, self.tpot_s)
+        good = np.isfinite(self.tpot_s)
+        for value, bound in ((ttft, slo.ttft_s), (tpot, slo.tpot_s), (self.e2e_p99_s if tails else None, slo.e2e_s)):
+            if bound is not None and value is not None:
+                good &= value <= bound * slack
+        return good
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A model on some devices in a precision, with its curves: seconds of a decode step, and seconds that a prompt
+    adds, at each of `batches` sequences."""
+
+    scenario: Scenario
+    hardware: HardwareSpec
+    precision: Precision
+    parallel: Parallelism
+    lengths: Lengths
+    batches: Values
+    decode_s: Values
+    prompt_s: Values
+
+    @property
+    def devices(self) -> int:
+        return self.parallel.devices
+
+    @property
+    def seats(self) -> int:
+        """Sequences that it can decode together."""
+        return int(self.batches[-1])
+
+    @cached_property
+    def whole_request_s(self) -> Values:
+        """Seconds of a request at each batch in a closed loop that keeps it."""
+        return self.lengths.output_tokens * self.decode_s + self.batches * self.prompt_s
+
+    @property
+    def most_rps(self) -> float:
+        """Requests a second that it can serve at most."""
+        return float(np.max(self.batches / self.whole_request_s))
+
+    def at_rates(self, rates: Values) -> Estimate:
+        """At rates of Poisson arrivals: the batch is that at which as many end as arrive.
+
+        Of `rate` prompts a second each takes its time from decoding, so that a step and what prompts add to it take
+        C = D / (1 - rate P) on average. Who arrives waits for the end of a step, longer ones more often; then all who
+        came meanwhile have their prompts in one step and their first tokens at its end. The batch and the prompts
+        beside one's own vary as Poisson counts do; those that pass during an output as in a busy period (Borel), since
+        each makes it longer. Where few seats are free first tokens wait for one.
+        """
+        n, rate = self.lengths.output_tokens, np.asarray(rates, dtype=np.float64)
+        busy = rate[:, None] * self.prompt_s
+        with np.errstate(divide="ignore", invalid="ignore"):
+            token_s = np.where(busy < 1.0, self.decode_s / (1.0 - busy), np.inf)
+        over = rate[:, None] * n * token_s - self.batches
+        stable = np.any(over <= 0, axis=1)
+        index = np.argmax(over <= 0, axis=1)
+        batch = np.where(stable, self._crossing(over, index), np.inf)
+        b = np.where(stable, np.maximum(batch, 1e-3), self.batches[-1])
+        most = np.minimum(b + TAIL * np.sqrt(b), self.batches[-1])
+        prompt = self._at(self.prompt_s, b)
+        used = np.minimum(rate * prompt, 0.999)
+        tpot = self._at(self.decode_s, b) / (1.0 - used)
+        passing = rate * n * tpot
+        tpot_p99 = self._at(self.decode_s, most) + (passing + TAIL * np.sqrt(passing) / (1.0 - used)) * prompt / n
+        longest, moment = self._spread_of_prompts
+        under_way = tpot + moment * prompt**2 * rate / (1.0 - used**2)
+        waiting = (1.0 - np.exp(-b)) * (0.5 + used) * under_way
+        seat, seat_p99 = self._waiting_for_a_seat(b, n * tpot)
+        ttft = self._at(self.decode_s, b) + prompt + waiting + seat
+        beside = rate * 2.0 * under_way
+        own = self._at(self.decode_s, most) + (longest + beside + TAIL * np.sqrt(beside)) * prompt
+        ttft_p99 = under_way + own + seat_p99
+        e2e_p99 = ttft_p99 + self._longest_output * tpot_p99
+        unstable = np.where(stable, 0.0, np.inf)
+        return Estimate(
+            rate,
+            batch,
+            tpot + unstable,
+            tpot_p99 + unstable,
+            ttft + unstable,
+            ttft_p99 + unstable,
+            e2e_p99 + unstable,
+            np.where(stable, rate, 0.0),
+        )
+
+    def at_concurrency(self, clients: Values) -> Estimate:
+        """With clients in a closed loop; those without a seat wait for one."""
+        clients = np.asarray(clients, dtype=np.float64)
+        b = np.minimum(clients, self.batches[-1])
+        n, prompt, decode = self.lengths.output_tokens, self._at(self.prompt_s, b), self._at(self.decode_s, b)
+        tpot = decode + (b - 1.0) * prompt / n
+        request = b * prompt + n * decode
+        waiting = (clients / b - 1.0) * request
+        ttft = decode + prompt + waiting
+        ttft_p99 = 2.0 * decode + prompt * self._spread_of_prompts[0] + np.sqrt(b) * prompt + waiting
+        e2e_p99 = ttft_p99 + self._longest_output * tpot
+        return Estimate(clients, b, tpot, tpot, ttft, ttft_p99, e2e_p99, b / request)
+
+    def at(self, demand: Demand, loads: Values) -> Estimate:
+        """At shares of the demand."""
+        return self.at_rates(loads) if demand.rate_rps is not None else self.at_concurrency(loads)
+
+    def most_load(self, demand: Demand, *, tails: bool) -> float:
+        """The largest share of the demand with which it meets the objective; 0 where none does."""
+        if demand.rate_rps is not None:
+            loads = self.most_rps * np.linspace(1.0, RATES, RATES) / (RATES + 0.5)
+        else:
+            loads = np.unique(np.concatenate((self.batches, self.batches[-1] * np.array([1.25, 1.5, 2.0, 4.0]))))
+        good = self.at(demand, loads).meets(demand.slo, tails=tails)
+        if not good[0]:
+            return 0.0
+        first_bad = int(np.argmin(good)) if not good.all() else len(good)
+        return float(loads[first_bad - 1])
+
+    def pools(self, demand: Demand) -> tuple[int, int] | None:
+        """The fewest engines for prompts and for outputs with which the means meet the objective; None where none do.
+
+        Engines that only decode have no prompts between their tokens; those for prompts must keep up with the rate.
+        """
+        if demand.rate_rps is None:
+            return None
+        decode = self._decoding.replicas(_without_first_tokens(demand), tails=False)
+        own_s = float(self.decode_s[0] + self.prompt_s[0])
+        if decode is None or (demand.slo.ttft_s is not None and own_s > demand.slo.ttft_s):
+            return None
+        return max(1, math.ceil(demand.rate_rps * float(self.prompt_s[0]))), decode
+
+    def most_of_pools(self, demand: Demand, prompt_engines: int, decode_engines: int) -> float:
+        """The most requests a second that pools of so many engines serve; the smaller of the two."""
+        decode = self._decoding.most_load(_without_first_tokens(demand), tails=False)
+        return min(prompt_engines / float(self.prompt_s[0]), decode_engines * decode)
+
+    @property
+    def _decoding(self) -> Replica:
+        """An engine that has no prompts to compute."""
+        return replace(self, prompt_s=np.zeros(len(self.batches)))
+
+    def replicas(self, demand: Demand, *, tails: bool) -> int | None:
+        """How many of it meet the objective together; None where no number does."""
+        most = self.most_load(demand, tails=tails)
+        return None if most <= 0.0 else max(1, math.ceil(demand.amount / most - 1e-9))
+
+    def _at(self, curve: Values, batch: Values) -> Values:
+        return np.interp(batch, self.batches, curve)
+
+    def _crossing(self, over: Values, index: NDArray[np.int64]) -> Values:
+        """The batch at which as many end as arrive, between two of the curve; below its first one linearly from 0."""
+        row = np.arange(len(index))
+        before = np.maximum(index - 1, 0)
+        low, high = self.batches[before], self.batches[index]
+        f_low, f_high = over[row, before], over[row, index]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(f_low > f_high, f_low / (f_low - f_high), 0.0)
+        between = low + np.clip(share, 0.0, 1.0) * (high - low)
+        return np.where(index == 0, self.batches[0] + over[:, 0], between)
+
+    @cached_property
+    def _spread_of_prompts(self) -> tuple[float, float]:
+        """The 99th percentile of the prompts against their mean, and their second moment against its square."""
+        prompts = self.lengths.prompts
+        mean = prompts.mean()
+        return float(np.percentile(prompts, 99) / mean), float((prompts**2).mean() / mean**2)
+
+    @cached_property
+    def _longest_output(self) -> float:
+        return float(np.percentile(self.lengths.outputs, 99))
+
+    def _waiting_for_a_seat(self, batch: Values, request_s: Values) -> tuple[Values, Values]:
+        """Mean and 99th percentile: M/M/c with Sakasegawa's approximation of the chance to wait (1977)."""
+        seats = self.batches[-1]
+        used = np.minimum(batch / seats, 0.999)
+        chance = used ** (math.sqrt(2.0 * (seats + 1.0)) - 1.0)
+        each = request_s / (seats * (1.0 - used))
+        return chance * each, np.where(chance > 0.01, each * np.log(np.maximum(100.0 * chance, 1.0)), 0.0)
+
+
+def _without_first_tokens(demand: Demand) -> Demand:
+    """What is asked of engines that only decode."""
+    return replace(demand, slo=demand.slo.model_copy(update={"ttft_s": None}))
+
+
+def replica_of(
+    scenario: Scenario, hardware: HardwareSpec, precision: Precision, parallel: Parallelism, lengths: Lengths
+) -> Replica:
+    """A replica with its curves; raises MemboundError where it cannot be built or holds no sequence."""
+    techniques = precision.techniques
+    if scenario.engine.batching != "static" and not any(isinstance(t, ContinuousBatching) for t in techniques):
+        techniques = (*techniques, ContinuousBatching())
+    built = scenario.with_techniques(techniques).model_copy(update={"hardware": hardware.name, "parallel": parallel})
+    model = resolve_model(scenario.model)
+    deployment = replace(deployment_of(built, model, hardware), seats=math.inf)
+    fits = deployment.largest_batch(lengths.context)
+    if deployment.largest_batch(lengths.prompt_tokens + lengths.output_tokens) < 1.0:
+        held, whole = deployment.weights_bytes / 2**30, hardware.memory_bytes / 2**30
+        raise MemboundError(f"does not fit: its weights take {held:.1f} GiB of {whole:.1f} GiB")
+    most = float(min(max(1.0, fits), MOST_SEATS))
+    batches = np.unique(np.round(np.geomspace(1.0, most, BATCHES)))
+    limits = {"max_num_seqs": int(batches[-1]), "batching": scenario.engine.batching or USUAL_BATCHING}
+    built = built.model_copy(update={"engine": built.engine.model_copy(update=limits)})
+    decode_s = _decode_s(deployment, batches, lengths.context)
+    prompt_s = _prompt_s(deployment, batches, lengths)
+    return Replica(built, hardware, precision, parallel, lengths, batches, decode_s, prompt_s)
+
+
+def _seconds(deployment: SpeculatingDeployment, shape: StepShape) -> Any:
+    if deployment.speculation is not None:
+        return deployment.speculation.step_s(deployment.times, shape)
+    return deployment.step(shape).time_s
+
+
+def _decode_s(deployment: SpeculatingDeployment, batches: Values, context: float) -> Values:
+    """Seconds a token; each stage of a pipeline works on a micro-batch of its own."""
+    parallel = deployment.setup.parallel
+    micro = parallel.micro_batches_of(batches)
+    seconds = _seconds(deployment, StepShape.decode(batches / micro, np.full(len(batches), context)))
+    turns = np.maximum(micro / parallel.pp, 1.0)
+    return np.broadcast_to(np.asarray(seconds), batches.shape) * turns / deployment.tokens_per_step
+
+
+def _prompt_s(deployment: SpeculatingDeployment, batches: Values, lengths: Lengths) -> Values:
+    """Seconds that a prompt of mean length adds to the steps that it joins; a pipeline's stages share them."""
+    others = StepShape.decode(batches, np.full(len(batches), lengths.context))
+    plain, total = _seconds(deployment, others), np.zeros(len(batches))
+    for chunk, cached, times in chunks(lengths.prompt_tokens, float(deployment.chunk_tokens)):
+        total = total + times * (_seconds(deployment, others + StepShape.prefill(1.0, chunk, cached)) - plain)
+    return np.maximum(total, 0.0) / deployment.setup.parallel.busy_stages(batches)
+
+
+def replicas_on(
+    scenario: Scenario, hardware: HardwareSpec, names: Sequence[str], lengths: Lengths
+) -> tuple[list[Replica], list[str]]:
+    """Every replica that this device allows, and why others are not possible.
+
+    Stages of a pipeline are tried only where no tensor parallelism holds the model: within a node they are slower.
+    """
+    found, reasons = [], []
+    model = resolve_model(scenario.model)
+    for precision in precisions(names, hardware, scenario.techniques):
+        fits_without_stages = False
+        for parallel in parallelisms(model, hardware):
+            if parallel.pp > 1 and fits_without_stages:
+                continue
+            try:
+                found.append(replica_of(scenario, hardware, precision, parallel, lengths))
+            except MemboundError as error:
+                reasons.append(f"{hardware.name}, {precision.name}, {parallel.devices} devices: {error}")
+                continue
+            fits_without_stages |= parallel.pp == 1
+    return found, reasons

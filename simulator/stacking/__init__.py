@@ -1,0 +1,1 @@
+"""What do techniques gain together?"""

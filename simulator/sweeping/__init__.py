@@ -1,0 +1,1 @@
+"""What does a scenario come to over a range of values?"""
