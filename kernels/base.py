@@ -20,9 +20,11 @@ from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
 if TYPE_CHECKING:
     from membound.kernels.kivi import KiviBlocks
 
-# fp32 and bf16 as they are; int8 to int2: integer codes; w8a8: int8, multiplied with activations rounded to int8;
-# fp8: e4m3; sparse24: two of four numbers in bf16; q4_k and q6_k: GGUF's blocks.
-WeightFormat = Literal["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "fp8", "sparse24", "q4_k", "q6_k"]
+# fp32 and bf16 as they are; int8 to int2: integer codes; w8a8 and w4a8: int8 and int4, multiplied with activations
+# rounded to int8; fp8: e4m3; sparse24: two of four numbers in bf16; q4_k and q6_k: GGUF's blocks.
+WeightFormat = Literal[
+    "fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "w4a8", "fp8", "sparse24", "q4_k", "q6_k"
+]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 # gelu_tanh: the approximation by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415).
@@ -198,15 +200,15 @@ class Kernels(RecurrentKernels, Protocol):
     def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
         """Lays out a [n, k] weight, rounded to nearest; raises ValueError for what these kernels do not have.
 
-        int8, w8a8 and fp8 are symmetric with one scale a row; int4, int3 and int2 have a scale and an offset for each
-        `group_size` elements of a row (32, or a multiple that divides k; by default the largest up to 128).
+        int8, w8a8 and fp8 are symmetric with one scale a row; int4, w4a8, int3 and int2 have a scale and an offset for
+        each `group_size` elements of a row (32, or a multiple that divides k; by default the largest up to 128).
         """
 
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         """Lays out codes that another quantizer chose: the weight is scale * (codes - zero).
 
-        int8 and w8a8 have signed codes and no `zero`; int4, int3 and int2 codes from 0 on, about their middle where
-        `zero` is None. codes are integers [n, k]; scale and zero [n, k / group_size] or, for a scale a row, [n].
+        int8 and w8a8 have signed codes and no `zero`; int4, w4a8, int3 and int2 codes from 0 on, about their middle
+        where `zero` is None. codes are integers [n, k]; scale and zero [n, k / group_size] or, for a scale a row, [n].
         """
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:

@@ -19,7 +19,7 @@ from membound.kernels.base import BlockCopier, Mamba2Vectors, PackedWeight, Ragg
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.kv_formats import QuantizedKv
-from membound.kernels.quantize import Packer, dequantize
+from membound.kernels.quantize import Packer, dequantize, rounded_inputs
 from membound.kernels.recurrent import seats_of
 from membound.kernels.reference import TorchKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -184,6 +184,8 @@ class TritonKernels(ComposedKernels):
             if weight.format == "w8a8":
                 return linear_w8a8(QuantizedRows.of(x, "int8"), rows, self.activation_dtype)
             return linear_byte(x, rows)
+        if weight.format == "w4a8":
+            x = rounded_inputs(x, weight)
         if weight.format not in ("fp32", "bf16"):
             return functional.linear(x, dequantize(weight).to(x.dtype)).to(self.activation_dtype)
         return functional.linear(x.to(weight.data.dtype), weight.data).to(self.activation_dtype)

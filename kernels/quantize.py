@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from membound.kernels.arena import Arena
 from membound.kernels.base import WEIGHT_FORMATS, PackedWeight, WeightFormat
 
-CODE_BITS: dict[WeightFormat, int] = {"int8": 8, "w8a8": 8, "int4": 4, "int3": 3, "int2": 2}
+CODE_BITS: dict[WeightFormat, int] = {"int8": 8, "w8a8": 8, "int4": 4, "w4a8": 4, "int3": 3, "int2": 2}
 GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 TILE_ROWS = 16
 SMALLEST_GROUP = 32
@@ -35,7 +35,7 @@ class Packer:
         """A weight rounded to nearest: fp32 and bf16 are a cast, of the others see `Kernels.pack`."""
         if weight.dim() != 2:
             raise ValueError(f"a linear weight has two dimensions, this one has shape {tuple(weight.shape)}")
-        if group_size is not None and format not in ("int4", "int3", "int2"):
+        if group_size is not None and format not in ("int4", "w4a8", "int3", "int2"):
             raise ValueError(f"group_size: is {group_size}, but {format} has no groups to choose; leave it out")
         if format == "fp32":
             return PackedWeight(format, self._cast(weight, torch.float32))
@@ -233,6 +233,19 @@ def dequantize(weight: PackedWeight) -> Tensor:
     return (codes - middle) * spread(weight.scale)
 
 
+def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [m, k] as w4a8 multiplies it: rounded to int8, a scale for 128, 64 or 32 elements, as many as a group allows.
+
+    fp32 [m, k]; the sums over a step are exact, so a kernel differs only in the order of the additions of steps.
+    """
+    assert weight.group_size is not None, "w4a8 has groups"
+    step = next(step for step in (128, 64, SMALLEST_GROUP) if weight.group_size % step == 0)
+    steps = x.float().unflatten(1, (-1, step))  # [m, k / step, step]
+    scale = steps.abs().amax(dim=-1, keepdim=True) / 127
+    codes = (steps * torch.where(scale > 0, 1 / scale, 0)).round()
+    return (codes * scale).flatten(1)
+
+
 def _two_largest(sizes: list[Tensor]) -> list[Tensor]:
     """Of each four numbers, whether it is one of the two largest; of equal ones the first are."""
     stays = []
@@ -329,6 +342,7 @@ _LAYOUT: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     "int8": _bytes,
     "w8a8": _bytes,
     "int4": _nibbles,
+    "w4a8": _nibbles,
     "int3": _three_bits,
     "int2": _crumbs,
 }
@@ -336,6 +350,7 @@ _CODES: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     "int8": lambda rows: rows.view(torch.int8),
     "w8a8": lambda rows: rows.view(torch.int8),
     "int4": _from_nibbles,
+    "w4a8": _from_nibbles,
     "int3": _from_three_bits,
     "int2": _from_crumbs,
 }

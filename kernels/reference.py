@@ -9,7 +9,7 @@ from torch.nn import functional
 from membound.kernels.base import PackedWeight, RaggedBatch, WeightFormat
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.kv_formats import QuantizedKv
-from membound.kernels.quantize import Packer, dequantize
+from membound.kernels.quantize import Packer, dequantize, rounded_inputs
 from membound.kernels.sight import visible_tokens
 
 
@@ -52,6 +52,8 @@ class TorchKernels(ComposedKernels):
             y = functional.linear(x.to(torch.bfloat16), weight.data)
         elif weight.format == "w8a8":
             y = _linear_w8a8(x.float(), weight)
+        elif weight.format == "w4a8":
+            y = functional.linear(rounded_inputs(x, weight), dequantize(weight))
         elif weight.format == "int8" and weight.scale is not None and weight.group_size is None:
             y = _linear_int8(x.to(torch.bfloat16), weight.data).float() * weight.scale
         else:

@@ -21,6 +21,8 @@ def _said(name: str, value: Any) -> str:
     """`int4`, `8 redundant experts`: a format by itself, anything else with its name."""
     if isinstance(value, bool):
         return name.replace("_", " ") if value else f"no {name.replace('_', ' ')}"
+    if name == "lm_head":
+        return f"lm_head {value}"
     return str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value:g}"
 
 

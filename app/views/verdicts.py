@@ -44,8 +44,11 @@ def labelled(technique: Technique, t: Translate) -> str:
 def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
     """The same from the plain data of a technique."""
     title, given = technique_title(name, t), parameters.get("format") or parameters.get("policy")
-    activations = parameters.get("activations")
-    return f"{title}, {given}{f' + {activations}' if activations else ''}" if given else title
+    if not given:
+        return title
+    activations, lm_head = parameters.get("activations"), parameters.get("lm_head")
+    beside = (f" + {activations}" if activations else "") + (f", lm_head {lm_head}" if lm_head else "")
+    return f"{title}, {given}{beside}"
 
 
 def about(technique: Technique, t: Translate) -> str:

@@ -2,7 +2,7 @@
 //
 // Rows lie 16 at a time, a 32-bit word of each beside the next, so a vector holds the same columns of 16 rows: their
 // scales and minima are vectors too, and nothing is summed across lanes. Codes stay integers: x is rounded to 16 bits
-// (8 for w8a8) with a scale for each step of at most 128 elements, an error of 2^-16 of the largest of them, a
+// (8 for w8a8 and w4a8) with a scale for each step of at most 128 elements, an error of 2^-16 of the largest of them, a
 // hundredth of what bf16 loses. Integer sums are exact and the steps are added in order, so a row has the same bits
 // whatever else is in the batch, on every processor.
 
@@ -212,6 +212,20 @@ struct W8a8 : Grouped {  // one step: integers all along the row
         const int64_t words = length / 4, whole = words / 4 * 4;
         for (int64_t i = 0; i < whole; i += 4) unroll<4>([&](auto part) LAMBDA { word(i + part, part); });
         for (int64_t i = whole; i < words; i++) word(i, std::integral_constant<int, 0>{});
+    }
+};
+
+struct W4a8 : Grouped {  // the codes of int4
+    static constexpr int X = QUADS, CENTRE = 8;
+    template <class Use> INLINE static void decode(Stream w, int64_t element, int64_t length, Use use) {
+        w += element / 8 * TILE_ROWS;
+        for (int64_t i = 0; i < length / 4; i += 8)
+            unroll<4>([&](auto j) LAMBDA {
+                const UintVec v = load_words(w);
+                w += TILE_ROWS;
+                use(i + j, j, (IntVec)(v & 0x0F0F0F0Fu));
+                use(i + j + 4, j, (IntVec)(v >> 4 & 0x0F0F0F0Fu));
+            });
     }
 };
 
@@ -468,6 +482,7 @@ void linear_integer(const PackedWeight& weight, const float* x, float* out, int6
         case INT3: return linear<Int3>(a, threads);
         case INT2: return linear<Int2>(a, threads);
         case W8A8: return linear<W8a8>(a, threads);
+        case W4A8: return linear<W4a8>(a, threads);
         case Q4_K: return linear<BlockQ4K>(a, threads);
         case Q6_K: return linear<BlockQ6K>(a, threads);
     }

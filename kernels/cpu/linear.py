@@ -18,7 +18,7 @@ from membound.kernels.quantize import TILE_ROWS, Packer
 
 # From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds.
 MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
-INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "q4_k", "q6_k")
+INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "w4a8", "q4_k", "q6_k")
 FORMATS = ("fp32", "bf16", "fp8", "sparse24", *INTEGER_FORMATS)  # in the order of weight.h
 
 

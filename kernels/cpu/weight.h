@@ -1,10 +1,10 @@
-// A packed weight [n, k] as cpu.py hands it over; base.py says what its parts mean.
+// A packed weight [n, k] as linear.py hands it over; base.py says what its parts mean.
 
 #pragma once
 
 #include "vector.h"
 
-enum WeightFormat : int64_t { FP32, BF16, FP8, SPARSE24, INT8, INT4, INT3, INT2, W8A8, Q4_K, Q6_K };  // as in cpu.py
+enum WeightFormat : int64_t { FP32, BF16, FP8, SPARSE24, INT8, INT4, INT3, INT2, W8A8, W4A8, Q4_K, Q6_K };  // as in linear.py
 
 struct PackedWeight {
     const void* data;    // rows; for integers uint32 [ceil(n / 16), words, 16]

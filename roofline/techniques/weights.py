@@ -61,8 +61,8 @@ class WeightQuantization(WeightFormat):
     """Weights in any format that membound knows, and activations with them where they are given.
 
     Without `activations` the weights are unpacked to 16 bits before they are multiplied: fewer bytes, no higher rate.
-    The parts that checkpoints in a format usually keep in 16 bits (tables, routers) stay there. The format `bf16`
-    undoes the quantization of a model that is published quantized.
+    The parts that checkpoints in a format usually keep in 16 bits (tables, routers) stay there; of a small model the
+    `lm_head` is much of its bytes. The format `bf16` undoes the quantization of a model that is published quantized.
     """
 
     family = "move fewer bytes"
@@ -72,6 +72,9 @@ class WeightQuantization(WeightFormat):
     name: Literal["weight_quantization"] = "weight_quantization"
     format: str = Field("int4", description="int4, awq, q4_k_m, fp8_block, nvfp4, mxfp4, ternary and others")
     activations: str | None = Field(None, description="the format of what is multiplied with them; 16 bits without")
+    lm_head: str | None = Field(
+        None, description="the format of the lm_head, such as int8; without, what checkpoints in `format` usually have"
+    )
     method: QuantizationMethod = Field("rtn", description=_METHOD_HELP)
 
     @model_validator(mode="before")
@@ -90,6 +93,13 @@ class WeightQuantization(WeightFormat):
             raise ValueError(
                 "no quantization has 16 bits or more but bf16, which undoes one; give one such as int4, fp8 or q4_k_m"
             )
+        return name
+
+    @field_validator("lm_head")
+    @classmethod
+    def _is_a_weight_format(cls, name: str | None) -> str | None:
+        if name is not None:
+            _weight_format(name)
         return name
 
     @field_validator("activations")
@@ -114,7 +124,11 @@ class WeightQuantization(WeightFormat):
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
-        return _quantized(setup, _weight_format(self.format), activations)
+        quantized = _quantized(setup, _weight_format(self.format), activations)
+        if self.lm_head is None:
+            return quantized
+        plan, head = quantized.precision, {"lm_head": _weight_format(self.lm_head)}
+        return replace(quantized, precision=replace(plan, exceptions=_merged(plan, head)))
 
 
 def weights_in(format: str) -> Int8Weights | WeightQuantization:

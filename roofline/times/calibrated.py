@@ -88,7 +88,8 @@ class CalibratedTimes:
             if weight_format not in self.calibration.linear:
                 known = ", ".join(self.calibration.linear)
                 raise MemboundError(
-                    f"the calibration of '{self.hardware.name}' has no {weight_format} weights; it has {known}"
+                    f"the calibration of '{self.hardware.name}' has no {weight_format} weights; it has {known}; "
+                    "run `membound calibrate` to measure what kernels there are now"
                 )
             self._linears[weight_format] = _LinearTimes(self.calibration.linear[weight_format])
         return self._linears[weight_format]
@@ -130,6 +131,10 @@ class _LinearTimes:
         return seconds if np.ndim(m) else float(seconds)
 
 
+# Formats that have kernels of their own for activations in int8.
+_WITH_INT8 = {"int8": "w8a8", "int4": "w4a8"}
+
+
 def kernel_format(operator: Operator) -> str:
     """The kernels' name for the weights of a linear, under which a calibration has their times.
 
@@ -139,8 +144,8 @@ def kernel_format(operator: Operator) -> str:
     assert weights is not None, "a linear has weights"
     if weights.sparse:
         return "sparse24" if weights.values in ("bf16", "fp16") else weights.name
-    if weights.values == "int8" and activations is not None and activations.values == "int8":
-        return "w8a8"
+    if weights.values in _WITH_INT8 and activations is not None and activations.values == "int8":
+        return _WITH_INT8[weights.values]
     return "bf16" if weights.values == "fp16" else weights.values
 
 

@@ -25,7 +25,7 @@ SAMPLES = 32
 class LinearGrid:
     """The shapes to measure, the seconds to spend on a cell, and those beyond which a call is not measured."""
 
-    formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp32", "int4", "w8a8", "fp8", "sparse24")
+    formats: tuple[WeightFormat, ...] = ("bf16", "int8", "fp32", "int4", "w8a8", "w4a8", "fp8", "sparse24")
     n: tuple[int, ...] = (256, 1024, 4096, 16384, 65536)
     k: tuple[int, ...] = (256, 1024, 4096)
     m: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 31, 32, 48, 64, 128, 256, 512)

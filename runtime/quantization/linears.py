@@ -18,11 +18,23 @@ from membound.runtime.quantization.rtn import round_per_token
 
 def integer_linear(kernels: Kernels, quantized: Quantized) -> Linear:
     """A linear that reads the codes where the kernels have their layout, and one that reads their values elsewhere."""
+    format = packed_format(quantized)
+    if format is None:
+        return EmulatedLinear(kernels, quantized.dequantized().to(torch.bfloat16))
+    return _packed(kernels, quantized, format)
+
+
+def packed_format(quantized: Quantized) -> WeightFormat | None:
+    """The format in which kernels read these codes; None where no layout takes them."""
+    k, bits, group = quantized.shape[1], quantized.bits, quantized.group
+    if k % group or group % SMALLEST_GROUP or (bits == MOST_BITS and quantized.offset is not None):
+        return None
+    return _PACKED.get(bits)
+
+
+def _packed(kernels: Kernels, quantized: Quantized, format: WeightFormat) -> Linear:
     k, bits, group = quantized.shape[1], quantized.bits, quantized.group
     symmetric = quantized.offset is None
-    format = _PACKED.get(bits)
-    if format is None or k % group or group % SMALLEST_GROUP or (bits == MOST_BITS and not symmetric):
-        return EmulatedLinear(kernels, quantized.dequantized().to(torch.bfloat16))
     codes, scale = quantized.codes, quantized.scale
     if symmetric and bits < MOST_BITS:
         codes = codes.to(torch.int16) + 2 ** (bits - 1)  # the kernels count from 0
@@ -34,6 +46,14 @@ def integer_linear(kernels: Kernels, quantized: Quantized) -> Linear:
 def int8_linear(kernels: Kernels, quantized: Quantized) -> Linear:
     """A linear of int8 codes, a scale a row, that rounds its inputs to int8 as well."""
     return KernelLinear(kernels, kernels.pack_codes(quantized.codes, quantized.scale[:, 0], None, "w8a8"))
+
+
+def w4a8_linear(kernels: Kernels, quantized: Quantized) -> Linear | None:
+    """A linear of int4 codes that rounds its inputs to int8 as well, with a scale for up to 128 of them.
+
+    None where no layout takes the codes.
+    """
+    return _packed(kernels, quantized, "w4a8") if packed_format(quantized) == "int4" else None
 
 
 def fp8_linear(kernels: Kernels, weight: Float8) -> Linear:

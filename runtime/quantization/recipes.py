@@ -36,6 +36,7 @@ from membound.runtime.quantization.linears import (
     int8_linear,
     integer_linear,
     rounding,
+    w4a8_linear,
 )
 from membound.runtime.quantization.outliers import split_outliers
 from membound.runtime.quantization.pruning import PruningRecipe
@@ -103,6 +104,10 @@ class RoundingRecipe:
         grid = grid_of(format)
         if rounded is not None and grid == Grid(8) and self.plan.activations == PRECISIONS["int8"]:
             return int8_linear(self.kernels, self.on_grid(name, weight, grid))
+        if grid is not None and grid.bits == 4 and not format.sparse and self.plan.activations.values == "int8":
+            linear = w4a8_linear(self.kernels, self.on_grid(name, weight, grid))
+            if linear is not None:
+                return linear
         linear = self.quantized(name, weight, format)
         return linear if rounded is None else ChangedInput(linear, rounded)
 

@@ -2,12 +2,12 @@
 
     .venv/bin/python tests/bench/decode_roof.py [--peer vllm=PYTHON ...] [--folder FOLDER] [--rounds 3] [--json FILE]
 
-Steps of decode of 1, 4, 16 and 32 sequences and a prompt of 512 tokens, SmolLM2-135M with weights in bf16, int8 and
-int4, and in the same rounds each peer that a PYTHON has: `peers/` says how to install it. llama.cpp and OpenVINO read
-the same GGUF (Q4_1, 5 bits a weight); FOLDER holds it as `peers/hf_folder.py` wrote it for the others. All compute
-logits of every sequence and take the largest; none detokenizes; every number is a median of step times. One sequence's
-achieved bandwidth stands beside the calibrated roof at its working set (`membound calibrate`). Run it on a machine that
-does nothing else.
+Steps of decode of 1, 4, 16 and 32 sequences and a prompt of 512 tokens, SmolLM2-135M in each of `FORMATS`, and in the
+same rounds each peer that a PYTHON has: `peers/` says how to install it. llama.cpp and OpenVINO read the same GGUF
+(Q4_1, 5 bits a weight); FOLDER holds it as `peers/hf_folder.py` wrote it for the others. All compute logits of every
+sequence and take the largest; none detokenizes; every number is a median of step times. One sequence's achieved
+bandwidth stands beside the calibrated roof at its working set (`membound calibrate`). Run it on a machine that does
+nothing else.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ from membound.runtime.ragged import Part, ragged_batch
 CONTEXT, STEPS, PROMPT_TOKENS, BLOCK_SIZE = 64, 24, 512, 16
 BATCHES = (1, 4, 16, 32)
 Sizes = dict[str, float]
+
+# With 8-bit activations, as llama.cpp and OpenVINO multiply, and the lm_head in 8 bits, as in their GGUF.
+FORMATS: dict[str, dict[str, str]] = {
+    "bf16": {},
+    "int8": {"format": "int8"},
+    "int4": {"format": "int4"},
+    "int8, int8 inputs": {"format": "int8", "activations": "int8", "lm_head": "int8"},
+    "int4, int8 inputs": {"format": "int4", "activations": "int8", "lm_head": "int8"},
+}
 
 # Of each peer: what its weights are, and whether it reads the GGUF itself.
 PEERS = {
@@ -149,13 +158,10 @@ def main() -> None:
     assert calibration is not None, "run `membound calibrate` first"
     runtime = Runtime(threads=calibration.threads)
     plain = load_scenario("live-cpu").with_techniques(())
-    formats = {"bf16": None, "int8": "int8", "int4": "int4"}
     scenarios = {
-        name: plain if format is None else plain.with_value(
-            "techniques", [{"name": "weight_quantization", "format": format}]
-        )
-        for name, format in formats.items()
-    }  # fmt: skip
+        name: plain.with_value("techniques", [{"name": "weight_quantization", **format}] if format else [])
+        for name, format in FORMATS.items()
+    }
     decoders = {name: runtime.decoder(scenario) for name, scenario in scenarios.items()}
 
     peers = [Peer(*asked.split("=", 1), options.folder, calibration.threads) for asked in options.peer]
