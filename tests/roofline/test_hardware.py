@@ -123,6 +123,26 @@ def test_the_devices_of_the_facts_table_carry_its_figures() -> None:
             assert spec.power_w == float(row["tdp_w"])
 
 
+@pytest.mark.parametrize(
+    ("device", "reported_mib"),
+    {
+        "T4": 15360,
+        "L4": 23034,
+        "A10": 23028,
+        "A10G": 23028,
+        "A40": 46068,
+        "L20": 46068,
+        "L40": 46068,
+        "L40S": 46068,
+    }.items(),
+)
+def test_memory_is_what_a_card_reports_where_ecc_takes_a_sixteenth_of_gddr(device: str, reported_mib: int) -> None:
+    """Totals that nvidia-smi shows with ECC: modal-labs/modal-client pull request 2797 and each file's own source."""
+    spec = get_hardware(device)
+    assert spec.memory_bytes == reported_mib * 2**20
+    assert "nvidia-smi reports" in spec.sources["memory_bytes"]
+
+
 def test_the_traps_of_data_sheets_are_avoided() -> None:
     """facts/hardware.csv: B300 loses int8, GeForce halves fp32 accumulation, L40S and H200 pages list sparse rates."""
     assert get_hardware("B300").peak_flops("int8") < get_hardware("B200").peak_flops("int8") / 25
@@ -187,6 +207,13 @@ def test_every_single_device_of_the_development_tables_is_found(file: str) -> No
         "B200-192GB": "B200-SXM",
         "Apple-M1Max-32c": "M1-Max-32c",
         "RTX 3090 24GB": "RTX-3090",
+        "NVIDIA L4 24GB": "L4",
+        "NVIDIA A10 24GB": "A10",
+        "A10G 24GB": "A10G",
+        "Tesla T4 16GB": "T4",
+        "NVIDIA A40 48GB": "A40",
+        "NVIDIA L20 48 GB": "L20",
+        "DGX Spark 128GB": "DGX-Spark",
     }.items(),
 )
 def test_spellings_that_people_write(written: str, device: str) -> None:
