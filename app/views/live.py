@@ -86,7 +86,7 @@ def _own_yaml(t: Translate) -> str:
     return st.text_area(
         t("live.paste"),
         height=260,
-        key="draft",
+        key="draft_live",
         persist_state="session",
         placeholder=shipped_scenarios()[FIRST],
     )

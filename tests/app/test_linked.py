@@ -1,0 +1,76 @@
+"""Do the pages share their choices as they should: by the session, by the address, and no two meanings by one key?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from membound.app import jobs
+from membound.app.views import background
+
+WIDGETS = ("selectbox", "multiselect", "segmented_control", "pills", "number_input", "slider", "toggle", "text_area")
+# Each page, and what its address says where that brings up other fields.
+PAGES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("explore", {"phase": "verify"}),
+    ("techniques", {}),
+    ("stack", {}),
+    ("advisor", {}),
+    ("plan", {}),
+    ("plan", {"plan_load": "closed"}),
+    ("live", {"scenario": "own"}),
+    ("experiments", {}),
+    ("validate", {"against": "machine"}),
+    ("simulate", {"from": "own"}),
+    ("simulate", {"traffic": "closed_loop"}),
+    ("simulate", {"traffic": "gamma"}),
+    ("simulate", {"traffic": "sessions"}),
+    ("simulate", {"traffic": "trace"}),
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home whose pages start no worker and no process."""
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    monkeypatch.setattr(background, "ask", _asked_here)
+    monkeypatch.setattr(jobs, "submit", lambda store, kind, spec, owner="": store.submit_job(kind, spec, owner))
+    return tmp_path
+
+
+def _asked_here(key: object, function: Callable[..., Any], *arguments: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(function(*arguments))
+    return future
+
+
+def _page(name: str, **query: str) -> AppTest:
+    at = AppTest.from_string(f"from membound.app.views import {name}\n{name}.page()", default_timeout=60)
+    for key, value in query.items():
+        at.query_params[key] = value
+    return at.run()
+
+
+def _widgets(at: AppTest) -> Iterator[tuple[str, tuple[str, frozenset[str]]]]:
+    """The key of each widget, with its kind and its options as they are shown."""
+    for kind in WIDGETS:
+        for widget in at.get(kind) if kind not in ("segmented_control", "pills") else getattr(at, kind):
+            if widget.key:
+                yield widget.key, (kind, frozenset(getattr(widget, "options", ())))
+
+
+def test_no_two_pages_give_one_key_two_meanings(home: Path) -> None:
+    """A key is the session's: a page that knows other options drops what was chosen, or pasted, on another one."""
+    held: dict[str, tuple[str, str, frozenset[str]]] = {}
+    for name, query in PAGES:
+        at = _page(name, **query)
+        assert not at.exception
+        for key, (kind, options) in _widgets(at):
+            page, other_kind, others = held.setdefault(key, (name, kind, options))
+            assert kind == other_kind, f"'{key}' is a {other_kind} on {page} and a {kind} on {name}"
+            assert options <= others or others <= options, f"'{key}' has other options on {page} than on {name}"
+    assert {"batch", "model", "draft", "draft_live"} <= set(held)
