@@ -182,6 +182,7 @@ def _continued(prompt: Sequence, request: Request) -> Sequence:
     """The sequence of `request` whose prompt was computed, and first token emitted, as `prompt`."""
     sequence = Sequence.continued(request, prompt.token_ids)
     sequence.preemptions = prompt.preemptions
+    sequence.cached_tokens = prompt.cached_tokens
     sequence.admitted_s = prompt.admitted_s
     sequence.first_token_s = prompt.first_token_s
     sequence.last_token_s = prompt.last_token_s

@@ -46,11 +46,15 @@ def _kv_waste(steps: dict[str, Column], block_size: int | None) -> float | None:
     return 1 - float(np.sum(steps["time_s"] * steps["held_tokens"])) / used if used else None
 
 
-def _prefix_hit_rate(requests: dict[str, Column], steps: dict[str, Column]) -> float | None:
-    """Prompt tokens that were found in the prefix cache, of all; None where there were none or is no cache."""
-    prompts = float(requests["prompt_tokens"][requests["completed"]].sum())
-    found = float(steps["cached_tokens"].sum()) if "cached_tokens" in steps else 0.0
-    return found / prompts if found and prompts else None
+def prefix_hit_rate(requests: dict[str, Column], chosen: NDArray[np.bool_]) -> float | None:
+    """Prompt tokens that the `chosen` requests found in the prefix cache when they first joined, of all.
+
+    None where there were none, and where they are not known of each request.
+    """
+    if "cached_tokens" not in requests:
+        return None
+    prompts, found = (float(requests[name][chosen].sum()) for name in ("prompt_tokens", "cached_tokens"))
+    return found / prompts if found > 0 else None
 
 
 def summarize(
@@ -101,7 +105,7 @@ def summarize(
         kv_utilization=float(np.sum(steps["time_s"] * steps["blocks_used"]) / (busy_s * num_blocks)) if busy_s else 0.0,
         preemptions=int(requests["preemptions"].sum()),
         kv_waste=_kv_waste(steps, block_size),
-        prefix_hit_rate=_prefix_hit_rate(requests, steps),
+        prefix_hit_rate=prefix_hit_rate(requests, done),
         tokens_per_step=float(steps["emitted"].sum() / step_count) if step_count else 0.0,
         acceptance_rate=float(steps["accepted"].sum() / drafted) if drafted else None,
         bottleneck_share=bottleneck_share(steps, idle_s),

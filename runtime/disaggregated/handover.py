@@ -34,6 +34,7 @@ class Handover:
     admitted_s: float
     first_token_s: float
     preemptions: int
+    cached_tokens: int | None
     blocks: int
     layer_bytes: tuple[int, ...]
     file: str

@@ -84,6 +84,7 @@ class Lines:
             sequence.admitted_s,
             sequence.first_token_s,
             sequence.preemptions,
+            sequence.cached_tokens,
             layers[0].shape[0] if layers else 0,
             tuple(layer.shape[1] for layer in layers),
             str(file),

@@ -169,6 +169,7 @@ class Router:
         assert request.prompt_ids is not None, "the runtime knows the tokens"
         sequence = Sequence.continued(request, [*request.prompt_ids, handover.first_token])
         sequence.preemptions = handover.preemptions
+        sequence.cached_tokens = handover.cached_tokens
         sequence.admitted_s = handover.admitted_s
         sequence.first_token_s = sequence.last_token_s = handover.first_token_s
         self.moved_bytes += handover.nbytes

@@ -90,7 +90,7 @@ def summary_of(
             "preemptions": None if preemptions is None else int(preemptions),
             "tokens_per_step": told.get("tokens_per_step"),
             "acceptance_rate": told.get("acceptance_rate"),
-            "prefix_hit_rate": told.get("prefix_hit_rate") or _hit_rate(requests),
+            "prefix_hit_rate": told.get("prefix_hit_rate") or summary.prefix_hit_rate,
             "bottleneck_share": {},
         }
     )
@@ -152,11 +152,3 @@ def lateness_notes(requests: dict[str, Column], delays_s: list[float]) -> Iterat
             f"the client was more than {1e3 * LATE_S:.0f} ms late in a tenth of the time: its times are partly its "
             "own; use fewer users, a faster machine, or several"
         )
-
-
-def _hit_rate(requests: dict[str, Column]) -> float | None:
-    """By what the server said of each request, where it said it of all."""
-    cached, prompts = requests["cached_tokens"][requests["completed"]], requests["prompt_tokens"][requests["completed"]]
-    if not len(cached) or not np.isfinite(cached).all() or not cached.sum():
-        return None
-    return float(cached.sum() / prompts.sum())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from membound.roofline.results.cluster_summary import ClusterEvent, ClusterSummary, ReplicaSummary
-from membound.roofline.results.metrics import summarize
+from membound.roofline.results.metrics import prefix_hit_rate, summarize
 from membound.roofline.results.result import Column, Provenance, RunResult, Summary
 from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario
@@ -116,7 +116,6 @@ def _of_replica(
 ) -> ReplicaSummary:
     mine, ran = requests["replica"] == replica.number, steps["replica"] == replica.number
     done = mine & requests["completed"]
-    found, prompts = float(steps["cached_tokens"][ran].sum()), float(requests["prompt_tokens"][done].sum())
     in_steps_s = float(steps["time_s"][ran].sum())
     held = float(np.sum(steps["time_s"][ran] * steps["blocks_used"][ran]))
     hardware = replica.deployment.times.hardware
@@ -136,7 +135,7 @@ def _of_replica(
         busy_s=busy_s,
         utilization=busy_s / up_s if up_s else 0.0,
         kv_utilization=held / (in_steps_s * replica.deployment.memory.num_blocks) if in_steps_s else 0.0,
-        prefix_hit_rate=found / prompts if found and prompts else None,
+        prefix_hit_rate=prefix_hit_rate(requests, done),
         failures=replica.failures,
         device_hours=device_hours,
         price_usd_per_h=price.usd_per_h if price else None,

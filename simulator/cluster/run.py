@@ -269,6 +269,7 @@ def _resumed(lost: Sequence) -> Sequence:
     sequence = Sequence(lost.request, None if lost.token_ids is None else list(lost.token_ids))
     sequence.standing = lost.tokens
     sequence.preemptions = lost.preemptions
+    sequence.cached_tokens = lost.cached_tokens
     sequence.admitted_s = lost.admitted_s
     sequence.first_token_s = lost.first_token_s
     sequence.last_token_s = lost.last_token_s

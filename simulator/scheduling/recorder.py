@@ -30,13 +30,14 @@ REQUEST_COLUMNS = (
     "prompt_tokens",
     "output_tokens",
     "preemptions",
+    "cached_tokens",
     "service_class",
     "completed",
 )
 _STEP_ROW, _REQUEST_ROW = (struct.Struct(f"{len(names)}d").pack for names in (COUNTED_COLUMNS, REQUEST_COLUMNS))
 _SUMS = [COUNTED_COLUMNS.index(name) for name in (*SUMMED, "moved_blocks", "cached_tokens")]
 _SHAPES = slice(COUNTED_COLUMNS.index(SHAPE_COLUMNS[0]), COUNTED_COLUMNS.index(SHAPE_COLUMNS[-1]) + 1)
-_COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "service_class")
+_COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "cached_tokens", "service_class")
 
 # Rows whose bounds are worked out together, and rows that are kept at most.
 _CHUNK = 1 << 13
@@ -334,6 +335,7 @@ class Recorder:
             sequence.request.prompt_tokens,
             sequence.emitted,
             sequence.preemptions,
+            sequence.cached_tokens or 0,
             sequence.service_class,
             completed,
         )

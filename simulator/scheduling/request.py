@@ -65,6 +65,7 @@ class Sequence:
         "admitted_s",
         "blocks",
         "cached",
+        "cached_tokens",
         "clock",
         "deadline_s",
         "ends_at",
@@ -100,6 +101,7 @@ class Sequence:
         self.deadline_s = math.inf
         self.blocks: list[int] = []  # ids, where somebody needs them
         self.cached: list[int] = []  # hashes of the blocks that it shares with the prefix cache
+        self.cached_tokens: int | None = None  # of its prompt, found there when it first joined
         self.swapped_blocks = 0  # on the host
         self.loaded = False  # its K and V exist elsewhere and come without being computed
         self.ends_at = 0
@@ -199,12 +201,12 @@ def draft_depth(work: Work) -> int:
 class Step(NamedTuple):
     """One decision of the scheduler: what the engine computes next, and whom it admitted and preempted for that.
 
-    `decoding` sequences each compute their newest token and together attend to `kv_tokens` tokens; `prompts` are
-    whole prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a
-    sequence. `work` lists all parts where the scheduler was asked for it, else it is empty. `resumed` sequences go on
-    with K and V that exist elsewhere; `moved_blocks` cross the link to the host, in either direction. `cached_tokens`
-    of admitted prompts were found, not computed. `held_tokens` is what the blocks in use really hold. `sums` are the
-    fields of `StepShape`, which decide the step's cost.
+    `decoding` sequences each compute their newest token and together attend to `kv_tokens` tokens; `prompts` are whole
+    prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a sequence.
+    `work` lists all parts where the scheduler was asked for it, else it is empty. `resumed` sequences go on with K and
+    V that exist elsewhere; `moved_blocks` cross the link to the host, in either direction. `cached_tokens` were found,
+    not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums` are
+    the fields of `StepShape`, which decide the step's cost.
     """
 
     decoding: int

@@ -286,6 +286,8 @@ class Scheduler:
                 self.tables.share(sequence, hashes[:here], hashes[here : here + there], copied)
             self._moved_blocks += there
             self._cached_tokens += computed
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = computed
         pool.take(needed)
         sequence.standing_computed = computed
         sequence.status = "running"

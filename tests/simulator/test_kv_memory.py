@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.errors import MemboundError
@@ -184,6 +184,30 @@ def test_a_found_prefix_changes_when_answers_come_and_not_what_they_are():
     assert computed[0] - computed[1] == cached.steps["cached_tokens"].sum()
     assert cached.summary.ttft_s.mean < plain.summary.ttft_s.mean
     assert 0 <= cached.summary.kv_waste < 0.1, "a token in a block that several share is held once"
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    num_blocks=st.integers(45, 140),
+    seqs=st.sampled_from([2, 8, 32]),
+    groups=st.integers(1, 3),
+    swap=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@example(num_blocks=60, seqs=32, groups=1, swap=False, seed=2)
+def test_no_request_finds_more_than_its_prompt_however_often_it_is_preempted(num_blocks, seqs, groups, swap, seed):
+    """What is found again after a preemption is the request's own, and no part of the prompt that others computed."""
+    prompts = SESSIONS | {"groups": groups, "turns": {"kind": "fixed", "count": 2}}
+    engine = {"num_blocks": num_blocks, "max_num_seqs": seqs, "prefix_caching": True}
+    engine |= {"preemption": "swap", "host_kv_gib": 0.01} if swap else {}
+    result = run(scenario(prompts=prompts, **engine).with_value("workload.seed", seed))
+    found, given_tokens = result.requests["cached_tokens"], result.requests["prompt_tokens"]
+    done = result.requests["completed"]
+    assert np.all((found >= 0) & (found < given_tokens))
+    assert (result.summary.prefix_hit_rate or 0.0) == pytest.approx(found[done].sum() / given_tokens[done].sum())
+    assert found.sum() <= result.steps["cached_tokens"].sum()
+    if not result.summary.preemptions:
+        assert found.sum() == result.steps["cached_tokens"].sum()
 
 
 def test_conversations_find_at_most_what_was_said_before():
