@@ -11,9 +11,10 @@ from membound.kernels.reference import TorchKernels  # noqa: E402
 
 EXACT = ("fp32", "bf16", "fp8", "sparse24")  # multiplied in fp32
 CODED = ("int8", "int4", "int3", "int2")  # multiplied in integers, x rounded to 16 bits
+EIGHT_BIT_INPUTS = ("w8a8", "w4a8")
 FORMATS = st.sampled_from([*EXACT, *CODED])
 WIDTHS = st.one_of(st.integers(1, 40), st.sampled_from([64, 100, 257, 1024, 1025, 2100]))
-SMALLEST_WIDTH = {"sparse24": 16, "int4": 32, "int3": 32, "int2": 32}
+SMALLEST_WIDTH = {"sparse24": 16, "int4": 32, "w4a8": 32, "int3": 32, "int2": 32}
 
 
 def problem(m, n, k, seed):
@@ -48,7 +49,7 @@ def test_linear_is_the_fp64_product_of_the_packed_weight_up_to_its_rounding(cpp,
     data=st.data(),
     n=st.integers(1, 50),
     k=WIDTHS,
-    format=st.sampled_from([*EXACT, *CODED, "w8a8"]),
+    format=st.sampled_from([*EXACT, *CODED, *EIGHT_BIT_INPUTS]),
 )
 def test_a_row_of_linear_has_the_same_bits_in_any_batch(cpp, data, n, k, format):
     x, w = problem(70, n, wide_enough(k, format), seed=k)
@@ -59,7 +60,7 @@ def test_a_row_of_linear_has_the_same_bits_in_any_batch(cpp, data, n, k, format)
     assert torch.equal(cpp.linear(x[first:last], weight), all_rows[first:last])
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8", "sparse24", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8", "sparse24", "int8", "int4", "w8a8", "w4a8"])
 def test_every_batch_size_gives_the_bits_of_one_row_at_a_time(cpp, format):
     x, w = problem(70, 131, 1120, seed=1)
     weight = cpp.pack(w, format)
@@ -82,7 +83,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(cpp):
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
 
 
-@pytest.mark.parametrize("format", [*EXACT, *CODED, "w8a8"])
+@pytest.mark.parametrize("format", [*EXACT, *CODED, *EIGHT_BIT_INPUTS])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 64), (5, 33, 96), (20, 7, 160)])
 def test_both_kernel_sets_compute_the_same_layer_from_the_same_codes(cpp, format, m, n, k):
     x, w = problem(m, n, k, seed=3)
@@ -91,10 +92,10 @@ def test_both_kernel_sets_compute_the_same_layer_from_the_same_codes(cpp, format
     assert torch.equal(*map(dequantize, weights)) and weights[0].shape == weights[1].shape == (n, k)
     fast, slow = cpp.linear(x, weights[0]), plain.linear(x, weights[1])
     assert fast.shape == slow.shape == (m, n) and fast.dtype == cpp.activation_dtype
-    # The plain kernels round x to bf16 for bf16 and int8; w8a8 has the same integers in both.
+    # The plain kernels round x to bf16 for bf16 and int8; with inputs in int8 both have the same integers.
     exact = x.double() @ dequantize(weights[0]).double().T
     assert torch.allclose(slow.double(), exact, atol=0.02 * k**0.5, rtol=0.02)
-    assert torch.allclose(fast, slow, atol=1e-5 * k**0.5 if format == "w8a8" else 0.02 * k**0.5, rtol=0.02)
+    assert torch.allclose(fast, slow, atol=1e-5 * k**0.5 if format in EIGHT_BIT_INPUTS else 0.02 * k**0.5, rtol=0.02)
     assert cpp.emulates(format) is False and plain.emulates(format) is (format not in ("fp32", "bf16", "int8", "w8a8"))
 
 
@@ -179,6 +180,26 @@ def test_w8a8_is_the_product_of_two_int8_matrices(kernels):
     assert kernels.linear(outlier, weight)[:, 1:].isfinite().all()
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    m=st.integers(1, 20),
+    n=st.integers(1, 40),
+    group=st.sampled_from([32, 64, 96, 128, 256]),
+    groups=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_w4a8_is_int4_with_inputs_rounded_to_int8_a_group_at_a_time(kernels, m, n, group, groups, seed):
+    x, w = problem(m, n, group * groups, seed)
+    weight = kernels.pack(w, "w4a8", group)
+    assert torch.equal(dequantize(weight), dequantize(kernels.pack(w, "int4", group)))
+    step = next(step for step in (128, 64, 32) if group % step == 0)
+    steps = x.unflatten(1, (-1, step))
+    scale = steps.abs().amax(-1, keepdim=True) / 127
+    rounded = ((steps * (1 / scale)).round() * scale).flatten(1)
+    expected = rounded.double() @ dequantize(weight).double().T
+    assert torch.allclose(kernels.linear(x, weight).double(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_sparse24_keeps_the_two_largest_of_each_four_in_nine_sixteenths_of_the_bytes(kernels):
     _, w = problem(1, 20, 64, seed=6)
     weight = kernels.pack(w, "sparse24")
@@ -204,7 +225,7 @@ def test_weights_that_are_gone_are_forgotten(cpp):
 
 def test_nan_and_infinite_activations_are_not_hidden_by_rounding(cpp):
     _, w = problem(1, 20, 64, seed=7)
-    for format in ("int8", "int4", "w8a8", "bf16"):
+    for format in ("int8", "int4", "w8a8", "w4a8", "bf16"):
         x = torch.ones(3, 64)
         x[0, 5], x[1, 6] = torch.nan, torch.inf
         y = cpp.linear(x, cpp.pack(w, format))

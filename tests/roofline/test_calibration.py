@@ -126,9 +126,10 @@ def slower(table: LinearTable) -> LinearTable:
 
 
 def test_weights_and_caches_of_every_kernel_have_their_own_tables() -> None:
-    """int4 reads from int4's table and int8 activations from w8a8's; the cache's format chooses its attention."""
+    """Each format has a table, with inputs in int8 another one; the cache's format chooses its attention."""
     plain = Calibration.model_validate_json((Path(__file__).parents[1] / "app" / "calibration.json").read_bytes())
     tables = plain.linear | {"int4": slower(plain.linear["bf16"]), "w8a8": slower(plain.linear["int8"])}
+    tables["w4a8"] = slower(tables["int4"])
     faster = LinearCost(seconds={term: seconds / 2 for term, seconds in plain.operators["attention"].seconds.items()})
     richer = plain.model_copy(
         update={"linear": tables, "operators": plain.operators | {attention_over("int8"): faster}}
@@ -143,6 +144,8 @@ def test_weights_and_caches_of_every_kernel_have_their_own_tables() -> None:
     bf16, int4 = seconds(), seconds(WeightQuantization(format="int4"))
     assert int4["gate_up"] > bf16["gate_up"] and int4["attention"] == bf16["attention"]
     assert seconds(W8A8(format="int8"))["gate_up"] > seconds(Int8Weights())["gate_up"]
+    narrow_inputs = seconds(WeightQuantization(format="int4", activations="int8", lm_head="int8"))
+    assert narrow_inputs["gate_up"] > int4["gate_up"] and narrow_inputs["lm_head"] > int4["lm_head"]
     assert seconds(KvQuantization(format="int8"))["attention"] < bf16["attention"]
     with pytest.raises(MemboundError, match="no fp8 weights"):
         seconds(WeightQuantization(format="fp8"))

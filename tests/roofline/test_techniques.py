@@ -157,6 +157,12 @@ def test_eight_bit_activations_help_where_weight_only_does_not():
     assert weight_only > 0.95 * plain
 
 
+def test_the_lm_head_may_have_a_format_of_its_own():
+    usual, narrow = (engine_setup((WeightQuantization(format="int4_g128", lm_head=head),)) for head in (None, "int8"))
+    saved = weights_bytes(LLAMA, usual) - weights_bytes(LLAMA, narrow)
+    assert saved == pytest.approx(LLAMA.vocab * LLAMA.hidden * (2 - 1), rel=0.01)  # int8 has a scale a row besides
+
+
 def test_fused_attention_saves_more_the_longer_the_prompt():
     unfused = FlashAttention.remove(EngineSetup())
     gains = []

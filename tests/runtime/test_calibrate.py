@@ -119,7 +119,7 @@ def test_parts_of_a_pool_come_in_turn_and_cached_ones_repeat() -> None:
     assert len({part.data_ptr() for part in pool.parts(4096, 40, within_bytes=8192)}) == 2
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "w8a8", "fp8", "sparse24"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "w8a8", "w4a8", "fp8", "sparse24"])
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (48, 128)])
 def test_a_pools_weights_are_laid_out_as_packed_ones_and_are_multiplied(format: str, n: int, k: int) -> None:
     kernels, pool = kernels_for("cpu"), Pool.of(8 * MIB, "cpu")

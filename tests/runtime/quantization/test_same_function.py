@@ -15,6 +15,7 @@ from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.precision.plan import PrecisionPlan, plan_of
 from membound.roofline.techniques import W8A8, Sparsity24, WeightQuantization, engine_setup
 from membound.runtime.decoder import Decoder
+from membound.runtime.linear import KernelLinear
 from membound.runtime.loading.weights import Weights, load_safetensors, random_weights
 from membound.runtime.plain import single_sequence
 from membound.runtime.quantization import calibration
@@ -138,6 +139,23 @@ def test_every_method_builds_a_decoder_that_is_near_the_model(techniques, emulat
         assert decoder.emulated == emulated
     lm_head = dict(decoder.linears())["lm_head"]
     assert lm_head.nbytes == 2 * spec.vocab * spec.hidden  # tables keep 16 bits, as in checkpoints
+
+
+def test_int4_weights_with_int8_inputs_have_one_kernel_and_the_lm_head_its_own_format(reference: Path) -> None:
+    spec, weights = load_safetensors(reference / "tiny_llama3")
+    ids = json.loads((reference / "tiny_llama3" / "expected.json").read_text(encoding="utf-8"))["ids"]
+    technique = WeightQuantization(format="int4_g32", activations="int8", lm_head="int8")
+    kernels = TorchKernels()
+    recipe = recipe_for((technique,), engine_setup((technique,)).precision, kernels, None)
+    decoder = Decoder(spec, weights, kernels, recipe)
+    linears = dict(decoder.linears())
+    formats = {name: linear.weight.format for name, linear in linears.items() if isinstance(linear, KernelLinear)}
+    assert len(formats) == len(linears) and formats.pop("lm_head") == "w8a8" and set(formats.values()) == {"w4a8"}
+    narrow = Decoder(
+        spec, weights, kernels, recipe_for((WeightQuantization(format="int4_g32"),), plan_of("int4_g32"), kernels, None)
+    )
+    got, want = logits(decoder, ids), logits(narrow, ids)
+    assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), dim=0) > 0.99  # 8 bits of x cost little
 
 
 def test_pruned_and_quantized_weights_are_still_pruned(reference: Path) -> None:
