@@ -33,10 +33,9 @@ def plan(document: dict[str, Any]) -> RenderableType:
     rows += [(name, one) for name, one in list(document["options"].items())[1:] if one is not None]
     if rows:
         parts += [_deployments(rows, document["objective"]), *_made_up(rows), *_devices(rows)]
-    for name, option in list(document["options"].items())[1:]:
-        if option is not None:
-            kinds = ", ".join(t["name"] for t in option["deployment"]["techniques"])
-            parts.append(f"{name} is {kinds}: not the same model in quality; measure it with `membound compare`")
+    for name, option in document["options"].items():
+        if option is not None and (kinds := ", ".join(option["deployment"]["lossy"])):
+            parts.append(f"{name} has {kinds}: not the same model in quality; measure it with `membound compare`")
     parts += [] if best is None else _at_upper_end(best)
     parts += _sensitivity(document["sensitivity"])
     parts.append(_front(document))

@@ -46,7 +46,15 @@ class Precision(NamedTuple):
 
     name: str
     techniques: tuple[Technique, ...]
-    lossless: bool
+
+    @property
+    def lossy(self) -> tuple[str, ...]:
+        """Techniques with which it is no longer the same model in quality."""
+        return tuple(technique.name for technique in self.techniques if not technique.lossless)
+
+    @property
+    def lossless(self) -> bool:
+        return not self.lossy
 
 
 def precisions(names: Sequence[str], device: HardwareSpec, given: tuple[Technique, ...]) -> Iterator[Precision]:
@@ -54,13 +62,13 @@ def precisions(names: Sequence[str], device: HardwareSpec, given: tuple[Techniqu
     rest = tuple(technique for technique in given if technique.layer not in ("weights", "kv"))
     for name in names:
         if name == "given":
-            yield Precision(name, given, True)
+            yield Precision(name, given)
         elif name == "8bit":
             eight = "fp8" if device.computes_in("fp8") else "int8"
             if device.computes_in(eight):
-                yield Precision(name, (*rest, W8A8(format=eight), KvQuantization(format=eight)), False)
+                yield Precision(name, (*rest, W8A8(format=eight), KvQuantization(format=eight)))
         elif name == "4bit":
-            yield Precision(name, (*rest, WeightQuantization(format="int4")), False)
+            yield Precision(name, (*rest, WeightQuantization(format="int4")))
         else:
             raise MemboundError(f"precision '{name}' is unknown; give given, 8bit or 4bit")
 

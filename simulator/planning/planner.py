@@ -338,6 +338,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     return {
         "precision": replica.precision.name,
         "lossless": replica.precision.lossless,
+        "lossy": list(replica.precision.lossy),
         "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
         "parallel": replica.parallel.degrees(),
         "gpus_per_replica": replica.devices * engines,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from membound.app.reports.plan import plan as report
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
@@ -43,7 +46,7 @@ def scenario(rate: float = 12.0, **changes: Any) -> Scenario:
 
 
 def replica(device: str = "H100-SXM5", prompt: float = 512, output: float = 64) -> Replica:
-    given = Precision("given", scenario().techniques, True)
+    given = Precision("given", scenario().techniques)
     return replica_of(scenario(), get_hardware(device), given, SINGLE, Lengths.fixed(prompt, output))
 
 
@@ -146,6 +149,32 @@ def test_narrower_precisions_are_options_beside_the_answer_not_the_answer():
     assert found.best.replica.precision.lossless and found.options["given"] is found.best
     eight = found.options["8bit"]
     assert not eight.replica.precision.lossless and eight.usd_per_h < found.best.usd_per_h
+
+
+@pytest.mark.parametrize(
+    "lossy",
+    [
+        {"name": "int8_weights"},
+        {"name": "kv_quantization", "format": "fp8"},
+        {"name": "medusa", "acceptance": "typical"},
+    ],
+)
+def test_what_is_given_is_lossless_only_where_all_its_techniques_are(lossy):
+    """In the document and in the report that a person reads."""
+    plain = [{"name": "continuous_batching"}, {"name": "ngram_speculation"}]
+    options = {"devices": ["H100-SXM5"], "precisions": ["given"], "confirm": 0}
+    same = to_json(plan(scenario(techniques=plain), **options))
+    other = to_json(plan(scenario(techniques=[plain[0], lossy]), **options))
+    assert same["best"]["deployment"]["lossless"] and not same["best"]["deployment"]["lossy"]
+    assert other["best"]["deployment"]["lossy"] == [lossy["name"]] and not other["best"]["deployment"]["lossless"]
+    said = f"given has {lossy['name']}: not the same model in quality"
+    assert [said in _printed(document) for document in (same, other)] == [False, True]
+
+
+def _printed(document: dict[str, Any]) -> str:
+    console = Console(width=400, file=io.StringIO())
+    console.print(report(document))
+    return console.file.getvalue()
 
 
 def test_a_device_without_a_price_is_named_and_ranks_last():
