@@ -29,13 +29,20 @@ class AttentionPart(NamedTuple):
     attended: Count
 
     def windowed(self, window: int | None) -> AttentionPart:
-        """As a layer sees it that looks `window` tokens back; sequences are taken to be equally long."""
+        """As a layer sees it that looks `window` tokens back; sequences are taken to be equally long.
+
+        Of q new tokens behind p cached ones the first w - p see all that came before, the others w: for a whole prompt
+        of q > w tokens that is q w - w (w - 1) / 2 pairs.
+        """
         if window is None:
             return self
         sequences = np.maximum(self.sequences, 1e-9)
         new = self.tokens / sequences
+        cached = self.kv_tokens / sequences - new
         kv_tokens = np.minimum(self.kv_tokens, sequences * (window + new - 1.0))
-        return AttentionPart(self.tokens, self.sequences, kv_tokens, np.minimum(self.attended, self.tokens * window))
+        seeing_all = np.minimum(np.maximum(window - cached, 0.0), new)
+        pairs = seeing_all * (cached + (seeing_all + 1.0) / 2.0) + (new - seeing_all) * window
+        return AttentionPart(self.tokens, self.sequences, kv_tokens, np.minimum(self.attended, sequences * pairs))
 
     def kept(self, budget: int) -> AttentionPart:
         """As a layer sees it whose cache holds `budget` tokens of a sequence: new ones see those and each other."""
