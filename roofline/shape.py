@@ -155,6 +155,11 @@ class StepShape:
             self.prefill_attended * times,
         )
 
+    def as_prompts(self) -> StepShape:
+        """The same sequences, each with a whole prompt or a chunk of one, however short."""
+        whole = (self.tokens, self.sequences, self.kv_tokens, self.attended)
+        return StepShape(*whole, self.logits_rows, *whole)
+
     def columns(self) -> dict[str, Any]:
         """The sums by name, for a table of steps."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

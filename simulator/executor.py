@@ -50,9 +50,10 @@ class RooflineExecutor:
         """Seconds of a step whose work is listed, with what a drafter has left to read."""
         if step.drafted:
             unread, self._unread = self._unread, None
-            return self.times.seconds(step.sums, unread)
+            prompts = StepShape(*step_sums(0, 0, step.prompts))
+            return self.times.speculating(step.decoding, step.kv_tokens, step.drafted, prompts, unread)
         if step.prompts and self.times.drafter_reads:
-            shape = StepShape(*step_sums(0, 0, step.prompts))
+            shape = StepShape(*step_sums(0, 0, step.prompts)).as_prompts()
             self._unread = shape if self._unread is None else self._unread + shape
         return self.times.seconds(step.sums)
 

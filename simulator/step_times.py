@@ -12,7 +12,6 @@ tables for each number of micro-batches that a step may be in.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import Any
@@ -101,14 +100,12 @@ class StepTimes:
         """Whether a drafter keeps the tokens of prompts in a cache of its own."""
         return self.setup.drafts is not None and self._speculation(self.setup.drafts.gamma).drafter_reads
 
-    def seconds(self, sums: tuple[float, ...], unread: StepShape | None = None) -> float:
-        """Seconds of any step, given the fields of its `StepShape`, and of prompts that a drafter reads in it."""
+    def seconds(self, sums: tuple[float, ...]) -> float:
+        """Seconds of any step without guesses, given the fields of its `StepShape`."""
         decoding = sums[1] - sums[6]
         if not sums[6] and sums[0] == decoding:
             return self.decode(int(decoding), int(sums[2]))[0]
-        several = sums[0] - sums[5] != decoding  # drafts, or the short last chunk of a prompt
-        if several and self.setup.drafts is not None:
-            return self._speculating(sums, unread)
+        several = sums[0] - sums[5] != decoding  # the short last chunk of a prompt
         if several or self.times.needs_working_set or self.setup.overlap is not None:
             return float(self.exact(StepShape(*sums)))
         micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
@@ -119,33 +116,25 @@ class StepTimes:
             sums = tuple(StepShape(*sums).with_prompts(uneven).columns().values())
         return self._parts[micro].seconds(sums)
 
-    def _speculating(self, sums: tuple[float, ...], unread: StepShape | None) -> float:
-        """Seconds of a step with drafts: those of the drafter, and of verifying all guesses where they form a tree.
+    def speculating(
+        self, decoding: int, kv_tokens: float, guesses: int, prompts: StepShape, unread: StepShape | None = None
+    ) -> float:
+        """Seconds of a step in which `decoding` sequences verify `guesses`, beside `prompts`, and of its drafter.
 
-        The scheduler counts the longest path alone, since no more can be accepted.
+        The sequences attend to `kv_tokens` known ones together, the newest of each among them. The scheduler counts the
+        guesses of the longest paths alone, since no more can be accepted; where they form trees all are verified. A
+        drafter reads the prompts, and those that it has left `unread` before.
         """
-        drafts = self.setup.drafts
+        drafts, n = self.setup.drafts, float(decoding)
         assert drafts is not None, "the engine speculates"
-        shape = StepShape(*sums)
-        sequences = shape.decode_part.sequences
-        guesses = shape.decode_part.tokens - sequences
-        known_kv = shape.kv_tokens - guesses
-        if not (sums[6] or unread or self.times.needs_working_set) and guesses <= drafts.gamma * sequences:
-            n = int(sequences)
-            if n not in self._guessing:
-                self._guessing[n] = _Guessing(self, n)
-            return self._guessing[n].seconds(int(guesses), float(known_kv))
-        plain = replace(
-            shape,
-            tokens=shape.tokens - guesses,
-            kv_tokens=known_kv,
-            attended=shape.prefill_attended + known_kv - shape.prefill_kv_tokens,
-            logits_rows=shape.logits_rows - guesses,
-        )
-        mean = float(guesses / sequences)
-        if drafts.nodes is not None:
-            shape = plain.with_guesses(mean * drafts.nodes / drafts.gamma)
-        return float(self.exact(shape)) + self.draft_s(plain if unread is None else plain + unread, mean)
+        if not (prompts.sequences or unread or self.times.needs_working_set):
+            if decoding not in self._guessing:
+                self._guessing[decoding] = _Guessing(self, decoding)
+            return self._guessing[decoding].seconds(guesses, float(kv_tokens))
+        plain, mean = StepShape(n, n, kv_tokens, kv_tokens, n), guesses / n
+        verified = plain.with_guesses(mean if drafts.nodes is None else mean * drafts.nodes / drafts.gamma) + prompts
+        read = prompts.as_prompts() if unread is None else prompts.as_prompts() + unread
+        return float(self.exact(verified)) + self.draft_s(plain + read, mean)
 
     def draft_s(self, plain: StepShape, mean: float) -> float:
         """Seconds of the drafter in a step that is `plain` without guesses, of which a sequence has `mean`."""

@@ -81,7 +81,28 @@ def test_steps_with_guesses_are_those_of_the_roofline(name):
         expected = float(times.exact(plain.with_guesses(verified)))
         if guesses:
             expected += times.draft_s(plain, mean)
-        assert times.seconds(shape_sums(parts)) == pytest.approx(expected, rel=2e-3)
+            nobody = StepShape(*shape_sums([]))
+            assert times.speculating(n, known, guesses, nobody) == pytest.approx(expected, rel=2e-3)
+            assert times.speculating(n, known, guesses, nobody, nobody) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SPECULATING)
+def test_the_end_of_a_prompt_is_no_guess_however_short(name):
+    """A turn of few tokens behind a cached conversation costs what it costs beside as many guesses of a longer one."""
+    technique, changes = SPECULATING[name]
+    setup = replace(engine_setup((technique,)), **changes)
+    times = StepTimes(resolve_model("Llama-3.1-8B"), setup, times_for(get_hardware("H100-SXM5"), "graphs"), 64, 4096)
+    n, gamma = 8, setup.drafts.gamma
+    plain = StepShape(*shape_sums([], n, n * 1000))
+    for tokens in (2, 30, 33):
+        turn = shape_sums([(3000, tokens, 1)])
+        alone = times.seconds(tuple(a + b for a, b in zip(shape_sums([], n, n * 1000), turn, strict=True)))
+        assert alone == pytest.approx(float(times.exact(plain + StepShape(*turn))), rel=1e-9), "nobody guesses"
+        for guesses in (1, n * gamma):
+            chunk = times.speculating(n, n * 1000, guesses, StepShape(*turn))
+            longer = times.speculating(n, n * 1000, guesses, StepShape(*shape_sums([(3000, 34, 1)])))
+            without = times.speculating(n, n * 1000, guesses, StepShape(*shape_sums([])))
+            assert without <= chunk <= longer * 1.02
 
 
 DIVIDED = {
