@@ -70,7 +70,7 @@ def compare(scenario: Scenario, endpoint: Endpoint, listener: Listener) -> Endpo
             def progress(fraction: float, message: str, done: int = done) -> None:
                 listener.progress((done + fraction) / cells, f"{message} (run {done + 1} of {cells})")
 
-            run = measure_at(asked, endpoint, progress)
+            run = measure_at(asked, endpoint, progress, listener.event)
             need_answers(run)
             measured.append(run)
         result.judge(values, predicted, measured, f"against {endpoint.base_url}, {scenario.repeats} repeats")

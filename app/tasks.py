@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from membound.app.compare import LiveObserver, compare
+from membound.app.compare import ComparisonResult, LiveObserver, compare
 from membound.app.keeping import keep_comparison, keep_run
 from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
@@ -27,7 +29,10 @@ def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
         context.check_cancelled()
         context.progress(fraction, message)
 
-    calibration = calibrate(device=spec.get("device", "cpu"), threads=spec.get("threads"), progress=progress)
+    device = spec.get("device", "cpu")
+    if device == "cuda":
+        _need_gpu()
+    calibration = calibrate(device=device, threads=spec.get("threads"), progress=progress)
     calibration.save(local_calibration_path())
     return {"created": calibration.created, "machine": calibration.machine}
 
@@ -35,8 +40,15 @@ def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 def run_compare(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Predicts and measures the scenario's cells and keeps them as one run."""
     scenario = scenario_of(spec)
-    hardware, runtime = machine_for(scenario)
-    result = compare(scenario, hardware, runtime, context)
+    if "endpoint" in spec:
+        from membound.app import endpoint_comparison, served
+
+        result: ComparisonResult = endpoint_comparison.compare(
+            scenario, served.endpoint_of(spec["endpoint"]), _Watched(context)
+        )
+    else:
+        hardware, runtime = machine_for(scenario)
+        result = compare(scenario, hardware, runtime, context)
     run_id = keep_comparison(context.store, scenario, result, context.job_id)
     return {"run_id": run_id, **result.to_json()}
 
@@ -44,10 +56,35 @@ def run_compare(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 def run_measure(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Runs the scenario for real and keeps the run."""
     scenario = scenario_of(spec)
-    hardware, runtime = machine_for(scenario)
-    observer = LiveObserver(scenario, runtime, context, f"measuring {scenario.name}")
-    result = runtime.run(scenario, hardware, observer=observer)
+    if "endpoint" in spec:
+        from membound.app import served
+        from membound.runtime.endpoint.measure import measure, need_answers
+
+        watched = _Watched(context)
+        result = measure(scenario, served.endpoint_of(spec["endpoint"]), watched.progress, watched.event)
+        need_answers(result)
+    else:
+        hardware, runtime = machine_for(scenario)
+        observer = LiveObserver(scenario, runtime, context, f"measuring {scenario.name}")
+        result = runtime.run(scenario, hardware, observer=observer)
     return {"run_id": keep_run(context.store, "measure", scenario, result, context.job_id), **result.to_json()}
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Tells a job how a run at a server goes on, and ends the run where the job was cancelled."""
+
+    context: JobContext
+
+    def progress(self, fraction: float, message: str = "") -> None:
+        self.context.check_cancelled()
+        self.context.progress(fraction, message)
+
+    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
+        self.context.event(kind, payload)
+
+    def check_cancelled(self) -> None:
+        self.context.check_cancelled()
 
 
 def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
@@ -203,6 +240,13 @@ def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:
     calibration = hardware.calibration
     device = "cuda" if calibration and calibration.kind == "gpu" else "cpu"
     return hardware, Runtime(device, threads=calibration.threads if calibration else None)
+
+
+def _need_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise MemboundError(f"torch {torch.__version__} finds no GPU on this machine; measure the roofs of its CPU")
 
 
 def need_torch() -> None:

@@ -10,15 +10,8 @@ from membound.app.i18n import Translate
 from membound.app.tasks import scenario_of
 from membound.app.views import history, linked, results, states
 from membound.app.views.console import console
-from membound.app.views.session import (
-    has_torch,
-    show_job,
-    shown_job,
-    shown_run,
-    store,
-    this_machine,
-    translate,
-)
+from membound.app.views.machine_choice import choose_machine
+from membound.app.views.session import has_torch, show_job, shown_job, shown_run, store, translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, shipped_scenarios
 
@@ -70,12 +63,15 @@ def _choose(t: Translate) -> None:
             linked.keep("kind", KINDS[0])
         yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
         scenario = _checked(yaml_text, t)
-        measures = kind != "simulate"
-        if scenario is not None and measures and this_machine() is None:
-            st.warning(t("live.not_calibrated"), icon=":material/straighten:")
-        ready = scenario is not None and (not measures or (has_torch() and this_machine() is not None))
+        if scenario is not None and kind != "simulate":
+            chosen = choose_machine(scenario, kind or KINDS[0], t)
+            if chosen.scenario is not scenario:
+                yaml_text = chosen.scenario.to_yaml()
+            spec, ready = chosen.spec, chosen.ready
+        else:
+            spec, ready = {}, scenario is not None
         if st.button(t("live.run"), key="run", type="primary", disabled=not ready):
-            show_job(jobs.submit(store(), kind or KINDS[0], {"scenario": yaml_text}))
+            show_job(jobs.submit(store(), kind or KINDS[0], {"scenario": yaml_text, **spec}))
             st.rerun()
 
 
@@ -144,7 +140,9 @@ def _shown(t: Translate) -> None:
 
 def _job(job_id: str) -> None:
     job = console(job_id)
-    if job.state == "done":
+    if job.state == "done" and job.kind == "calibrate":
+        st.success(translate()("live.calibrated"), icon=":material/straighten:")
+    elif job.state == "done":
         results.outcome(job.result or {}, job.spec.get("scenario", ""), job_id)
     elif not job.active:
         states.ended_badly(job)

@@ -17,6 +17,7 @@ from membound.app.store import Run
 from membound.app.views import tables
 from membound.app.views.charts import chart
 from membound.app.views.said import said
+from membound.app.views.served_result import served_result
 from membound.app.views.session import language, store, translate
 from membound.roofline.results.comparison import Comparison
 
@@ -74,7 +75,9 @@ def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
     """The result of a job or a run: its comparison or its summary, who made it, what was noted, and downloads."""
     rows = rows_of(document.get("comparisons", []))
     kept = _kept(document.get("run_id", name))
-    if rows:
+    if document.get("metrics"):
+        served_result(document["metrics"], rows[0].conditions, name, translate())
+    elif rows:
         comparison_result(rows, name)
     elif document.get("summary"):
         run_summary(document["summary"], name)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import platform
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx2
@@ -32,24 +32,32 @@ from membound.simulator.scheduling.request import Request
 _WARM_UP_REQUESTS = 2
 _WARM_UP_TOKENS = 16
 _TELL_S = 0.5
+_MOST_SHOWN = 4000  # characters of an answer that are told while the run goes on
 # Of the tokens that were asked for, and of those that prompts should have had.
 _NOTED_SHORTFALL, _NOTED_DIFFERENCE = 0.98, 0.1
 
 Progress = Callable[[float, str], None]
+Event = Callable[[str, Mapping[str, Any]], None]
 
 
-def measure(scenario: Scenario, endpoint: Endpoint, progress: Progress = lambda fraction, message: None) -> RunResult:
+def measure(
+    scenario: Scenario,
+    endpoint: Endpoint,
+    progress: Progress = lambda fraction, message: None,
+    event: Event = lambda kind, payload: None,
+) -> RunResult:
     """Sends the scenario's workload to the endpoint in real time, after a warm-up that is not recorded.
 
-    Requests that fail are recorded with their reason. Raises MemboundError where nothing can be measured at all.
+    `event` hears twice a second how fast tokens come (`live`) and what was answered last (`text`). Requests that fail
+    are recorded with their reason. Raises MemboundError where nothing can be measured at all.
     """
     try:
-        return asyncio.run(_measure(scenario, endpoint, progress))
+        return asyncio.run(_measure(scenario, endpoint, progress, event))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None  # what ended the run, not the tasks that it ended in
 
 
-async def _measure(scenario: Scenario, endpoint: Endpoint, progress: Progress) -> RunResult:
+async def _measure(scenario: Scenario, endpoint: Endpoint, progress: Progress, event: Event) -> RunResult:
     workload = resolve(scenario.workload)
     arrivals = workload.arrivals
     vocab = resolve_model(scenario.model).vocab
@@ -60,7 +68,7 @@ async def _measure(scenario: Scenario, endpoint: Endpoint, progress: Progress) -
         recorded = isinstance(workload.prompts, TextPrompts)  # by a model that chats
         forms = dialects(endpoint.api, ids=not is_text(workload), prefer_chat=recorded)
         dialect = await agree(connections, forms, model, clock)
-        run = _Run(scenario, connections, dialect, model, vocab if dialect.ids else None, progress)
+        run = _Run(scenario, connections, dialect, model, vocab if dialect.ids else None, progress, event)
         users = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else len(run.prompts.requests)
         allow_files(min(users, len(run.prompts.requests)), certain=isinstance(arrivals, ClosedLoop))
         await run.warm_up()
@@ -78,9 +86,11 @@ class _Run:
         model: str,
         vocab: int | None,
         progress: Progress,
+        event: Event,
     ) -> None:
         self.scenario, self.connections, self.dialect, self.model = scenario, connections, dialect, model
-        self.vocab, self.progress = vocab, progress
+        self.vocab, self.progress, self.event = vocab, progress, event
+        self.answered: tuple[int, str] | None = None
         self.prompts = Prompts(scenario, vocab, secrets.randbelow(1 << 30))
         self.clock = WallClock()
         self.tokens = self.under_way = 0
@@ -141,14 +151,25 @@ class _Run:
 
     def _answered(self, answer: Answer) -> None:
         if answer.reply is not None:
-            self.prompts.answered(answer.request, answer.reply.text)
+            text = answer.reply.text
+            self.answered = answer.request.id, text
+            self.prompts.answered(answer.request, text)
             answer.reply.texts.clear()
 
     async def _tell(self) -> None:
+        told_s, told_tokens = self.clock.now_s(), self.tokens
         while True:
             share = min(1.0, self.tokens / self.expected)
             self.progress(share, f"measuring {self.scenario.name} at the endpoint, {self.under_way} under way")
+            if self.answered is not None:
+                number, text = self.answered
+                self.event("text", {"request": number, "prompt": "", "text": text[:_MOST_SHOWN]})
+                self.answered = None
             await asyncio.sleep(_TELL_S)
+            now_s, now_tokens = self.clock.now_s(), self.tokens
+            rate = (now_tokens - told_tokens) / (now_s - told_s)
+            self.event("live", {"t": now_s, "tokens_per_s": rate, "running": self.under_way})
+            told_s, told_tokens = now_s, now_tokens
 
     async def _read_on(self, metrics: ServerMetrics) -> None:
         while True:
