@@ -5,7 +5,7 @@ from __future__ import annotations
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import EngineSetup
-from membound.runtime.kv.build import runs_in
+from membound.runtime.kv.build import move_problem, runs_in
 from membound.runtime.quantization.recipes import format_problem
 from membound.runtime.speculation.build import RUNNING
 from membound.runtime.supported import recurrent
@@ -45,7 +45,7 @@ def unmeasured_scenario(scenario: Scenario) -> str | None:
     """The first part of a scenario around its engine that does not run here, in one sentence, or None."""
     if scenario.cluster is not None:
         return "field 'cluster' is predicted, not measured yet: the runtime has one engine; remove it"
-    return _taken_back(scenario)
+    return _taken_back(scenario) or _handed_over(scenario)
 
 
 def _taken_back(scenario: Scenario) -> str | None:
@@ -63,3 +63,26 @@ def _taken_back(scenario: Scenario) -> str | None:
         f"model '{scenario.model}' keeps a recurrent state, into which all tokens are merged, "
         f"and {wrong[1]}: {wrong[2]}"
     )
+
+
+def _handed_over(scenario: Scenario) -> str | None:
+    """What two processes, of which one computes prompts and hands K and V over, do not do."""
+    settings, drafts = scenario.engine.disaggregation, scenario.setup.drafts
+    if settings is None:
+        return None
+    if settings.prefill_engines != 1 or settings.decode_engines != 1:
+        return (
+            f"engine.disaggregation has {settings.prefill_engines} prefill and {settings.decode_engines} decode "
+            "engines, which are predicted, not measured yet: the runtime has one of each"
+        )
+    if settings.prefill_parallel or settings.decode_parallel:
+        return (
+            "engine.disaggregation gives pools a parallelism of their own, which is predicted, not measured yet; leave "
+            "prefill_parallel and decode_parallel out"
+        )
+    if drafts is not None and drafts.kind != "ngram":
+        return (
+            f"engine.disaggregation does not go with speculation by {drafts.kind}, whose drafter has not read the "
+            "prompt where the output is written; take ngram_speculation, or leave one of them out"
+        )
+    return move_problem(scenario.setup, scenario.engine, resolve_model(scenario.model))

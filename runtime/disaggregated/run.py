@@ -208,26 +208,11 @@ def run_disaggregated(
 ) -> RunResult:
     """Serves a scenario's workload with a process for prompts beside this one, which writes the outputs.
 
-    Each has half of the threads, and its own copy of the weights. Raises MemboundError for pools of several engines,
-    for drafts that need the prompt's hidden states, and where the other process ends.
+    Each has half of the threads, and its own copy of the weights. What they cannot do `refusals` has turned away.
+    Raises MemboundError where the other process ends.
     """
-    settings, drafts = scenario.engine.disaggregation, scenario.setup.drafts
+    settings = scenario.engine.disaggregation
     assert settings is not None, "the scenario has two pools"
-    if settings.prefill_engines != 1 or settings.decode_engines != 1:
-        raise MemboundError(
-            f"engine.disaggregation has {settings.prefill_engines} prefill and {settings.decode_engines} decode "
-            "engines, which are predicted, not measured yet: the runtime has one of each"
-        )
-    if settings.prefill_parallel or settings.decode_parallel:
-        raise MemboundError(
-            "engine.disaggregation gives pools a parallelism of their own, which is predicted, not measured yet; leave "
-            "prefill_parallel and decode_parallel out"
-        )
-    if drafts is not None and drafts.kind != "ngram":
-        raise MemboundError(
-            f"engine.disaggregation does not go with speculation by {drafts.kind}, whose drafter has not read the "
-            "prompt where the output is written; take ngram_speculation, or leave one of them out"
-        )
     whole = scenario.model_copy(update={"engine": scenario.engine.model_copy(update={"disaggregation": None})})
     threads = torch.get_num_threads()
     share = max(1, threads // 2)

@@ -57,7 +57,7 @@ def store_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str |
         _kind_problem(setup, model)
         or _budget_problem(setup, engine, model)
         or _kivi_problem(setup, engine, model)
-        or _move_problem(setup, engine, model)
+        or move_problem(setup, engine, model)
     )
 
 
@@ -127,7 +127,7 @@ def _kivi_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str |
     return None
 
 
-def _move_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
+def move_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str | None:
     """What keeps something of a sequence outside of blocks, which are shared, wait on the host or go elsewhere."""
     asked = {
         "engine.prefix_caching": engine.prefix_caching,
@@ -144,8 +144,6 @@ def _move_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str |
             f"{wanted} moves blocks, but {setup.kv.name} keeps the newest {setup.kv.window} tokens of a sequence "
             "outside of them; take int8, int4 or fp8 for kv_quantization"
         )
-    if wanted == "engine.disaggregation":
-        return None
     if any(part.attention.state_elements for part in model.groups()):
         return f"{wanted} moves blocks, but '{model.name}' has recurrent states, which no block holds; leave it out"
     if setup.parallel.devices > 1:

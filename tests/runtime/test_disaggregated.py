@@ -50,11 +50,15 @@ def test_tokens_are_those_of_one_engine_and_requests_are_conserved(
     [
         ("engine.disaggregation", {"prefill_engines": 2}, "one of each"),
         ("techniques", ["continuous_batching", "self_speculation"], "has not read the prompt"),
+        ("techniques", [{"name": "kv_quantization", "format": "kivi2"}], "newest 128 tokens of a sequence outside"),
+        ("techniques", [{"name": "kv_eviction", "policy": "streaming"}], "a cache that evicts does not have"),
+        ("parallel", {"tp": 2}, "engine.disaggregation on 2 devices is predicted"),
     ],
 )
-def test_what_two_processes_do_not_do_is_refused(
-    field: str, value: object, said: str, runtime: Runtime, scenario: Scenario
+def test_what_two_processes_do_not_do_is_refused_before_anything_is_loaded(
+    field: str, value: object, said: str, runtime: Runtime, scenario: Scenario, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(PrefillProcess, "__init__", lambda *_: pytest.fail("a process was started"))
     asked = scenario.with_value("engine.disaggregation", {}).with_value(field, value)
     with pytest.raises(MemboundError, match=said):
         runtime.run(asked, H100)
