@@ -74,7 +74,10 @@ class Operator:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Heads of one device: a KV stream is read once for all of its queries; of `latents` by all heads of MLA."""
+    """Heads of one device: a KV stream is read once for all of its queries; of `latents` by all heads of MLA.
+
+    Heads that give `scores_only` multiply in the format of the keys, and read no values.
+    """
 
     heads: int
     kv_heads: int
@@ -83,6 +86,7 @@ class AttentionHeads:
     qk_and_v_dims: int
     kv: Precision
     latents: bool = False
+    scores_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import Busiest, busiest_rank
 from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.models import LinearShape, ModelSpec
-from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
+from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention, SparseIndexer
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.layers import LayerGroup
 from membound.roofline.operators import (
@@ -214,10 +214,25 @@ class _Step:
             plain = self.plan.plain
             for name, n, k in a.absorbed_linears():
                 made.append(linear(f"{prefix}{name}", count, decode.tokens, heads * n, k, plain, self.width, plain))
+        made += self._indexing(a.indexer, count, prefix)
         made += self._mla_attention(a, count, prefix, heads)
         (output,) = (shape for shape in a.linears(self.model.hidden, tp) if shape.name == "o")
         made.append(self._linear(f"{prefix}o", count, shape.tokens, output.n, output.k, "attention"))
         return made
+
+    def _indexing(self, indexer: SparseIndexer | None, count: int, prefix: str) -> list[Operator]:
+        """The pass of sparse attention's light heads over the keys of all tokens, whole on each device of tp.
+
+        A query's scores are summed over the heads, and no values are read (DeepSeek-V3.2, 2025, its lightning indexer).
+        """
+        if indexer is None or indexer.shared:
+            return []
+        dim, keys = indexer.head_dim, float(indexer.key_bytes_per_token)
+        heads = AttentionHeads(
+            indexer.heads, 1, keys, 2.0 * dim, dim, PRECISIONS["fp8"], latents=True, scores_only=True
+        )
+        name = f"{prefix}index"
+        return [self._one_attention(name, count, heads, self.shape.decode_part, self.shape.prefill_part)]
 
     def _mla_attention(self, a: LatentAttention, count: int, prefix: str, heads: int) -> list[Operator]:
         shape, kv = self.shape, self.plan.kv

@@ -208,6 +208,7 @@ class KernelTimes:
         heads = operator.heads
         assert heads is not None
         kernel = _cache_kernel(heads.kv)
+        dtype = self._scores_dtype(heads.kv) if heads.scores_only else self._plain_dtype
         parts = []
         if np.any(np.asarray(operator.decode.sequences) > 0):
             p = self.fit("decode_attention", kernel).parameters
@@ -216,7 +217,7 @@ class KernelTimes:
             part = operator.decode
             streams = part.sequences * heads.kv_heads
             rows = part.tokens / np.maximum(part.sequences, 1e-9) * heads.heads / heads.kv_heads
-            rate = efficiency.matrix_rate(p, self.hardware, self._plain_dtype)
+            rate = efficiency.matrix_rate(p, self.hardware, dtype)
             times = efficiency.decode_attention_s(
                 p,
                 self.hardware,
@@ -232,7 +233,7 @@ class KernelTimes:
         if np.any(np.asarray(operator.prefill.sequences) > 0):
             p = self.fit("prefill_attention", "bf16").parameters
             part = operator.prefill
-            rate = efficiency.matrix_rate(p, self.hardware, self._plain_dtype)
+            rate = efficiency.matrix_rate(p, self.hardware, dtype)
             moved = part.kv_tokens * heads.kv_heads * heads.kv_bytes_per_token
             moved = moved + part.tokens * heads.heads * heads.qk_and_v_dims * self.activation_bytes
             times = efficiency.prefill_attention_s(
@@ -261,6 +262,10 @@ class KernelTimes:
     @property
     def _plain_dtype(self) -> str:
         return "bf16" if self.hardware.computes_in("bf16") else "fp16"
+
+    def _scores_dtype(self, keys: Precision) -> str:
+        """What scores over keys of this format are multiplied in, where the device has it."""
+        return keys.name if self.hardware.computes_in(keys.name) else self._plain_dtype
 
     def _moe(self, operator: Operator) -> OperatorTime:
         load = operator.experts
