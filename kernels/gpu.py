@@ -23,7 +23,6 @@ from membound.kernels.quantize import Packer, dequantize, rounded_inputs
 from membound.kernels.recurrent import seats_of
 from membound.kernels.reference import TorchKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
-from membound.kernels.triton.activation import QuantizedRows
 from membound.kernels.triton.block_copy import BlockPools, copied_in_words
 from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kivi_attention import kivi_attention, kivi_round
@@ -42,6 +41,7 @@ from membound.kernels.triton.moe_routing import MOST_EXPERTS, route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
+from membound.kernels.triton.round_rows import round_rows
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -182,7 +182,7 @@ class TritonKernels(ComposedKernels):
         if weight.format in ("int8", "fp8", "w8a8") and weight.group_size is None and weight.scale is not None:
             rows = ByteWeight("fp8" if weight.format == "fp8" else "int8", weight.data, weight.scale)
             if weight.format == "w8a8":
-                return linear_w8a8(QuantizedRows.of(x, "int8"), rows, self.activation_dtype)
+                return linear_w8a8(round_rows(x, "int8"), rows, self.activation_dtype)
             return linear_byte(x, rows)
         if weight.format == "w4a8":
             x = rounded_inputs(x, weight)

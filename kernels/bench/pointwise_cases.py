@@ -25,6 +25,7 @@ from membound.kernels.triton.rope_store import (
     rope_store,
     rope_store_bytes,
 )
+from membound.kernels.triton.round_rows import round_rows, round_rows_bytes
 from membound.kernels.triton.rwkv_update import (
     rwkv6_update,
     rwkv6_update_reference,
@@ -91,6 +92,16 @@ def _silu_mul(inputs: Inputs, tokens: int, width: int, quantize: ActivationForma
         return [_quantized_or_half(y, silu_mul_reference(gate_up))]
 
     return Trial(run, compare, silu_mul_bytes(gate_up, quantized=quantize is not None))
+
+
+def _round_rows(inputs: Inputs, tokens: int, width: int, format: ActivationFormat) -> Trial:
+    x = inputs.normal(tokens, width)
+
+    def compare(rounded: QuantizedRows) -> list[Comparison]:
+        return [_quantized_or_half(rounded, x.float())]
+
+    run = partial(round_rows, x, format)
+    return Trial(run, compare, round_rows_bytes(x, QuantizedRows.empty(format, tokens, width, torch.device("meta"))))
 
 
 def _kv_of(format: KvFormat, blocks: int, heads: int, head_dim: int, inputs: Inputs) -> tuple[KvBlocks, KvBlocks]:
@@ -293,6 +304,7 @@ def _sampling(inputs: Inputs, sequences: int, most_rows: int, vocab: int, temper
 
 FORMATS: tuple[KvFormat, ...] = ("bf16", "fp8", "int8", "int4")
 QUANTIZED: tuple[ActivationFormat | None, ...] = (None, "int8", "fp8")
+ROUNDED: tuple[ActivationFormat, ...] = ("int8", "fp8")
 LARGE_NORMS: tuple[tuple[int, ActivationFormat | None], ...] = ((16, None), (8192, None), (8192, "fp8"))
 LARGE_GATES: tuple[tuple[int, ActivationFormat | None], ...] = ((16, None), (8192, None), (8192, "int8"))
 
@@ -309,6 +321,10 @@ CASES = [
     *(
         Case("silu_mul", f"5x1500{f' to {f}' if f else ''}", partial(_silu_mul, tokens=5, width=1500, quantize=f), True)
         for f in QUANTIZED
+    ),
+    *(
+        Case("round_rows", f"5x1500 to {f}", partial(_round_rows, tokens=5, width=1500, format=f), True)
+        for f in ROUNDED
     ),
     *(
         Case(
@@ -360,6 +376,10 @@ CASES = [
     *(
         Case("silu_mul", f"{t}x14336{f' to {f}' if f else ''}", partial(_silu_mul, tokens=t, width=14336, quantize=f))
         for t, f in LARGE_GATES
+    ),
+    *(
+        Case("round_rows", f"{t}x14336 to int8", partial(_round_rows, tokens=t, width=14336, format="int8"))
+        for t in (1, 32, 8192)
     ),
     *(
         Case(

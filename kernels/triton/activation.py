@@ -28,7 +28,7 @@ class QuantizedRows:
 
     @classmethod
     def of(cls, rows: Tensor, format: ActivationFormat) -> QuantizedRows:
-        """Rows [tokens, width] rounded to nearest, in plain PyTorch."""
+        """Rows [tokens, width] rounded to nearest, in plain PyTorch: what `round_rows` must agree with."""
         scale = rows.float().abs().amax(-1) / LARGEST[format]
         scaled = rows.float() / torch.where(scale > 0, scale, 1.0)[:, None]
         if format == "int8":

@@ -119,8 +119,14 @@ def quantize_rows(rows, FORMAT: tl.constexpr):
     """Rows [R, N] in fp32 as int8, or e4m3 in uint8, and the scale [R] of each: its largest size / 127, or / 448."""
     LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
     scale = tl.max(tl.abs(rows), 1) / LARGEST
+    return rounded_by(rows, scale, FORMAT), scale
+
+
+@triton.jit
+def rounded_by(rows, scale, FORMAT: tl.constexpr):
+    """Rows [R, N] in fp32 over the scale [R] of each, rounded to int8, or to e4m3 in uint8."""
     scaled = rows / tl.where(scale > 0.0, scale, 1.0)[:, None]
-    return tl.floor(scaled + 0.5).to(tl.int8) if FORMAT == "int8" else fp8_from(scaled), scale
+    return tl.floor(scaled + 0.5).to(tl.int8) if FORMAT == "int8" else fp8_from(scaled)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from membound.kernels.triton.moe_routing import route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import kv_store, rope_store
+from membound.kernels.triton.round_rows import round_blocks, round_rows
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -261,7 +262,7 @@ def _kv_store() -> None:
 
 
 # Heads and widths are those of Llama-3.1-8B where no other model is named; the first of each kernel is its usual case.
-CASES: dict[str, Callable[[], None]] = {
+CASES: dict[str, Callable[[], object]] = {
     "decode_attention bf16": lambda: _decode("bf16", 32, 8, 128),
     "decode_attention fp8": lambda: _decode("fp8", 32, 8, 128),
     "decode_attention int8": lambda: _decode("int8", 32, 8, 128),
@@ -325,6 +326,10 @@ CASES: dict[str, Callable[[], None]] = {
     "rms_norm to fp8, width 16384": lambda: _rms_norm(SEQUENCES, 16384, "fp8"),
     "silu_mul": lambda: _silu_mul(None),
     "silu_mul to int8": lambda: _silu_mul("int8"),
+    "round_rows to int8": lambda: round_rows(_of(SEQUENCES, 14336), "int8"),
+    "round_rows to fp8": lambda: round_rows(_of(SEQUENCES, 4096), "fp8"),
+    "round_rows wider than a program holds": lambda: round_rows(_of(SEQUENCES, 53248), "int8"),
+    "round_rows in blocks": lambda: round_blocks(_of(SEQUENCES, 7168)),
     "rope_store bf16": lambda: _rope_store("bf16"),
     "rope_store fp8": lambda: _rope_store("fp8"),
     "rope_store int8": lambda: _rope_store("int8"),

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 from membound.kernels.triton import lang  # noqa: E402
 from membound.kernels.triton.activation import QuantizedRows  # noqa: E402
 from membound.kernels.triton.kv_blocks import KvBlocks  # noqa: E402
+from membound.kernels.triton.launch import Config, recording  # noqa: E402
+from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.kernels.triton.rms_norm import rms_norm, rms_norm_bytes, rms_norm_reference  # noqa: E402
 from membound.kernels.triton.rope_store import (  # noqa: E402
     kv_store,
@@ -18,6 +20,7 @@ from membound.kernels.triton.rope_store import (  # noqa: E402
     rope_store,
     rope_store_bytes,
 )
+from membound.kernels.triton.round_rows import round_blocks, round_rows, round_rows_bytes  # noqa: E402
 from membound.kernels.triton.silu_mul import silu_mul, silu_mul_bytes, silu_mul_reference  # noqa: E402
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
@@ -84,6 +87,51 @@ def test_silu_mul_is_the_fp32_product(device, tokens, width, dtype, quantize):
 def test_a_row_of_zeros_quantizes_to_zeros(device, format):
     y = silu_mul(torch.zeros(2, 64, dtype=torch.bfloat16, device=device), quantize=format)
     assert (y.dequantized() == 0).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    tokens=st.integers(0, 5),
+    width=st.integers(1, 700),
+    dtype=DTYPES,
+    format=st.sampled_from(["int8", "fp8"]),
+    in_parts=st.booleans(),
+)
+def test_rows_are_rounded_to_the_nearest_with_the_scale_of_their_largest(
+    device, tokens, width, dtype, format, in_parts
+):
+    wide = random(tokens, width + 9, dtype=dtype, device=device) * torch.logspace(0, 3, tokens, device=device)[:, None]
+    x = wide.to(dtype)[:, :width]
+    y = round_rows(x, format, config=Config({"BLOCK": 64, "BLOCK_R": 1}) if in_parts else None)
+    plain = QuantizedRows.of(x, format)
+    assert torch.allclose(y.scale, plain.scale, rtol=1e-6)
+    assert matches(y, x.float(), dtype)
+    codes = [t.data.view(torch.int8 if format == "int8" else torch.float8_e4m3fn).float() for t in (y, plain)]
+    assert ((codes[0] - codes[1]).abs() <= (1 if format == "int8" else 0.126 * codes[1].abs())).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens=st.integers(0, 3), width=st.integers(1, 1500), dtype=DTYPES)
+def test_blocks_of_128_numbers_of_a_token_are_rounded_each_with_its_own_scale(device, tokens, width, dtype):
+    x = random(tokens, width, dtype=dtype, device=device)
+    y = round_blocks(x)
+    assert y.scale.shape == (tokens, -(-width // 128)) and y.rows_a_block == 1
+    largest = torch.nn.functional.pad(x.float().abs(), (0, -width % 128)).unflatten(1, (-1, 128)).amax(-1)
+    assert torch.allclose(y.scale, largest / 448, rtol=1e-6)
+    step = x.float().abs() * 0.0626 + largest.repeat_interleave(128, 1)[:, :width] * 2.0**-17
+    assert ((y.dequantized() - x.float()).abs() <= step + 1e-9).all()
+
+
+def test_a_w8a8_linear_is_one_launch_before_the_product():
+    """Not the eight of plain PyTorch; the sum of a split product is a launch of its own."""
+    from membound.kernels.gpu import TritonKernels
+
+    kernels = TritonKernels("cpu")
+    weight = kernels.pack(random(64, 256), "w8a8")
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        kernels.linear(random(2, 256, dtype=torch.bfloat16), weight)
+    assert [launch.name for launch in record.launches][:2] == ["round_rows_kernel", "linear_w8a8_kernel"]
+    assert {launch.name for launch in record.launches[2:]} <= {"split_k_sum_kernel"}
 
 
 @settings(deadline=None, max_examples=30)
@@ -159,6 +207,8 @@ def test_declared_bytes_count_every_operand_once(device):
     qkv = torch.zeros(4, 4 * 16, dtype=torch.bfloat16, device=device)
     assert rope_store_bytes(qkv, kv) == 4 * (64 * 2 + 32 * 2 + 2 * (16 + 2) + 2 * 8 * 4)
     assert QuantizedRows.of(x, "int8").nbytes == 4 * (64 + 4)
+    assert round_rows_bytes(x, round_rows(x, "int8")) == 4 * (64 * 2 + 64 + 4)
+    assert round_rows_bytes(x, round_blocks(x)) == 4 * (64 * 2 + 64 + 4)
 
 
 def test_bad_arguments_are_named(device):
@@ -171,6 +221,10 @@ def test_bad_arguments_are_named(device):
         rms_norm(x, gain[:32], 1e-5)
     with pytest.raises(ValueError, match=r"^residual: dtype"):
         rms_norm(x, gain, 1e-5, residual=x.float())
+    for wrong in (x.long(), x[None], x[:, ::2]):
+        for rounded in (round_blocks, lambda rows: round_rows(rows, "fp8")):
+            with pytest.raises(ValueError, match=r"^x: "):
+                rounded(wrong)
     with pytest.raises(ValueError, match=r"^gate_up: has 63 columns"):
         silu_mul(x[:, :63])
     kv = KvBlocks.zeros("bf16", 1, 4, 2, 16, device)

@@ -14,6 +14,7 @@ from membound.kernels.triton.linear_sparse import SparseWeight  # noqa: E402
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks  # noqa: E402
 from membound.kernels.triton.mla_decode import mla_decode_bytes  # noqa: E402
 from membound.kernels.triton.rms_norm import rms_norm_bytes  # noqa: E402
+from membound.kernels.triton.round_rows import round_blocks, round_rows, round_rows_bytes  # noqa: E402
 from membound.kernels.triton.silu_mul import silu_mul_bytes  # noqa: E402
 from membound.roofline.models import get_model  # noqa: E402
 from membound.roofline.precision import get_precision  # noqa: E402
@@ -48,6 +49,19 @@ def test_a_packed_weight_takes_what_its_precision_says(precision, weight):
 def test_a_cached_token_takes_what_its_precision_says(format, precision):
     kv = KvBlocks.zeros(format, 1, 16, 8, 128, "cpu")
     assert kv.token_bytes() == get_precision(precision).cache_bytes(1, 2 * 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rounded"),
+    [
+        ("int8", lambda x: round_rows(x, "int8")),
+        ("fp8_row", lambda x: round_rows(x, "fp8")),
+        ("fp8_g128", round_blocks),
+    ],
+)
+def test_rounded_activations_take_what_their_precision_says(device, precision, rounded):
+    x = torch.zeros(3, K, dtype=torch.bfloat16, device=device)
+    assert round_rows_bytes(x, rounded(x)) == x.nbytes + get_precision(precision).matrix_bytes(3, K)
 
 
 def test_decode_attention_norms_and_activation_of_llama_move_what_the_operators_say():

@@ -1,0 +1,93 @@
+"""How are activations rounded to bytes in one pass, with a scale a token, or for each 128 of its numbers?"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from membound.kernels.triton import check
+from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
+from membound.kernels.triton.lang import quantize_rows, rounded_by
+from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
+
+WIDEST = 32768  # a row up to it is held in one program's registers
+PART = 8192  # of a wider one a program holds so much at a time, and reads it again, from the cache
+
+
+@triton.jit
+def round_rows_kernel(x, out, scale, x_stride, width, spans, SPAN: tl.constexpr, FORMAT: tl.constexpr,
+                      BLOCK: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+    """Program (token, BLOCK_R of its spans); each span of SPAN columns has a scale of its own."""
+    token = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    j = tl.arange(0, BLOCK)
+    column = span[:, None] * SPAN + j[None, :]
+    x_at, out_at = x + token * x_stride + column, out + token * width + column
+    scale_at = scale + token * spans + span
+    if SPAN <= BLOCK:
+        inside = (j[None, :] < SPAN) & (column < width)
+        quantized, size = quantize_rows(tl.load(x_at, mask=inside, other=0.0).to(tl.float32), FORMAT)
+        tl.store(out_at, quantized, mask=inside)
+        tl.store(scale_at, size, mask=span < spans)
+    else:
+        LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
+        peak = tl.zeros([BLOCK_R, BLOCK], tl.float32)
+        for start in range(0, SPAN, BLOCK):
+            inside = (j[None, :] < SPAN - start) & (column < width - start)
+            peak = tl.maximum(peak, tl.abs(tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)))
+        size = tl.max(peak, 1) / LARGEST
+        tl.store(scale_at, size, mask=span < spans)
+        for start in range(0, SPAN, BLOCK):
+            inside = (j[None, :] < SPAN - start) & (column < width - start)
+            value = tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)
+            tl.store(out_at + start, rounded_by(value, size, FORMAT), mask=inside)
+
+
+def round_rows(x: Tensor, format: ActivationFormat, *, config: Config | None = None) -> QuantizedRows:
+    """x [tokens, width] in bytes, with a scale a token."""
+    check.strided("x", x, [None, None], [*check.HALVES, torch.float32])
+    tokens, width = x.shape
+    result = QuantizedRows.empty(format, tokens, width, x.device)
+    block = triton.next_power_of_2(max(width, 1)) if width <= WIDEST else PART
+    config = config or configure("round_rows", machine_for(x), width=width).with_tiles(BLOCK=block)
+    _round(x, result.data, result.scale, 1, max(width, 1), format, config)
+    return result
+
+
+def round_blocks(x: Tensor) -> Fp8Blocks:
+    """x [tokens, width] in e4m3, with a scale for each 128 numbers of a token."""
+    check.strided("x", x, [None, None], [*check.HALVES, torch.float32])
+    tokens, width = x.shape
+    spans = -(-width // BLOCK)
+    data = torch.empty(tokens, width, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(tokens, spans, dtype=torch.float32, device=x.device)
+    config = configure("round_blocks", machine_for(x)).with_tiles(BLOCK=BLOCK)
+    _round(x, data, scale, spans, BLOCK, "fp8", config)
+    return Fp8Blocks(data, scale, 1)
+
+
+def _round(
+    x: Tensor, data: Tensor, scale: Tensor, spans: int, span: int, format: ActivationFormat, config: Config
+) -> None:
+    tokens, width = x.shape
+    launch(
+        round_rows_kernel,
+        (tokens, triton.cdiv(spans, config.tiles["BLOCK_R"])),
+        x,
+        data,
+        scale,
+        x.stride(0),
+        width,
+        spans,
+        config=config,
+        SPAN=span,
+        FORMAT=format,
+    )
+
+
+def round_rows_bytes(x: Tensor, rounded: QuantizedRows | Fp8Blocks) -> int:
+    """Bytes that must move: x in, the codes and their scales out."""
+    return x.nbytes + rounded.nbytes
