@@ -42,7 +42,7 @@ st.html(DENSER)
 def choose_language() -> None:
     """The switch at the top; the browser's own language holds until somebody uses it."""
     default = language_of(st.context.locale)
-    linked.seed("lang", list(LANGUAGES), default)
+    linked.seed("lang", linked.one_of(LANGUAGES), default)
     with st.container(horizontal=True, horizontal_alignment="right", key="language_row"):
         st.segmented_control(
             "Language / 语言",
@@ -70,6 +70,7 @@ pages = {
 }
 st.session_state["pages"] = pages
 page = st.navigation(list(pages.values()), position="top")
+linked.arrive(page.url_path)
 choose_language()
 if getattr(st.user, "is_logged_in", True):  # unknown where the deployment names no OIDC provider
     page.run()

@@ -52,9 +52,7 @@ def page() -> None:
 def _has(t: Translate) -> list[str]:
     """The techniques that the engine has already; those that every engine has are not asked for."""
     names = [name for name, technique in TECHNIQUES.items() if not technique.usual]
-    if "has" not in st.session_state and "has" not in st.query_params:
-        st.session_state["has"] = list(ENGINE)
-    linked.seed_several("has", names)
+    linked.seed("has", linked.some_of(names), list(ENGINE))
     chosen: list[str] = st.pills(
         t("advisor.has"),
         names,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import streamlit as st
 
 from membound.app import text
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.views import linked
+from membound.app.views import fields, linked
 from membound.app.views.session import translate
 from membound.roofline import hardware, models
 from membound.roofline.errors import MemboundError
@@ -41,11 +39,11 @@ def operating_point() -> OperatingPoint:
             techniques = _techniques(t)
         contexts = [context for context in CONTEXTS if context <= model.max_context]
         with st.container(horizontal=True):
-            phase = one_of("phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
-            context = one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
-            batch = one_of("batch", BATCHES, BATCH, t, str)
+            phase = fields.one_of("choice", "phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
+            context = fields.one_of("choice", "ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
+            batch = fields.one_of("choice", "batch", BATCHES, BATCH, t, str)
             setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques], published=model.published)
-            tp = one_of("tp", divisors(model, setup), 1, t, str)
+            tp = fields.one_of("choice", "tp", divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA
     setup = replace(setup, parallel=Parallelism(tp=tp))
     return OperatingPoint(model, hardware.get_hardware(device), setup, phase, batch, context, gamma)
@@ -67,7 +65,7 @@ def _divides(model: models.ModelSpec, setup: EngineSetup) -> bool:
 def choose_model(t: Translate) -> models.ModelSpec:
     """A model of the catalog."""
     known = models.catalog()
-    linked.seed("model", list(known), MODEL)
+    linked.seed("model", linked.one_of(known), MODEL)
     name = st.selectbox(
         t("choice.model"),
         list(known),
@@ -87,7 +85,7 @@ def _model_title(name: str) -> str:
 def choose_device(t: Translate) -> str:
     """A device of the catalog, or this machine."""
     names = ["local", *hardware.catalog()]
-    linked.seed("hw", names, DEVICE)
+    linked.seed("hw", linked.one_of(names), DEVICE)
     name = st.selectbox(
         t("choice.device"),
         names,
@@ -102,7 +100,7 @@ def choose_device(t: Translate) -> str:
 def _techniques(t: Translate) -> list[str]:
     names = [name for name, technique in TECHNIQUES.items() if technique.layer in STEP_LAYERS]
     others = [technique_title(name, t) for name in TECHNIQUES if name not in names]
-    linked.seed_several("with", names)
+    linked.seed("with", linked.some_of(names), list[str]())
     chosen = st.pills(
         t("choice.techniques"),
         names,
@@ -111,33 +109,16 @@ def _techniques(t: Translate) -> list[str]:
         wrap=True,
         persist_state="session",
         format_func=lambda name: technique_title(name, t),
-        help=t("help.techniques", others=", ".join(others)),
+        help=t("choice.techniques_help", others=", ".join(others)),
     )
     linked.keep("with", [])
     return chosen
 
 
-def one_of(key: str, options: Sequence[Any], default: object, t: Translate, shown: Callable[[Any], str]) -> Any:
-    """One of a few options, beside each other; its words are `choice.KEY` and `help.KEY`."""
-    linked.seed(key, options, default)
-    value = st.segmented_control(
-        t(f"choice.{key}"),
-        options,
-        key=key,
-        required=True,
-        wrap=True,
-        persist_state="session",
-        format_func=shown,
-        help=t(f"help.{key}"),
-    )
-    linked.keep(key, default)
-    return value
-
-
 def _gamma(t: Translate) -> int:
-    linked.seed("gamma", GAMMAS, GAMMA)
+    linked.seed("gamma", linked.one_of(GAMMAS), GAMMA)
     gamma = st.slider(
-        t("choice.gamma"), GAMMAS[0], GAMMAS[-1], key="gamma", persist_state="session", help=t("help.gamma")
+        t("choice.gamma"), GAMMAS[0], GAMMAS[-1], key="gamma", persist_state="session", help=t("choice.gamma_help")
     )
     linked.keep("gamma", GAMMA)
     return int(gamma)

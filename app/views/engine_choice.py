@@ -11,14 +11,13 @@ import streamlit as st
 from membound.app.engine_choice import ANY_TASK, AUTO, CACHES, WEIGHTS, EngineChoice, contexts_of, lengths_at
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.views import linked
+from membound.app.views import fields, linked
 from membound.app.views.choices import (
     BATCH,
     CONTEXT,
     choose_device,
     choose_model,
     divisors,
-    one_of,
     short_count,
 )
 from membound.roofline import hardware
@@ -43,11 +42,11 @@ def choose_engine(t: Translate) -> EngineChoice:
         profile = _profile(t)
     contexts = contexts_of(model)
     with st.container(horizontal=True):
-        batch = one_of("batch", BATCHES, BATCH, t, str)
-        context = one_of("ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
-        tp = one_of("tp", divisors(model, EngineSetup(precision=model.published)), 1, t, str)
-        metric = one_of("gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
-        task = one_of("task", TASKS, TASK, t, lambda name: t(f"engine.{name}_task"))
+        batch = fields.one_of("choice", "batch", BATCHES, BATCH, t, str)
+        context = fields.one_of("choice", "ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
+        tp = fields.one_of("choice", "tp", divisors(model, EngineSetup(precision=model.published)), 1, t, str)
+        metric = fields.one_of("choice", "gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
+        task = fields.one_of("choice", "task", TASKS, TASK, t, lambda name: t(f"engine.{name}_task"))
     return EngineChoice(model.name, hardware.get_hardware(name).name, tp, profile, batch, context, metric, task)
 
 
@@ -60,14 +59,14 @@ def choose_formats(choice: EngineChoice, t: Translate) -> EngineChoice:
 
 
 def _format(key: str, formats: Sequence[str], t: Translate) -> str:
-    linked.seed(key, formats, AUTO)
+    linked.seed(key, linked.one_of(formats), AUTO)
     name = st.selectbox(
         t(f"choice.{key}"),
         formats,
         key=key,
         persist_state="session",
         format_func=lambda name: t("engine.auto") if name == AUTO else name.replace("/", " + "),
-        help=t(f"help.{key}"),
+        help=t(f"choice.{key}_help"),
     )
     linked.keep(key, AUTO)
     return name or AUTO
@@ -75,8 +74,10 @@ def _format(key: str, formats: Sequence[str], t: Translate) -> str:
 
 def _profile(t: Translate) -> str:
     names = list(profiles())
-    linked.seed("profile", names, PROFILE)
-    name = st.selectbox(t("choice.profile"), names, key="profile", persist_state="session", help=t("help.profile"))
+    linked.seed("profile", linked.one_of(names), PROFILE)
+    name = st.selectbox(
+        t("choice.profile"), names, key="profile", persist_state="session", help=t("choice.profile_help")
+    )
     linked.keep("profile", PROFILE)
     return name or PROFILE
 

@@ -23,7 +23,7 @@ def page() -> None:
     st.title(t("experiments.title"))
     st.caption(t("experiments.intro"))
     names = list(EXPERIMENTS)
-    linked.seed("experiment", names, "x5")
+    linked.seed("experiment", linked.one_of(names), "x5")
     name = st.segmented_control(
         t("experiments.which"),
         names,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import streamlit as st
 
 from membound.app.i18n import Translate
 from membound.app.views import linked
+
+Option = TypeVar("Option")
 
 
 def number(
@@ -20,8 +22,7 @@ def number(
 ) -> float:
     """A number from `low` to `high`; a whole one where the default is."""
     kind = type(default)
-    if key not in st.session_state:
-        st.session_state[key] = _parsed(st.query_params.get(key, ""), kind, low, high, default)
+    linked.seed(key, _number(kind, low, high), default)
     value = st.number_input(
         t(f"{page}.{key}"),
         min_value=kind(low),
@@ -38,8 +39,7 @@ def number(
 
 def amount(key: str, label: str, default: float, high: float) -> float:
     """A price, whose words are no sentence but a name."""
-    if key not in st.session_state:
-        st.session_state[key] = _parsed(st.query_params.get(key, ""), float, 0.0, high, default)
+    linked.seed(key, _number(float, 0.0, high), default)
     value = st.number_input(
         label, min_value=0.0, max_value=high, step=0.1, format="%.2f", key=key, persist_state="session"
     )
@@ -47,19 +47,29 @@ def amount(key: str, label: str, default: float, high: float) -> float:
     return default if value is None else float(value)
 
 
-def _parsed(text: str, kind: type, low: float, high: float, default: float) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        return default
-    return value if math.isfinite(value) and low <= value <= high else default
+def _number(kind: type[float], low: float, high: float) -> linked.Reader[float]:
+    """Reads a number of that kind within bounds."""
+
+    def read(held: Any) -> float | None:
+        try:
+            value = kind(held)
+        except (TypeError, ValueError):
+            return None
+        return value if math.isfinite(value) and low <= value <= high else None
+
+    return read
 
 
 def one_of(
-    page: str, key: str, options: Sequence[str], default: str, t: Translate, shown: Callable[[str], str] | None = None
-) -> str:
+    page: str,
+    key: str,
+    options: Sequence[Option],
+    default: Option,
+    t: Translate,
+    shown: Callable[[Option], str] | None = None,
+) -> Option:
     """One of a few options, beside each other; their words are `PAGE.KEY_OPTION` unless `shown` says them."""
-    linked.seed(key, options, default)
+    linked.seed(key, linked.one_of(options), default)
     value = st.segmented_control(
         t(f"{page}.{key}"),
         options,
@@ -71,14 +81,14 @@ def one_of(
         help=t(f"{page}.{key}_help"),
     )
     linked.keep(key, default)
-    return str(value or default)
+    return default if value is None else value
 
 
 def several(
     page: str, key: str, options: Sequence[str], default: Sequence[str], t: Translate, shown: Callable[[str], str]
 ) -> list[str]:
     """Some of a few options, beside each other."""
-    _seed_several(key, options, default)
+    linked.seed(key, linked.some_of(options), list(default))
     chosen = st.pills(
         t(f"{page}.{key}"),
         options,
@@ -89,17 +99,17 @@ def several(
         format_func=shown,
         help=t(f"{page}.{key}_help"),
     )
-    _keep_several(key, default)
+    linked.keep(key, list(default))
     return [option for option in options if option in chosen]
 
 
 def many(page: str, key: str, options: Sequence[str], default: Sequence[str], t: Translate) -> list[str]:
     """Some of many options, from a list that can be searched."""
-    _seed_several(key, options, default)
+    linked.seed(key, linked.some_of(options), list(default))
     chosen = st.multiselect(
         t(f"{page}.{key}"), options, key=key, persist_state="session", help=t(f"{page}.{key}_help"), max_selections=8
     )
-    _keep_several(key, default)
+    linked.keep(key, list(default))
     return list(chosen)
 
 
@@ -112,7 +122,7 @@ def choice(
     shown: Callable[[str], Any] = str,
 ) -> str:
     """One of many options, from a list that can be searched."""
-    linked.seed(key, options, default)
+    linked.seed(key, linked.one_of(options), default)
     value = st.selectbox(
         t(f"{page}.{key}"),
         options,
@@ -127,23 +137,7 @@ def choice(
 
 def switch(page: str, key: str, t: Translate) -> bool:
     """On or off; off leaves no trace in the URL."""
-    if key not in st.session_state:
-        st.session_state[key] = st.query_params.get(key) == "True"
+    linked.seed(key, linked.one_of((True, False)), False)
     value = st.toggle(t(f"{page}.{key}"), key=key, persist_state="session", help=t(f"{page}.{key}_help"))
     linked.keep(key, False)
     return bool(value)
-
-
-def _seed_several(key: str, options: Sequence[str], default: Sequence[str]) -> None:
-    if key not in st.session_state and key not in st.query_params:
-        st.session_state[key] = list(default)
-    linked.seed_several(key, options)
-
-
-def _keep_several(key: str, default: Sequence[str]) -> None:
-    """An empty choice is written as such where the default is not empty."""
-    chosen = st.session_state[key]
-    if list(chosen) == list(default):
-        st.query_params.pop(key, None)
-    elif st.query_params.get(key) != ",".join(chosen):
-        st.query_params[key] = ",".join(chosen)

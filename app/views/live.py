@@ -39,7 +39,7 @@ def _choose(t: Translate) -> None:
         left, right = st.columns([2, 3])
         with left:
             names = [*sorted(shipped_scenarios(), key=lambda name: name != FIRST), OWN]
-            linked.seed("scenario", names, names[0])
+            linked.seed("scenario", linked.one_of(names), names[0])
             name = st.selectbox(
                 t("live.scenario"),
                 names,
@@ -49,7 +49,7 @@ def _choose(t: Translate) -> None:
             )
             linked.keep("scenario", names[0])
         with right:
-            linked.seed("kind", KINDS, KINDS[0])
+            linked.seed("kind", linked.one_of(KINDS), KINDS[0])
             kind = st.segmented_control(
                 t("live.kind"),
                 KINDS,

@@ -17,6 +17,7 @@ import streamlit as st
 from membound.app import uploads
 from membound.app.i18n import Translate
 from membound.app.tasks import scenario_of
+from membound.app.views import linked
 from membound.app.views.session import store
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, shipped_scenarios
@@ -49,8 +50,7 @@ def chosen(name: str, t: Translate) -> Scenario | None:
 
 
 def _own(t: Translate) -> str:
-    if "draft_simulate" not in st.session_state:
-        st.session_state["draft_simulate"] = unpacked(st.query_params.get("yaml", ""))
+    linked.seed("draft_simulate", str, unpacked(st.query_params.get("yaml", "")))
     uploaded = st.file_uploader(t("simulate.scenario_file"), type=["yaml", "yml"], max_upload_size=1)
     if uploaded is not None and st.session_state.get("drafted_from") != uploaded.file_id:
         st.session_state["drafted_from"] = uploaded.file_id

@@ -14,10 +14,9 @@ from membound.app.engine_choice import EngineChoice, stacked
 from membound.app.figures import stack as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.views import background, linked, states
+from membound.app.views import background, fields, linked, states
 from membound.app.views.asked import answer
 from membound.app.views.charts import chart
-from membound.app.views.choices import one_of
 from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.session import translate
@@ -45,8 +44,8 @@ def page() -> None:
             choice = choose_formats(choose_engine(t), t)
             names = _chosen(t)
             with st.container(horizontal=True):
-                order = one_of("added", list(ORDERS), "greedy", t, lambda name: t(ORDERS[name]))
-                way = one_of("way", list(WAYS), "closed_form", t, lambda name: t(WAYS[name]))
+                order = fields.one_of("choice", "added", list(ORDERS), "greedy", t, lambda name: t(ORDERS[name]))
+                way = fields.one_of("choice", "way", list(WAYS), "closed_form", t, lambda name: t(WAYS[name]))
         if not names:
             st.info(t("stack.empty"), icon=":material/stacks:")
             return
@@ -59,9 +58,7 @@ def page() -> None:
 
 
 def _chosen(t: Translate) -> list[str]:
-    if "stack" not in st.session_state and "stack" not in st.query_params:
-        st.session_state["stack"] = list(CHOSEN)
-    linked.seed_several("stack", list(TECHNIQUES))
+    linked.seed("stack", linked.some_of(TECHNIQUES), list(CHOSEN))
     chosen: list[str] = st.pills(
         t("stack.techniques"),
         list(TECHNIQUES),

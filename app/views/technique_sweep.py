@@ -13,9 +13,8 @@ from membound.app.engine_choice import EngineChoice, swept
 from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.views import background, linked
+from membound.app.views import background, fields, linked
 from membound.app.views.charts import chart
-from membound.app.views.choices import one_of
 from membound.app.views.engine_choice import conditions
 from membound.app.views.measured import Measured
 from membound.app.views.verdicts import labelled
@@ -37,8 +36,8 @@ NEARLY_ALL = 0.9
 def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> None:
     st.header(t("techniques.sweep"))
     with st.container(horizontal=True, vertical_alignment="bottom"):
-        axis = one_of("over", AXES, AXES[0], t, lambda name: t(f"techniques.over_{name}"))
-        drafts = one_of("drafts", DRAFTS, DRAFTS[0], t, lambda name: t(f"techniques.drafts_{name}"))
+        axis = fields.one_of("choice", "over", AXES, AXES[0], t, lambda name: t(f"techniques.over_{name}"))
+        drafts = fields.one_of("choice", "drafts", DRAFTS, DRAFTS[0], t, lambda name: t(f"techniques.drafts_{name}"))
     names = _swept(choice, t)
     if not names:
         st.info(t("techniques.none_swept"))
@@ -76,9 +75,7 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
 def _swept(choice: EngineChoice, t: Translate) -> list[str]:
     """Which techniques are drawn over the axis; as many as have a style of their own."""
     usual = SWEPT if choice.device.calibration is None else SWEPT_HERE
-    if "sweep" not in st.session_state and "sweep" not in st.query_params:
-        st.session_state["sweep"] = list(usual)
-    linked.seed_several("sweep", list(TECHNIQUES))
+    linked.seed("sweep", linked.some_of(TECHNIQUES), list(usual))
     chosen: list[str] = st.pills(
         t("techniques.swept"),
         list(TECHNIQUES),

@@ -130,9 +130,8 @@ def _engine(chosen: dict[str, Any], t: Translate) -> None:
     with middle:
         chosen["hw"] = choices.choose_device(t)
     with right:
-        chosen["tp"] = choices.one_of(
-            "tp", choices.divisors(model, engine_setup((), published=model.published)), 1, t, str
-        )
+        degrees = choices.divisors(model, engine_setup((), published=model.published))
+        chosen["tp"] = fields.one_of("choice", "tp", degrees, 1, t, str)
     chosen["model"] = model.name
     with st.container(horizontal=True, gap="large"):
         chosen["formats"] = fields.one_of(PAGE, "formats", PRECISIONS, DEFAULTS["formats"], t)
@@ -182,12 +181,10 @@ def _trace(chosen: dict[str, Any], t: Translate) -> None:
         uploaded = st.file_uploader(
             t("simulate.upload"), type=TRACE_TYPES, max_upload_size=uploads.MOST_MB, help=t("simulate.upload_help")
         )
+    chosen["trace"] = linked.seed("trace", str, "")
     if uploaded is not None:
-        st.session_state["trace"] = uploads.keep(store(), uploaded.getvalue())
-    elif "trace" not in st.session_state:
-        st.session_state["trace"] = st.query_params.get("trace", "")
+        chosen["trace"] = st.session_state["trace"] = uploads.keep(store(), uploaded.getvalue())
     linked.keep("trace", "")
-    chosen["trace"] = st.session_state["trace"]
     with middle:
         _number(chosen, "speed", 0.01, 1000.0, t, 0.5)
     with right:

@@ -103,12 +103,10 @@ def _table(t: Translate) -> None:
                     key=f"empty_{name}",
                     on_click="ignore",
                 )
+    digest = linked.seed("table", str, "")
     if uploaded is not None:
-        st.session_state["table"] = uploads.keep(store(), uploaded.getvalue())
-    elif "table" not in st.session_state:
-        st.session_state["table"] = st.query_params.get("table", "")
+        digest = st.session_state["table"] = uploads.keep(store(), uploaded.getvalue())
     linked.keep("table", "")
-    digest = st.session_state["table"]
     if not digest:
         st.info(t("validate.no_table"), icon=":material/upload_file:")
         return

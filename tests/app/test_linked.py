@@ -74,3 +74,42 @@ def test_no_two_pages_give_one_key_two_meanings(home: Path) -> None:
             assert kind == other_kind, f"'{key}' is a {other_kind} on {page} and a {kind} on {name}"
             assert options <= others or others <= options, f"'{key}' has other options on {page} than on {name}"
     assert {"batch", "model", "draft", "draft_live"} <= set(held)
+
+
+def _held(choices: dict[str, Any], **query: str) -> Any:
+    """What the widget `batch` holds after the session chose, in an address that opens another page."""
+    at = AppTest.from_string(
+        "import streamlit as st\n"
+        "from membound.app.i18n import Translate\n"
+        "from membound.app.views import fields, linked\n"
+        "linked.arrive(st.session_state['page'])\n"
+        "fields.one_of('choice', 'batch', (1, 4, 8, 32), 8, Translate('en'), str)\n"
+    )
+    at.session_state["page"] = "first"
+    at.run()
+    if "batch" in choices:
+        at.segmented_control(key="batch").set_value(choices["batch"]).run()
+        assert at.query_params["batch"] == str(choices["batch"])
+    at.session_state["page"] = "second"
+    at.query_params.clear()
+    at.query_params.update(query)
+    return at.run().session_state["batch"]
+
+
+def test_the_address_that_opens_a_page_wins_over_what_was_chosen_on_another() -> None:
+    assert _held({"batch": 4}, batch="32") == 32
+    assert _held({}, batch="32") == 32
+
+
+def test_what_was_chosen_holds_where_the_address_says_nothing_that_the_page_knows() -> None:
+    assert _held({"batch": 4}) == 4
+    assert _held({"batch": 4}, batch="7") == 4
+    assert _held({}) == 8
+
+
+def test_a_choice_on_an_open_page_wins_over_the_address_that_opened_it() -> None:
+    at = _page("explore", batch="32")
+    assert at.segmented_control(key="batch").value == 32
+    at.segmented_control(key="batch").set_value(4).run()
+    at.query_params["batch"] = "32"  # as a browser sends it that has not yet been told of the choice
+    assert at.run().segmented_control(key="batch").value == 4

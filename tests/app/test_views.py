@@ -220,7 +220,7 @@ def test_explore_of_an_uncalibrated_machine_says_what_to_do(store: Store) -> Non
 )
 def test_a_wrong_scenario_gives_one_sentence_and_cannot_be_run(calibrated: Store, yaml_text: str, said: str) -> None:
     at = _page("live", scenario="own")
-    at.text_area(key="draft").set_value(yaml_text).run()
+    at.text_area(key="draft_live").set_value(yaml_text).run()
     assert said in at.error[0].value and "\n" not in at.error[0].value
     assert at.button(key="run").disabled
 

@@ -1,0 +1,73 @@
+"""Does a link inside the dashboard ask what it says, whatever was chosen before, and does a choice outlive a visit?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from membound.app.i18n import Translate
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+Session = Callable[..., Any]
+EN = Translate("en")
+PAGE_TIMEOUT_MS = 60_000
+
+
+def _go(tab: Any, page: str) -> None:
+    """By the menu at the top."""
+    tab.page.get_by_role("link", name=EN(f"nav.{page}"), exact=True).first.click(timeout=PAGE_TIMEOUT_MS)
+    tab.page.wait_for_url(re.compile(rf"/{page}|/$|/\?") if page == "start" else re.compile(rf"/{page}"))
+    tab.sees(EN(f"{page}.title"))
+    tab.settle()
+
+
+def _follow(tab: Any, words: str, page: str) -> None:
+    tab.page.get_by_role("link", name=words).first.click(timeout=PAGE_TIMEOUT_MS)
+    tab.sees(EN(f"{page}.title"))
+    tab.settle()
+
+
+def _chosen(tab: Any, label: str) -> str:
+    group = tab.page.locator("[data-testid=stButtonGroup]").filter(has_text=label).first
+    return str(group.locator("[data-selected=true]").inner_text(timeout=PAGE_TIMEOUT_MS))
+
+
+def test_a_question_of_start_is_answered_for_its_own_batch(session: Session) -> None:
+    tab = session().open("/explore")
+    tab.choose(EN("choice.batch"), "4")
+    tab.settle()
+    tab.choose(EN("choice.batch"), "8")
+    tab.settle()
+    _go(tab, "start")
+    _follow(tab, EN("start.ask_techniques"), "techniques")
+    assert "batch 32" in tab.answer
+    assert _chosen(tab, EN("choice.batch")) == "32"
+    assert "batch=32" in tab.page.url
+    tab.choose(EN("choice.batch"), "16")
+    tab.settle()
+    assert _chosen(tab, EN("choice.batch")) == "16" and "batch=16" in tab.page.url
+    _go(tab, "stack")
+    assert _chosen(tab, EN("choice.batch")) == "16" and "batch=16" in tab.page.url
+
+
+def test_the_machine_of_start_is_explored_as_it_is_drawn(session: Session) -> None:
+    tab = session().open("/explore?model=Llama-3.1-70B&batch=64")
+    _go(tab, "start")
+    _follow(tab, EN("machine.explore"), "explore")
+    assert "model=SmolLM2-135M" in tab.page.url and "hw=local" in tab.page.url
+    assert _chosen(tab, EN("choice.batch")) == "1"
+
+
+def test_a_pasted_scenario_outlives_a_visit_to_simulate(session: Session) -> None:
+    tab = session().open("/live?scenario=own")
+    draft = tab.page.get_by_label(EN("live.paste"))
+    draft.fill("name: mine\n")
+    draft.press("Control+Enter")
+    tab.settle()
+    _go(tab, "simulate")
+    _go(tab, "live")
+    assert tab.page.get_by_label(EN("live.paste")).input_value() == "name: mine\n"
