@@ -39,11 +39,12 @@ from membound.app import jobs
 from membound.app.home import StoreError, membound_home
 from membound.app.plot import PLOTLY_URL_VARIABLE
 from membound.app.store import Store
+from membound.app.text import plain
 from membound.roofline import hardware, models
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ASSETS = Path(__file__).parent / "assets"
 MAIN_SCRIPT = Path(__file__).parent / "main.py"
@@ -52,6 +53,14 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 LOG_NAME = "dashboard.log"
 PORTS_TRIED = 100
 SUPERVISION_INTERVAL_S = 2.0
+# What a page may load: a text that somebody else wrote must not make the reader's browser ask another host.
+CONTENT_POLICY = "; ".join(
+    (
+        *("img-src 'self' data: blob:", "media-src 'self' data: blob:", "font-src 'self' data:"),
+        *("connect-src 'self' ws: wss:", "frame-src 'self'", "frame-ancestors 'self'", "object-src 'none'"),
+        "base-uri 'self'",
+    )
+)
 USER_COOKIE = "_streamlit_user"  # in which Streamlit keeps who logged in, signed
 OPTIONS: dict[str, Any] = {
     "browser.gatherUsageStats": False,
@@ -141,6 +150,7 @@ def build_app(
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=trusted_names(host, allowed_hosts), www_redirect=False),
             Middleware(SameOriginMiddleware),
+            Middleware(ContentPolicyMiddleware),
         ],
         on_script_error=show_error,
     )
@@ -174,6 +184,24 @@ class SameOriginMiddleware:
             await PlainTextResponse("This page may not ask for that.", status_code=403)(scope, receive, send)
 
 
+class ContentPolicyMiddleware:
+    """Tell browsers to load images and data of this server only, and to show its pages in no other's frame."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass a request on, and its answer with the policy."""
+
+        async def with_policy(message: "Message") -> None:
+            if message["type"] == "http.response.start":
+                policy = (b"content-security-policy", CONTENT_POLICY.encode())
+                message["headers"] = [*message.get("headers", ()), policy]
+            await send(message)
+
+        await self.app(scope, receive, with_policy if scope["type"] == "http" else send)
+
+
 def may_read(cookies: Mapping[str, str], host: str) -> bool:
     """Whether who sends these cookies to `host` sees the pages: everybody, or who has logged in where that is asked."""
     if not secrets_singleton.load_if_toml_exists() or "auth" not in secrets_singleton:
@@ -193,11 +221,12 @@ def may_read(cookies: Mapping[str, str], host: str) -> bool:
 def show_error(error: Exception) -> bool:
     """Show an error of a page as one sentence, and keep what led to it in the log under an id."""
     if isinstance(error, MemboundError):
-        st.error(str(error))
+        st.error(plain(str(error)))
         return True
     error_id = secrets.token_hex(3)
     _LOGGER.error("error %s on a page", error_id, exc_info=error)
-    st.error(f"This page failed ({type(error).__name__}: {error}). The log has the details under this id:")
+    what = plain(f"{type(error).__name__}: {error}")
+    st.error(f"This page failed ({what}). The log has the details under this id:")
     st.code(f"{membound_home() / LOG_NAME}  {error_id}", language=None)
     return True
 

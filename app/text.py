@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 
 GIB = 2**30
 _SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# What Markdown, and Streamlit's formulas, icons and colours, take for a sign: anywhere, at a word's end, before a line.
+_SIGNS = re.compile(
+    r"[\\`*\[\]<>$~|]|&(?=[#\w])|(?<!\w)_|_(?!\w)|:(?=[A-Za-z])|^[ \t]*[-+=#]|^[ \t]*\d+[.)](?=\s)", re.MULTILINE
+)
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def plain(words: str) -> str:
+    """Words that somebody else wrote, so that a page shows them as they are, not as the Markdown that they may be."""
+    return _SIGNS.sub(lambda sign: f"{sign.group()[:-1]}\\{sign.group()[-1]}", words)
 
 
 def digits(value: float, significant: int = 3) -> str:

@@ -250,7 +250,7 @@ def _moves(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None
     refused = [move for move in document["moves"] if not move["possible"]]
     if refused:
         with st.expander(t("advisor.refused", moves=len(refused))):
-            st.markdown("\n".join(f"- **{_named(move, t)}**: {move['reason']}" for move in refused))
+            st.markdown("\n".join(f"- **{_named(move, t)}**: {text.plain(move['reason'])}" for move in refused))
 
 
 def _table(document: dict[str, Any], t: Translate) -> pd.DataFrame:
@@ -283,7 +283,7 @@ def _conflicts(document: dict[str, Any], t: Translate) -> None:
         if one["product"] is None:
             lines.append(f"- **{names}**: {t('advisor.exclude')}")
         elif one["real"] is None:
-            lines.append(f"- **{names}**: {one['reason']}")
+            lines.append(f"- **{names}**: {text.plain(one['reason'])}")
         else:
             words = t("advisor.overlap", real=text.gain(one["real"]), product=text.gain(one["product"]))
             lines.append(f"- **{names}**: {words}")

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from membound.app.plot import TITLES, draw
+from membound.app.text import plain
 from membound.app.views.session import translate
 
 
@@ -37,5 +38,5 @@ def chart(
         titles = {name: t(f"chart.{name}") for name in TITLES}
         picked = draw(figure, f"{key}_chart", alt=alt, titles=titles, keeps_zoom=keeps_zoom, selectable=select)
     if caption:
-        st.caption(caption)
+        st.caption(plain(caption))
     return picked

@@ -48,7 +48,7 @@ def _running(job_id: str, watch_text: bool) -> None:
     left, right = st.columns([6, 1], vertical_alignment="bottom")
     with left:
         waited = text.seconds(max(0.0, time.time() - (job.started or job.created)))
-        st.progress(job.progress, t(f"job.{job.state}", message=said(job.message, t), waited=waited))
+        st.progress(job.progress, t(f"job.{job.state}", message=text.plain(said(job.message, t)), waited=waited))
     with right:
         stopping = job.cancel_requested is not None
         label = t("job.cancelling") if stopping else t("job.cancel")

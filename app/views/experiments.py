@@ -7,6 +7,7 @@ import json
 import pandas as pd
 import streamlit as st
 
+from membound.app import text
 from membound.app.commands import experiment
 from membound.app.experiments import EXPERIMENTS, PREDICTED
 from membound.app.experiments.finding import Finding
@@ -49,7 +50,7 @@ def page() -> None:
 
 def _finding(finding: Finding, t: Translate) -> None:
     for line in finding.says:
-        st.markdown(f"- {line}")
+        st.markdown(f"- {text.plain(line)}")
     rows = [
         {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
         for row in finding.rows

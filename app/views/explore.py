@@ -12,7 +12,7 @@ from membound.app import text
 from membound.app.figures import memory, roofline, sweep
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
-from membound.app.views import choices, tables
+from membound.app.views import choices, states, tables
 from membound.app.views.charts import chart
 from membound.app.views.said import said
 from membound.app.views.session import device_name, translate
@@ -41,8 +41,7 @@ def page() -> None:
             _memory(point, filled, t)
         _sweep(point, points, times, rates, t)
     except MemboundError as error:
-        st.error(str(error), icon=":material/error:")
-        st.caption(t("explore.error_help"))
+        states.problem(str(error), t("explore.error_help"))
 
 
 def _answer(point: OperatingPoint, t: Translate) -> None:

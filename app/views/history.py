@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import streamlit as st
 
@@ -13,6 +14,8 @@ from membound.app.i18n import Translate
 from membound.app.store import Job, Run
 from membound.app.views.results import made_by
 from membound.app.views.session import show_job, show_run, shown_job, shown_run, store, translate
+from membound.roofline.errors import MemboundError
+from membound.roofline.reading.plain_yaml import parse_yaml
 
 SHOWN = 12
 KINDS = ("compare", "measure", "simulate")
@@ -45,8 +48,17 @@ def history() -> None:
 
 
 def scenario_name(job: Job) -> str:
-    """The name that a job's scenario has on its first line."""
-    return str(job.spec.get("scenario", "")).partition("\n")[0].removeprefix("name: ")
+    """The name that a job's scenario gives itself; empty where the text is no scenario."""
+    return _named(str(job.spec.get("scenario", "")))
+
+
+@lru_cache(maxsize=256)
+def _named(scenario_yaml: str) -> str:
+    try:
+        document = parse_yaml(scenario_yaml, "the scenario")
+    except MemboundError:
+        return ""
+    return str(document.get("name", "")) if isinstance(document, dict) else ""
 
 
 def _job(job: Job, t: Translate) -> Entry:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from membound.app import jobs
+from membound.app import jobs, text
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
 from membound.app.tasks import scenario_of
@@ -110,9 +110,9 @@ def _summary(scenario: Scenario, t: Translate) -> str:
     kind = arrivals.pop("kind")
     return t(
         "live.summary",
-        model=scenario.model,
+        model=text.plain(scenario.model),
         weights=scenario.weights,
-        hardware=scenario.hardware,
+        hardware=text.plain(scenario.hardware),
         techniques=techniques,
         arrivals=t(f"arrivals.{kind}", **arrivals),
         requests=scenario.workload.requests,
@@ -128,11 +128,12 @@ def _shown(t: Translate) -> None:
     try:
         with st.container(border=True):
             if job_id is not None:
-                st.header(t("live.job", job=f"{history.scenario_name(store().job(job_id))} · {job_id}"))
+                name = history.scenario_name(store().job(job_id))
+                st.header(text.plain(t("live.job", job=f"{name} · {job_id}")))
                 _job(job_id)
             elif run_id is not None:
                 run = store().run(run_id)
-                st.header(t("live.job", job=f"{run.label} · {run_id}"))
+                st.header(text.plain(t("live.job", job=f"{run.label} · {run_id}")))
                 results.outcome(run.comparison() or {"summary": run.summary}, run.scenario_yaml(), run_id)
     except StoreError as error:
         states.problem(str(error), t("live.no_job"))

@@ -164,7 +164,7 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
     _cards(plans, t)
     for plan in plans:
         if plan["best"] is None:
-            st.warning(f"{plan['device']}: {plan['reason']}", icon=":material/block:")
+            st.warning(text.plain(f"{plan['device']}: {plan['reason']}"), icon=":material/block:")
     demand = next((plan["demand"] for plan in plans if "demand" in plan), None)
     if demand is None:
         return
@@ -192,7 +192,7 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
             _sensitivity(best, t)
     notes = dict.fromkeys(note for plan in plans for note in plan.get("notes", ()))
     if notes:
-        st.caption(" · ".join(notes))
+        st.caption(text.plain(" · ".join(notes)))
 
 
 def _cards(plans: Sequence[Mapping[str, Any]], t: Translate) -> None:
@@ -285,7 +285,7 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
     st.dataframe(_deployments(rows, t), hide_index=True, key="plan_table")
     prices = {one["device"]: one["price"] for one in rows if one["price"]}
     said = "; ".join(f"{device}: {price['source']}, {price['date']}" for device, price in prices.items())
-    st.caption(t("plan.table_caption", prices=said or t("plan.own_prices")))
+    st.caption(text.plain(t("plan.table_caption", prices=said or t("plan.own_prices"))))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(t("plan.open"))
         for index, one in enumerate(rows):

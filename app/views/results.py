@@ -83,7 +83,7 @@ def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
         run_summary(document["summary"], name)
     made = [] if kept is None else [made_by(kept)]
     notes = [*document.get("notes", []), *document.get("provenance", {}).get("notes", [])]
-    st.caption(" · ".join([*made, *(said(note, translate()) for note in notes)]))
+    st.caption(text.plain(" · ".join([*made, *(said(note, translate()) for note in notes)])))
     _downloads(rows, document, scenario_yaml, name, kept)
 
 

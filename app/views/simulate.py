@@ -89,7 +89,7 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
         _cluster(case["cluster"], t)
     _downloads(run, case, t)
     notes = [*case["provenance"].get("notes", ())]
-    st.caption(" · ".join(notes))
+    st.caption(text.plain(" · ".join(notes)))
 
 
 # --- what users get ---
@@ -156,7 +156,7 @@ def _lost(case: Mapping[str, Any], t: Translate) -> None:
     if lost := summary["rejected"] + summary["failed"]:
         said = t("simulate.lost_said", lost=f"{lost:,}", requests=f"{summary['requests']:,}")
         reasons = [note for note in case["provenance"].get("notes", ()) if "turned away" in note]
-        st.warning(" ".join([said, *reasons]), icon=":material/block:")
+        st.warning(text.plain(" ".join([said, *reasons])), icon=":material/block:")
 
 
 def _conditions(case: Mapping[str, Any], t: Translate) -> str:

@@ -114,7 +114,7 @@ def _refused(stack: dict[str, Any], t: Translate) -> None:
     for step in stack["given_order"]:
         if step["reason"] is not None:
             title = technique_title(step["technique"], t)
-            st.warning(t("stack.refused", technique=title, reason=step["reason"]), icon=":material/block:")
+            st.warning(text.plain(t("stack.refused", technique=title, reason=step["reason"])), icon=":material/block:")
 
 
 def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Translate) -> None:

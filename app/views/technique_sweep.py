@@ -54,7 +54,7 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
         drawn = {name: _with_measured(choice, name, curve, measured) for name, curve in drawn.items()}
     for name in names:
         if name not in drawn:
-            st.warning(f"{technique_title(name, t)}: {found[0][name].reason}", icon=":material/block:")
+            st.warning(text.plain(f"{technique_title(name, t)}: {found[0][name].reason}"), icon=":material/block:")
     if not drawn:
         return
     words = [_crossing_words(curve, axis, t) for curve in drawn.values()]

@@ -113,7 +113,7 @@ def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t
         if makes_fit is not None:
             return f"{asked} {t('techniques.reply_fits', technique=technique_title(makes_fit, t))}"
         reason = next((effect.reason for effect in effects.values() if effect.reason), "")
-        return f"{asked} {t('techniques.reply_refused', reason=reason)}"
+        return f"{asked} {t('techniques.reply_refused', reason=text.plain(reason))}"
     best = max(gains, key=gains.__getitem__)
     effect, gain = effects[best], gains[best]
     drafting = effect.after.served.drafting if effect.after is not None else None

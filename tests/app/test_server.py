@@ -156,6 +156,14 @@ def test_plotly_comes_from_the_installed_package_and_is_cached(served):
     assert status == 200 and b"plotly.js v" in body[:200] and "immutable" in headers["cache-control"]
 
 
+@pytest.mark.parametrize("path", ["/", "/assets/plotly.min.js", "/favicon.png", "/api/runs/nothing", "/_stcore/health"])
+def test_no_page_may_load_a_picture_or_data_of_another_host_or_be_framed_by_one(served, path):
+    *_, address, _ = served
+    policy = dict(rule.split(" ", 1) for rule in get(address + path)[2]["content-security-policy"].split("; "))
+    assert policy["img-src"] == "'self' data: blob:" and policy["frame-ancestors"] == "'self'"
+    assert not any(host in rule for rule in policy.values() for host in ("http", "*", "unsafe"))
+
+
 def test_a_run_is_served_as_json_and_an_unknown_one_is_a_sentence(served):
     folder, _, _, address, _ = served
     run_id = Store(folder / "home").save_run(

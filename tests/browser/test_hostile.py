@@ -15,6 +15,8 @@ from screenshots import PAGES
 
 from membound.app import jobs
 from membound.app.i18n import Translate
+from membound.app.views.scenario_choice import packed
+from membound.roofline.scenario import shipped_scenarios
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -59,6 +61,27 @@ def test_a_link_to_what_is_gone_is_one_sentence(session: Session) -> None:
         alert.wait_for(timeout=TIMEOUT_MS)
         assert "Traceback" not in alert.inner_text()
         tab.settle()
+
+
+@pytest.mark.parametrize("field", ["model", "name", "hardware"])
+def test_a_link_with_a_picture_of_another_host_asks_for_none_and_shows_its_words(session: Session, field: str) -> None:
+    picture = "![x](//evil.example/p)"
+    text = re.sub(
+        rf"^{field}: .*", f"{field}: '{picture}'", shipped_scenarios()["live-cpu"], count=1, flags=re.MULTILINE
+    )
+    tab = session().open(f"/simulate?from=own&yaml={packed(text)}")
+    alert = tab.page.locator("[data-testid=stAlert]")
+    alert.wait_for(timeout=TIMEOUT_MS)
+    assert picture in alert.inner_text() and tab.page.locator("[data-testid=stAlert] img").count() == 0
+    tab.check()
+
+
+def test_pages_may_not_ask_another_host_for_a_picture(session: Session) -> None:
+    tab = session().open("/simulate")
+    refused = """() => new Promise(resolve => {
+        document.addEventListener("securitypolicyviolation", event => resolve(event.violatedDirective));
+        new Image().src = "http://evil.example/p.png"; })"""
+    assert tab.page.evaluate(refused) == "img-src"
 
 
 def test_a_broken_trace_is_one_sentence_and_the_next_file_is_read(session: Session) -> None:
