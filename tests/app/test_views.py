@@ -202,7 +202,7 @@ def test_a_choice_is_written_to_the_url_and_a_default_leaves_no_trace(store: Sto
 
 def test_a_model_that_does_not_fit_says_so(store: Store) -> None:
     at = _page("explore", model="Llama-3.1-70B", hw="A10G")
-    assert "does not fit" in at.error[0].value and "24" in at.error[0].value
+    assert "does not fit" in at.error[0].value and "22.5 GiB of A10G" in at.error[0].value
 
 
 def test_explore_of_an_uncalibrated_machine_says_what_to_do(store: Store) -> None:
