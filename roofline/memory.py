@@ -85,6 +85,10 @@ class CacheTerms:
     per_token: tuple[tuple[float, int | None], ...]
     state_bytes: float
 
+    def __add__(self, other: CacheTerms) -> CacheTerms:
+        """Both caches, of the same sequences."""
+        return CacheTerms(self.per_token + other.per_token, self.state_bytes + other.state_bytes)
+
     def bytes(self, kv_tokens: Count, sequences: Count = 1.0) -> Count:
         """Bytes of `kv_tokens` tokens in `sequences` sequences, which are taken to be equally long."""
         total: Count = self.state_bytes * sequences
@@ -105,11 +109,12 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
 
     A sliding window keeps at most its length of each sequence, and so does a budget that evicts. A format with a window
     has the newest tokens in 16 bits; Quest has the least and the largest key of each page, in 16 bits too. Latents of
-    MLA and KV heads that tensor parallelism cannot split lie on each of its devices; data, pipeline and context
-    parallelism divide the cache.
+    MLA and KV heads that tensor parallelism cannot split lie on each of its devices; data and pipeline parallelism
+    divide the cache, context parallelism its tokens, and not states, which have none.
     """
     plan, parallel = setup.precision, setup.parallel
     divided = parallel.pp * parallel.cp * parallel.dp
+    states_divided = parallel.pp * parallel.dp
     by_window: dict[int | None, float] = {}
     states = 0.0
     for group in model.groups():
@@ -127,7 +132,7 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
             if budget is not None and isinstance(mixer, GroupedQueryAttention) and not budget.evicts:
                 by_window[seen] += page_bytes(mixer, parallel.tp) / budget.page * layers
         state = mixer.state_elements_on_gpu(parallel.tp) * mixer.state_bits / 8
-        states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / divided
+        states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / states_divided
     if index := model.index_bytes_per_token:
         by_window[None] = by_window.get(None, 0.0) + index / divided
     return CacheTerms(tuple((each, window) for window, each in by_window.items()), states)
@@ -167,7 +172,10 @@ class ActivationTerms:
 
 
 def activation_terms(model: ModelSpec, setup: EngineSetup, width: float) -> ActivationTerms:
-    """With `width` bytes an activation: the residual and normed hidden states, the widest intermediate; fp32 logits."""
+    """With `width` bytes an activation: the residual and normed hidden states, the widest intermediate; fp32 logits.
+
+    The largest step is one with prompts, whose tokens data and context parallelism divide.
+    """
     tp = setup.parallel.tp
     widest = 0
     for group in model.groups():
@@ -176,7 +184,8 @@ def activation_terms(model: ModelSpec, setup: EngineSetup, width: float) -> Acti
         if isinstance(ffn, MoeFfn):
             widest = max(widest, 2 * ffn.top_k * ffn.intermediate // setup.parallel.moe_tp)
         widest = max([widest, *(3 * n // 2 for _, n, _ in ffn.linears(model.hidden, tp))])
-    return ActivationTerms((2 * model.hidden + widest) * width / setup.parallel.dp, 4.0 * model.vocab / tp)
+    divided = setup.parallel.dp * setup.parallel.cp
+    return ActivationTerms((2 * model.hidden + widest) * width / divided, 4.0 * model.vocab / tp)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,10 @@ def step_operators(
     """The operators of one step on one device of the deployment, in order.
 
     `activation_bytes` is what one activation takes (4 on a CPU, 2 on a GPU). The shape is that of the whole replica:
-    data parallelism divides its sequences, context parallelism the tokens that attention reads and, in prefill, the new
-    ones. A pipeline's stages follow each other, so that all layers count: the shape is that of one of the micro-batches
-    that are under way (`cost.pipelined_cost`).
+    data parallelism divides its sequences; context parallelism the new tokens of prompts, of which each device looks at
+    all keys, and the cached tokens of those that decode, whose partial outputs are then summed. A pipeline's stages
+    follow each other, so that all layers count: the shape is that of one of the micro-batches that are under way
+    (`cost.pipelined_cost`).
     """
     return tuple(_Step(model, setup, shape, activation_bytes).operators())
 
@@ -59,10 +60,11 @@ class _Step:
         self.model, self.setup, self.width = model, setup, width
         self.parallel, self.plan = setup.parallel, setup.precision
         self.shape = _on_one_rank(shape, setup)
-        self.all_tokens = shape.tokens
+        self.tokens = _rows(self.shape, self.parallel.cp)  # of this device, those of the prompts that it shares divided
+        self.all_tokens = _rows(shape, self.parallel.cp)  # of it and its data-parallel peers
 
     def operators(self) -> list[Operator]:
-        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
+        model, t, w, tp = self.model, self.tokens, self.width, self.parallel.tp
         made = [
             elementwise("embed", "embed", 1, t * model.hidden, t * model.hidden * (2 + w)),
             elementwise("first_norm", "rms_norm", 1, t * model.hidden, 2 * t * model.hidden * w),
@@ -83,7 +85,7 @@ class _Step:
         return made
 
     def _layers(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        model, t, w, tp = self.model, self.shape.tokens, self.width, self.parallel.tp
+        model, t, w, tp = self.model, self.tokens, self.width, self.parallel.tp
         count, mixer, ffn = group.count, group.attention, group.ffn
         made: list[Operator] = []
         made += self._mixer(group, prefix)
@@ -110,7 +112,7 @@ class _Step:
         return linear(name, calls, m, n, k, plan.weights_of(part), self.width, plan.activations_of(part))
 
     def _gqa(self, a: GroupedQueryAttention, count: int, prefix: str) -> list[Operator]:
-        t, w, tp = self.shape.tokens, self.width, self.parallel.tp
+        t, w, tp = self.tokens, self.width, self.parallel.tp
         heads, kv_heads = a.heads_on_gpu(tp)
         kv = self.plan.kv_of(sliding=a.window is not None)
         (_, qkv_n, qkv_k), (_, o_n, o_k) = a.linears(self.model.hidden, tp)
@@ -127,7 +129,7 @@ class _Step:
         return [
             self._linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
             elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
-            *self._attention(prefix, count, per_head, a.window),
+            *self._attention(prefix, count, per_head, a),
             *self._choosing(prefix, count, a, per_head),
             self._linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
         ]
@@ -142,11 +144,22 @@ class _Step:
         return each + (2.0 * (a.head_dim + a.value_dim) - each) * newest / tokens
 
     def _seen(self, window: int | None, budget: KvBudget | None) -> tuple[AttentionPart, AttentionPart]:
-        """What a layer's attention reads of those who decode and of prompts."""
+        """What a layer's attention on this device reads of those who decode and of prompts."""
         decode, prefill = self.shape.decode_part.windowed(window), self.shape.prefill_part.windowed(window)
-        if budget is None:
+        if budget is not None:
+            decode, prefill = decode.kept(budget.tokens), prefill.kept(budget.tokens) if budget.evicts else prefill
+        return self._on_one(decode, prefill)
+
+    def _on_one(self, decode: AttentionPart, prefill: AttentionPart) -> tuple[AttentionPart, AttentionPart]:
+        """Of context parallelism: all who decode look at this device's part of the cache, its part of the prompts'
+        queries at all keys."""
+        cp = self.parallel.cp
+        if cp == 1:
             return decode, prefill
-        return decode.kept(budget.tokens), prefill.kept(budget.tokens) if budget.evicts else prefill
+        return (
+            decode._replace(kv_tokens=decode.kv_tokens / cp, attended=decode.attended / cp),
+            prefill._replace(tokens=prefill.tokens / cp, attended=prefill.attended / cp),
+        )
 
     def _choosing(self, prefix: str, count: int, a: GroupedQueryAttention, heads: AttentionHeads) -> list[Operator]:
         """What it costs to know which tokens to keep or to read: a pass over keys, or over the bounds of pages."""
@@ -157,7 +170,7 @@ class _Step:
         keys = replace(heads, kv_bytes_per_token=heads.kv.head_bytes(a.head_dim), flops_per_pair=2.0 * a.head_dim)
         keys = replace(keys, qk_and_v_dims=a.head_dim)
         if budget.policy == "quest":
-            pages = self.shape.decode_part
+            pages, _ = self._on_one(self.shape.decode_part, NO_PART)
             bounds = page_bytes(a, self.parallel.tp) / heads.kv_heads
             keys = replace(keys, kv_bytes_per_token=bounds, flops_per_pair=4.0 * a.head_dim)
             if not np.any(np.asarray(pages.sequences) > 0):
@@ -172,20 +185,27 @@ class _Step:
                 return []
         return [self._one_attention(f"{prefix}scores_again", count, keys, decode, prefill)]
 
-    def _attention(self, prefix: str, count: int, heads: AttentionHeads, window: int | None) -> list[Operator]:
+    def _attention(self, prefix: str, count: int, heads: AttentionHeads, a: GroupedQueryAttention) -> list[Operator]:
         """Attention over the cache; where it is not fused, the scores are written, read, and written again."""
-        cp = self.parallel.cp
-        decode, prefill = self._seen(window, self.setup.budget_of("gqa"))
-        if cp > 1:
-            decode, prefill = _split_context(decode, cp), _split_context(prefill, cp)
+        decode, prefill = self._seen(a.window, self.setup.budget_of("gqa"))
         made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill)]
         if not self.setup.fused_attention:
             scores = heads.heads * (decode.attended + prefill.attended)
             made.append(elementwise(f"{prefix}scores", "scores", count, scores, 4.0 * scores * self.width))
-        if cp > 1:
-            partial = decode.tokens * heads.heads * heads.qk_and_v_dims * self.width
+        keys = prefill.kv_tokens * heads.kv_bytes_per_token * heads.kv_heads
+        return made + self._context_messages(prefix, count, decode.tokens * heads.heads, a.value_dim, keys)
+
+    def _context_messages(self, prefix: str, count: int, outputs: Count, dims: int, keys: Count) -> list[Operator]:
+        """The messages of context parallelism about a layer's attention.
+
+        Of those who decode `outputs` vectors of `dims` elements, each with the fp32 logarithm of its sum, are summed;
+        of prompts `keys` bytes are gathered before it (Llama 3, 2024, section 3.3.2, from memory).
+        """
+        cp, made = self.parallel.cp, []
+        if cp > 1 and np.any(np.asarray(outputs) > 0):
+            partial = outputs * (dims * self.width + 4.0)
             made.append(message(f"{prefix}reduce_context", count, "allreduce", partial, cp))
-            keys = prefill.kv_tokens * heads.kv_bytes_per_token * heads.kv_heads * cp
+        if cp > 1 and np.any(np.asarray(keys) > 0):
             made.append(message(f"{prefix}gather_keys", count, "allgather", keys, cp))
         return made
 
@@ -201,13 +221,14 @@ class _Step:
         made = []
         for name, n, k in a.linears(self.model.hidden, tp):
             if name == "kv_b":
-                rows = prefill.kv_tokens + unabsorbed.kv_tokens
+                # Latents are gathered, which are far smaller than K and V, so that each device of cp unpacks all.
+                rows = prefill.kv_tokens + unabsorbed.kv_tokens / self.parallel.cp
                 if np.any(np.asarray(rows) > 0):
                     made.append(self._linear(f"{prefix}kv_b", count, rows, n, k, "attention"))
             elif name != "o":
-                made.append(self._linear(f"{prefix}{name}", count, shape.tokens, n, k, "attention"))
-        rotated = shape.tokens * (heads * a.qk_rope_head_dim + latent)
-        stored = kv.head_bytes(latent) * shape.tokens
+                made.append(self._linear(f"{prefix}{name}", count, self.tokens, n, k, "attention"))
+        rotated = self.tokens * (heads * a.qk_rope_head_dim + latent)
+        stored = kv.head_bytes(latent) * self.tokens
         made.append(elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored))
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
             # Engines unpack the two halves once at load, so that they stay in 16 bits whatever the weights have.
@@ -217,7 +238,7 @@ class _Step:
         made += self._indexing(a.indexer, count, prefix)
         made += self._mla_attention(a, count, prefix, heads)
         (output,) = (shape for shape in a.linears(self.model.hidden, tp) if shape.name == "o")
-        made.append(self._linear(f"{prefix}o", count, shape.tokens, output.n, output.k, "attention"))
+        made.append(self._linear(f"{prefix}o", count, self.tokens, output.n, output.k, "attention"))
         return made
 
     def _indexing(self, indexer: SparseIndexer | None, count: int, prefix: str) -> list[Operator]:
@@ -232,7 +253,8 @@ class _Step:
             indexer.heads, 1, keys, 2.0 * dim, dim, PRECISIONS["fp8"], latents=True, scores_only=True
         )
         name = f"{prefix}index"
-        return [self._one_attention(name, count, heads, self.shape.decode_part, self.shape.prefill_part)]
+        decode, prefill = self._on_one(self.shape.decode_part, self.shape.prefill_part)
+        return [self._one_attention(name, count, heads, decode, prefill)]
 
     def _mla_attention(self, a: LatentAttention, count: int, prefix: str, heads: int) -> list[Operator]:
         shape, kv = self.shape, self.plan.kv
@@ -241,8 +263,9 @@ class _Step:
         if a.indexer is not None:
             decode = decode.windowed(a.indexer.top_k)
             prefill = prefill.windowed(a.indexer.top_k)
-        if self.parallel.cp > 1:
-            decode, prefill = _split_context(decode, self.parallel.cp), _split_context(prefill, self.parallel.cp)
+        decode, prefill = self._on_one(decode, prefill)
+        latent = kv.head_bytes(a.kv_elements_per_token)
+        index_key = a.indexer.key_bytes_per_token if a.indexer is not None else 0
         made = []
         if np.any(np.asarray(prefill.tokens) > 0) or not self.setup.absorbed_mla:
             unpacked = AttentionHeads(heads, heads, 2.0 * dims, 2.0 * dims, dims, PRECISIONS["bf16"])
@@ -250,11 +273,12 @@ class _Step:
             made.append(self._one_attention(f"{prefix}attention_unpacked", count, unpacked, part, prefill))
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
             flops = 2.0 * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
-            latent = kv.head_bytes(a.kv_elements_per_token)
             dims = a.kv_elements_per_token + a.kv_lora_rank
             absorbed = AttentionHeads(heads, 1, latent, flops, dims, kv, latents=True)
             made.append(self._one_attention(f"{prefix}attention", count, absorbed, decode, NO_PART))
-        return made
+        outputs = a.kv_lora_rank if self.setup.absorbed_mla else a.v_head_dim
+        keys = shape.prefill_part.kv_tokens * (latent + index_key)
+        return made + self._context_messages(prefix, count, decode.tokens * heads, outputs, keys)
 
     def _one_attention(
         self, name: str, count: int, heads: AttentionHeads, decode: AttentionPart, prefill: AttentionPart
@@ -274,32 +298,39 @@ class _Step:
         )
 
     def _recurrent(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        """Linears, then one update of the state a token: 5 FLOPs and, for each sequence, a read and a write of it."""
-        t, tp = self.shape.tokens, self.parallel.tp
+        """Linears, then one update of the state a token: 5 FLOPs and, for each sequence, a read and a write of it.
+
+        A state has no tokens to divide: each device of context parallelism has all of it, and of a prompt they gather
+        what each one's tokens make of it.
+        """
+        t, tp = self.tokens, self.parallel.tp
         mixer, count = group.attention, group.count
         state = mixer.state_elements_on_gpu(tp)
         made = [
             self._linear(f"{prefix}{name}", count, t, n, k, "attention")
             for name, n, k in mixer.linears(self.model.hidden, tp)
         ]
+        state_bytes = state * mixer.state_bits / 8 + 2.0 * mixer.conv_elements / tp
         made.append(
             Operator(
                 f"{prefix}state",
                 "recurrent",
                 count,
                 flops=5.0 * state * t,
-                kv_bytes=2.0 * state * mixer.state_bits / 8 * self.shape.sequences
-                + 2.0 * mixer.conv_elements / tp * 2.0 * self.shape.sequences,
+                kv_bytes=2.0 * state_bytes * self.shape.sequences,
                 activation_bytes=4.0 * t * (state / max(mixer.state_elements, 1)) * self.model.hidden * self.width,
                 elements=t,
                 sequences=self.shape.sequences,
                 mixer=mixer.kind,
             )
         )
+        cp, prompts = self.parallel.cp, self.shape.prefill_sequences
+        if cp > 1 and np.any(np.asarray(prompts) > 0):
+            made.append(message(f"{prefix}gather_states", count, "allgather", cp * state_bytes * prompts, cp))
         return made
 
     def _ffn(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        model, t, tp = self.model, self.shape.tokens, self.parallel.tp
+        model, t, tp = self.model, self.tokens, self.parallel.tp
         count, ffn = group.count, group.ffn
         if ffn.kind == "none":
             return []
@@ -317,7 +348,7 @@ class _Step:
     def _after_divided(self, prefix: str, part: str, count: int, inputs: int) -> list[Operator]:
         """The messages about a matrix of whose `inputs` each device of tp has some: its products are summed, or, where
         the division is exact, its inputs and then its products gathered."""
-        tp, each = self.parallel.tp, self.shape.tokens * self.width
+        tp, each = self.parallel.tp, self.tokens * self.width
         if not self.parallel.exact:
             return [message(f"{prefix}reduce_{part}", count, "allreduce", each * self.model.hidden, tp)]
         return [
@@ -332,7 +363,7 @@ class _Step:
     def _moe(self, ffn: MoeFfn, count: int, prefix: str) -> list[Operator]:
         """Router and shared experts on every device, routed experts spread over `ep` groups of devices."""
         model, w, parallel, plan = self.model, self.width, self.parallel, self.plan
-        t = self.shape.tokens
+        t = self.tokens
         made = []
         for name, n, k in ffn.linears(model.hidden, parallel.tp):
             part = "shared_experts" if name.startswith(("shared_gate_up", "shared_up", "shared_down")) else "router"
@@ -406,8 +437,9 @@ def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
     return shape.divided(dp)
 
 
-def _split_context(part: AttentionPart, cp: int) -> AttentionPart:
-    return AttentionPart(part.tokens, part.sequences, part.kv_tokens / cp, part.attended / cp)
+def _rows(shape: StepShape, cp: int) -> Count:
+    """Tokens that pass the linears of one device of context parallelism: its part of prompts, all that decode."""
+    return shape.tokens if cp == 1 else shape.tokens - shape.prefill_tokens * (1.0 - 1.0 / cp)
 
 
 def step_weight_bytes(model: ModelSpec, setup: EngineSetup, tokens: float = 1.0) -> float:

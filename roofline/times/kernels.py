@@ -307,7 +307,8 @@ class KernelTimes:
             one_s = one_s + hop.link.latency_s * hop.beyond_node
             time_s = np.maximum(time_s, one_s) if together else time_s + one_s
             link_s = np.maximum(link_s, sent_s) if together else link_s + sent_s
-        return OperatorTime(time_s, 0.0, 0.0, time_s - link_s, link_s)
+        there = is_there(message.message_bytes)  # where there is nothing to send nothing is sent
+        return OperatorTime(time_s * there, 0.0, 0.0, (time_s - link_s) * there, link_s * there)
 
 
 def _cache_kernel(kv: Precision) -> str:
