@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.bench import peers
-from membound.kernels.bench.trial import Case, Comparison, Inputs, Trial, exact, product
+from membound.kernels.bench.trial import Case, Comparison, Inputs, Trial, exact, fp8_product, product
 from membound.kernels.triton.activation import QuantizedRows
 from membound.kernels.triton.linear_byte import (
     ByteFormat,
@@ -115,7 +115,8 @@ def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
     weight = ByteWeight.quantize(inputs.normal(n, k), format)
 
     def compare(y: Tensor) -> list[Comparison]:
-        return [product(y, linear_w8a8_reference(x, weight))]
+        same = product if format == "int8" else fp8_product
+        return [same(y, linear_w8a8_reference(x, weight))]
 
     peer = (
         {"torch._int_mm": partial(peers.int_mm, x.data, weight.data)}
@@ -137,7 +138,7 @@ def _fp8_blocks(inputs: Inputs, m: int, shape: Shape) -> Trial:
     x, weight = Fp8Blocks.quantize(inputs.normal(m, k), 1), Fp8Blocks.quantize(inputs.normal(n, k), 128)
 
     def compare(y: Tensor) -> list[Comparison]:
-        return [product(y, linear_fp8_blocks_reference(x, weight))]
+        return [fp8_product(y, linear_fp8_blocks_reference(x, weight))]
 
     nbytes = linear_fp8_blocks_bytes(x, weight)
     return Trial(lambda: linear_fp8_blocks(x, weight, torch.bfloat16), compare, nbytes, 2 * m * n * k, "fp8")

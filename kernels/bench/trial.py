@@ -15,6 +15,10 @@ Math = Literal["bf16", "int8", "fp8"]
 Run = Callable[[], Any]
 # Of a result in bf16: products and sums are in fp32. Triton's interpreter cuts bf16 off where a GPU rounds it.
 BF16_ROUNDING = 2.0**-7
+# Of the largest sum of fp8 products: Hopper aligns up to 128 of them to the largest and cuts about 14 bits behind its
+# first (DeepSeek-V3, 2024, section 3.3.2). That is 2**-13 of the largest, which is up to 16 times a usual product, in
+# each of k products of either sign, whose own sum grows with the root of k as well.
+FP8_SUMS = 2.0**-9
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ def exact(result: Tensor, reference: Tensor) -> Comparison:
 def product(result: Tensor, reference: Tensor) -> Comparison:
     """Of a sum in fp32 that is rounded to bf16 once."""
     return Comparison(result, reference, BF16_ROUNDING, 2e-5 * (_largest(reference) + 1))
+
+
+def fp8_product(result: Tensor, reference: Tensor) -> Comparison:
+    """Of a sum of fp8 products on tensor cores that is rounded to bf16 once."""
+    return Comparison(result, reference, BF16_ROUNDING, FP8_SUMS * _largest(reference))
 
 
 def attended(result: Tensor, reference: Tensor) -> Comparison:

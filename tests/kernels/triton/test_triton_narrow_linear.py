@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.bench.trial import FP8_SUMS  # noqa: E402
 from membound.kernels.triton import lang  # noqa: E402
 from membound.kernels.triton.activation import QuantizedRows  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
@@ -44,8 +45,10 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def close(y, reference):
-    return torch.allclose(y.float(), reference, rtol=ROUNDING[y.dtype], atol=2e-5 * float(reference.abs().max() + 1))
+def close(y, reference, fp8=False):
+    # Tensor cores add products of fp8 in fewer bits than fp32's, which the interpreter does not.
+    share = FP8_SUMS if fp8 and y.is_cuda else 2e-5
+    return torch.allclose(y.float(), reference, rtol=ROUNDING[y.dtype], atol=share * float(reference.abs().max() + 1))
 
 
 def moved(weight, device):
@@ -135,7 +138,7 @@ def test_bytes_times_bytes_give_the_product_of_what_both_mean(device, format, m,
     weight = moved(ByteWeight.quantize(random(n, k), format), device)
     x = QuantizedRows.of(random(m, k, seed=1).to(device), format)
     y = linear_w8a8(x, weight, dtype, splits=splits, config=Config({"BLOCK_N": 16, "BLOCK_M": 16, "BLOCK_K": 32}))
-    assert close(y, linear_w8a8_reference(x, weight))
+    assert close(y, linear_w8a8_reference(x, weight), format == "fp8")
 
 
 @settings(deadline=None, max_examples=15)
@@ -146,7 +149,7 @@ def test_fp8_blocks_give_the_product_with_every_blocks_own_scale(device, m, n, k
     x = moved(Fp8Blocks.quantize(random(m, k, seed=1) * sizes.flip(0), 1), device)
     config = Config({"BLOCK_N": 32, "BLOCK_M": 16})
     y = linear_fp8_blocks(x, weight, torch.bfloat16, splits=splits, config=config)
-    assert close(y, linear_fp8_blocks_reference(x, weight))
+    assert close(y, linear_fp8_blocks_reference(x, weight), fp8=True)
 
 
 @pytest.mark.parametrize("m", [1, 70])
@@ -158,7 +161,8 @@ def test_the_stored_configurations_give_the_same(device, m):
     rows, weight = QuantizedRows.of(x, "int8"), moved(ByteWeight.quantize(dense, "int8"), device)
     assert close(linear_w8a8(rows, weight, torch.bfloat16), linear_w8a8_reference(rows, weight))
     blocks, weight = Fp8Blocks.quantize(x, 1), moved(Fp8Blocks.quantize(dense, 128), device)
-    assert close(linear_fp8_blocks(blocks, weight, torch.bfloat16), linear_fp8_blocks_reference(blocks, weight))
+    y = linear_fp8_blocks(blocks, weight, torch.bfloat16)
+    assert close(y, linear_fp8_blocks_reference(blocks, weight), fp8=True)
 
 
 def test_declared_bytes_count_weights_scales_and_activations_once():

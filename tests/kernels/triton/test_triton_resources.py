@@ -28,13 +28,16 @@ def usual_cases() -> list[str]:
     return list({case.split()[0]: case for case in reversed(CASES)}.values())
 
 
-def resources(arch: str, cases: list[str]) -> list[dict]:
+def output_of(*arguments: str) -> list[dict]:
     # Its own process, since a kernel that was defined for the interpreter cannot be compiled.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "membound.kernels.triton.resources", arch, *cases]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def resources(arch: str, cases: list[str]) -> list[dict]:
+    return output_of("-m", "membound.kernels.triton.resources", arch, *cases)
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100", "gfx942"])
@@ -49,6 +52,31 @@ def test_every_kernel_compiles_fits_and_spills_nothing(arch):
         if arch != "gfx942" and any(word in row["kernel"] for word in STREAMING):
             assert row["widest_load_bytes"] == 16, row
             assert row["waiting_loads"] == 0, row
+
+
+PROMOTIONS = """
+import json, re, sys
+from triton.compiler import compile
+from membound.kernels.triton.machine import REFERENCE_MACHINES
+from membound.kernels.triton.production import launches
+from membound.kernels.triton.resources import TARGETS, _source
+
+launch = launches(sys.argv[1], REFERENCE_MACHINES["sm90"])[0]
+options = dict(num_warps=launch.config.num_warps, num_stages=launch.config.num_stages)
+ptx = compile(_source(launch), target=TARGETS["sm90"], options=options).asm["ptx"]
+products = len(re.findall("wgmma.mma_async", ptx))
+print(json.dumps({"products": products, "sums": len(re.findall(r"add[.\\w]*[.]f32 ", ptx)), **launch.config.tiles,
+                  "threads": 32 * launch.config.num_warps}))
+"""
+
+
+@pytest.mark.parametrize("case", ["linear_w8a8 fp8 m 64", "linear_w8a8 fp8 m 4096"])
+def test_hopper_adds_its_sums_of_at_most_128_products_of_fp8_in_fp32(case):
+    """A sum for each accumulator of a thread, once in each step of BLOCK_K; an instruction multiplies 32 columns."""
+    (found,) = output_of("-c", PROMOTIONS, case)
+    accumulators = found["BLOCK_N"] * found["BLOCK_M"] // found["threads"]
+    assert found["products"] == found["BLOCK_K"] // 32 and found["BLOCK_K"] <= 128
+    assert found["sums"] == accumulators
 
 
 @pytest.mark.parametrize("case", CASES)
