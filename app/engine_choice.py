@@ -99,7 +99,7 @@ class EngineChoice:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells its answers from those of others; a calibration that is measured again is another device."""
+        """What tells its answers from those of others, whoever gives them."""
         return (*self.effects_key, self.metric)
 
     @property
@@ -114,9 +114,7 @@ class EngineChoice:
 
     @property
     def _engine_key(self) -> tuple[object, ...]:
-        calibration = self.device.calibration
-        created = calibration.created if calibration else ""
-        engine = (self.model_name, self.device_name, created, self.tp, self.profile, self.techniques)
+        engine = (self.model_name, self.device_name, self.tp, self.profile, self.techniques)
         return (*engine, self.task, self.weights, self.kv)
 
     def at(self, *, batch: int | None = None, context: int | None = None) -> EngineChoice:

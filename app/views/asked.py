@@ -10,16 +10,16 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 import streamlit as st
 
 from membound.app import jobs, room
+from membound.app.answering import who_answers
 from membound.app.store import Job, Run
 from membound.app.views import states
 from membound.app.views.console import console
-from membound.app.views.session import store, this_machine, translate
+from membound.app.views.session import store, translate
 
 # Of the documents that answers are kept as; another one makes all questions new.
 LAYOUT = 1
@@ -63,11 +63,9 @@ def answer(kind: str, spec: Mapping[str, Any], label: str, *, start: bool = Fals
 
 
 def digest_of(kind: str, spec: Mapping[str, Any]) -> str:
-    """A short hash of the question and of who answers: another version or calibration may answer differently."""
-    machine = this_machine()
-    calibrated = machine.calibration.created if machine and machine.calibration else ""
-    who = [LAYOUT, version("membound"), calibrated]
-    return hashlib.sha256(json.dumps([kind, dict(spec), who], sort_keys=True).encode()).hexdigest()[:16]
+    """A short hash of the question and of who answers."""
+    asked = [kind, dict(spec), LAYOUT, who_answers()]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _job(kind: str, digest: str) -> Job | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import streamlit as st
 from joblib.externals.loky import ProcessPoolExecutor
 
+from membound.app.answering import who_answers
 from membound.app.home import membound_home
 from membound.app.views.session import translate
 
@@ -29,8 +30,9 @@ Answer = TypeVar("Answer")
 
 
 def ask(key: object, function: Callable[..., Answer], *arguments: object) -> Future[Answer]:
-    """The answer to come of a function of a module, which another process calls, once for each `key`."""
-    asked = (function.__module__, function.__qualname__, key)
+    """The answer to come of a function of a module, which another process calls, once for each `key` and for each who
+    answers."""
+    asked = (function.__module__, function.__qualname__, key, who_answers())
     try:
         future: Future[Answer] = _asked(asked, function, arguments)
         if not (future.done() and isinstance(future.exception(), BrokenProcessPool)):
