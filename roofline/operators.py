@@ -101,7 +101,7 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class Collective:
-    """A message among `ranks` devices; `message_bytes` as nccl-tests counts them.
+    """A message among `ranks` devices, each `stride` from the next; `message_bytes` as nccl-tests counts them.
 
     One `in_layers` has the rest of the layers around it, behind whose computing another batch may hide it. Of a token
     an all-to-all has so many `copies` that cross the network once for each node they go to, and are made there.
@@ -112,6 +112,7 @@ class Collective:
     ranks: int
     in_layers: bool = True
     copies: Count = 1.0
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,9 @@ def message(
     *,
     in_layers: bool = True,
     copies: Count = 1.0,
+    stride: int = 1,
 ) -> Operator:
-    collective = Collective(operation, message_bytes, ranks, in_layers, copies)  # type: ignore[arg-type]
+    collective = Collective(operation, message_bytes, ranks, in_layers, copies, stride)  # type: ignore[arg-type]
     passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
     share = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
     return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)

@@ -79,8 +79,9 @@ class _Step:
             if tp > 1:
                 made.append(message("gather_logits", 1, "allgather", rows * model.vocab * w, tp, in_layers=False))
         if self.parallel.pp > 1:
-            stages = self.parallel.pp - 1
-            made.append(message("next_stage", stages, "sendrecv", t * model.hidden * w / tp, 2, in_layers=False))
+            pp, of_a_stage = self.parallel.pp, tp * self.parallel.cp * self.parallel.dp
+            passed = t * model.hidden * w / tp
+            made.append(message("next_stage", pp - 1, "sendrecv", passed, pp, in_layers=False, stride=of_a_stage))
         made.append(Operator("host", "host", 1, sequences=self.shape.sequences, elements=t, logits=rows * model.vocab))
         return made
 
@@ -201,12 +202,12 @@ class _Step:
         Of those who decode `outputs` vectors of `dims` elements, each with the fp32 logarithm of its sum, are summed;
         of prompts `keys` bytes are gathered before it (Llama 3, 2024, section 3.3.2, from memory).
         """
-        cp, made = self.parallel.cp, []
+        cp, tp, made = self.parallel.cp, self.parallel.tp, []
         if cp > 1 and np.any(np.asarray(outputs) > 0):
             partial = outputs * (dims * self.width + 4.0)
-            made.append(message(f"{prefix}reduce_context", count, "allreduce", partial, cp))
+            made.append(message(f"{prefix}reduce_context", count, "allreduce", partial, cp, stride=tp))
         if cp > 1 and np.any(np.asarray(keys) > 0):
-            made.append(message(f"{prefix}gather_keys", count, "allgather", keys, cp))
+            made.append(message(f"{prefix}gather_keys", count, "allgather", keys, cp, stride=tp))
         return made
 
     def _mla(self, a: LatentAttention, count: int, prefix: str) -> list[Operator]:
@@ -326,7 +327,8 @@ class _Step:
         )
         cp, prompts = self.parallel.cp, self.shape.prefill_sequences
         if cp > 1 and np.any(np.asarray(prompts) > 0):
-            made.append(message(f"{prefix}gather_states", count, "allgather", cp * state_bytes * prompts, cp))
+            states = cp * state_bytes * prompts
+            made.append(message(f"{prefix}gather_states", count, "allgather", states, cp, stride=tp))
         return made
 
     def _ffn(self, group: LayerGroup, prefix: str) -> list[Operator]:

@@ -11,30 +11,36 @@ from membound.roofline.shape import Count
 
 @dataclass(frozen=True)
 class Hop:
-    """One stage of a collective: `ranks` devices that exchange `message_bytes` over one kind of link."""
+    """One stage of a collective: `ranks` devices that exchange `message_bytes` over one kind of link.
+
+    Of messages from one device to the next only this `share` may take it.
+    """
 
     link: Link
     ranks: int
     message_bytes: Count
     shared: bool
     beyond_node: bool
+    share: float = 1.0
 
 
 def hops(
-    hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: int, copies: Count = 1.0
+    hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: int, copies: Count = 1.0, stride: int = 1
 ) -> tuple[Hop, ...]:
     """The stages of a collective: one within a node or domain; beyond it a second one between the nodes.
 
     NCCL reduces within the node first, so that each device sends only its share of the message over its own network
     link (hierarchical rings and trees). Of the `copies` of a token in an all-to-all one crosses the network for each
-    node that they go to by chance. Raises MemboundError where no link reaches so many devices.
+    node that they go to by chance. Where ranks are `stride` devices apart a node holds fewer of them. Raises
+    MemboundError where no link reaches so many devices.
     """
     near = hardware.scale_up
-    inside = near.max_devices if near is not None else 1
-    if operation == "sendrecv" or ranks <= inside or inside <= 2 or hardware.scale_out is None:
-        link, shared = link_for(hardware, ranks)
-        return (Hop(link, ranks, message_bytes, shared, False),)
-    assert near is not None
+    inside = near.max_devices // stride if near is not None else 0
+    if operation == "sendrecv":
+        return _from_one_to_the_next(hardware, message_bytes, ranks, stride, inside)
+    if near is None or ranks <= inside or inside <= 1 or near.max_devices <= 2 or hardware.scale_out is None:
+        link, shared = link_for(hardware, ranks * stride)
+        return (Hop(link, ranks, message_bytes, shared, link is hardware.scale_out),)
     nodes = -(-ranks // inside)
     if operation == "alltoall":
         share = message_bytes * nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies) / copies
@@ -44,6 +50,21 @@ def hops(
         Hop(near, inside, message_bytes, near.topology == "host", False),
         Hop(hardware.scale_out, nodes, share, False, True),
     )
+
+
+def _from_one_to_the_next(
+    hardware: HardwareSpec, message_bytes: Count, ranks: int, stride: int, inside: int
+) -> tuple[Hop, ...]:
+    """A chain of messages: those between the last rank of a node and the first of the next one leave the node."""
+    leaving = (ranks - 1 if inside <= 1 else -(-ranks // inside) - 1) / (ranks - 1)
+    found = []
+    if leaving < 1.0:
+        link, shared = link_for(hardware, 2 * stride)
+        found.append(Hop(link, 2, message_bytes, shared, False, 1.0 - leaving))
+    if leaving > 0.0:
+        link, shared = link_for(hardware, ranks * stride)
+        found.append(Hop(link, 2, message_bytes, shared, link is hardware.scale_out, leaving))
+    return tuple(found)
 
 
 def link_for(hardware: HardwareSpec, ranks: float, per_node: float | None = None) -> tuple[Link, bool]:

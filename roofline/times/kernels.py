@@ -294,7 +294,8 @@ class KernelTimes:
         time_s: Count = 0.0
         link_s: Count = 0.0
         together = message.operation == "alltoall"  # what crosses the network is passed on while more of it comes
-        for hop in hops(self.hardware, message.operation, message.message_bytes, message.ranks, message.copies):
+        sent = (message.operation, message.message_bytes, message.ranks, message.copies, message.stride)
+        for hop in hops(self.hardware, *sent):
             on_it = {**p, **_EXPERTS_NETWORK} if together and hop.beyond_node else p
             one_s, sent_s = efficiency.collective_s(
                 on_it,
@@ -304,7 +305,7 @@ class KernelTimes:
                 hop.link.bandwidth_bytes_per_s,
                 hop.shared,
             )
-            one_s = one_s + hop.link.latency_s * hop.beyond_node
+            one_s, sent_s = (one_s + hop.link.latency_s * hop.beyond_node) * hop.share, sent_s * hop.share
             time_s = np.maximum(time_s, one_s) if together else time_s + one_s
             link_s = np.maximum(link_s, sent_s) if together else link_s + sent_s
         there = is_there(message.message_bytes)  # where there is nothing to send nothing is sent
