@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
 from membound.roofline.errors import MemboundError
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.memory import MemoryBreakdown, MemoryTerms, usable_bytes, weights_by_part
+from membound.roofline.memory import MemoryBreakdown, MemoryTerms, activation_terms, usable_bytes, weights_by_part
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
 from membound.roofline.operators import Operator
@@ -246,7 +247,18 @@ class OperatingPoint:
 
     @cached_property
     def _terms(self) -> MemoryTerms:
-        return MemoryTerms.of(self.model, self.setup, self.times.activation_bytes)
+        activations = activation_terms(self.model, self.setup, self.times.activation_bytes)
+        return MemoryTerms(self._footprint.weights_bytes, self._footprint.cache, activations)
+
+    @cached_property
+    def _footprint(self) -> Footprint:
+        return Footprint.of(self.model, self.setup)
+
+    @property
+    def weights_by_part(self) -> dict[str, float]:
+        """Bytes of weights on one device by part of the model, and those of a drafter."""
+        parts, drafter = weights_by_part(self.model, self.setup), self._footprint.drafter_weights_bytes
+        return parts | {"drafter": drafter} if drafter else parts
 
     def _memory(self, batch: int, context: int) -> MemoryBreakdown:
         new = context if self.phase == "prefill" else 1 + self.drafts

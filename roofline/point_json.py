@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from membound.roofline.cost import OperatorCost
-from membound.roofline.memory import weights_by_part
 from membound.roofline.models.layers import LayerGroup
 from membound.roofline.techniques import remarks
 
@@ -93,7 +92,7 @@ def _memory_json(point: OperatingPoint) -> dict[str, Any]:
     memory = point.memory
     return {
         "weights_bytes": memory.weights_bytes,
-        "weights_by_part": weights_by_part(point.model, point.setup),
+        "weights_by_part": point.weights_by_part,
         "kv_bytes": memory.kv_bytes,
         "state_bytes": point.state_bytes,
         "activation_bytes": memory.activation_bytes,

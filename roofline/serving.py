@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.memory import kv_bytes, usable_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
@@ -20,8 +20,6 @@ from membound.roofline.times.engines import get_profile
 from membound.roofline.times.known import RoofTimes, times_for
 from membound.roofline.times.operator import Times
 
-# What engines need beside weights and caches: activations, captured graphs, the libraries' own.
-RESERVED_BYTES = 2e9
 # Tokens that an engine takes into one step at most where nobody says: vLLM's and TensorRT-LLM's default for serving.
 CHUNK_TOKENS = 8192
 # Chunks of a prompt that are costed one by one; of more, so many stand for all. A chunk's time is nearly linear in the
@@ -56,6 +54,11 @@ class Deployment:
     @cached_property
     def times(self) -> Times:
         return RoofTimes(self.hardware) if self.ideal else times_for(self.hardware, self.setup.profile)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What the replica holds on each of its devices."""
+        return Footprint.of(self.model, self.setup)
 
     @property
     def interleaved(self) -> float:
@@ -102,9 +105,7 @@ class Deployment:
 
     def largest_batch(self, context: float) -> float:
         """Sequences of `context` tokens whose caches fit beside the weights; 0 where the weights do not fit."""
-        free = usable_bytes(self.hardware) - RESERVED_BYTES - weights_bytes(self.model, self.setup)
-        each = float(kv_bytes(self.model, self.setup, context, 1.0))
-        return max(0.0, free // each) if each > 0 else float("inf")
+        return self.footprint.sequences(self.hardware.memory_bytes, context)
 
     def with_batch_that_fits(self, batch: float, context: float) -> float:
         """The batch, or as much of it as fits."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
@@ -25,7 +26,7 @@ from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Step
-from membound.simulator.scheduling.workload import request_columns, request_stream
+from membound.simulator.scheduling.workload import longest_request, request_columns, request_stream
 from membound.simulator.step_times import StepTimes
 
 
@@ -75,7 +76,10 @@ def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[De
         longest = max(turn.tokens for request in listed for turn in request.turns())
         content_known = drafts is None or isinstance(drafts, NgramDrafts)
         requests = iter(listed if content_known else [_without_content(request) for request in listed])
-    memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest)
+    reach = None
+    if longest is None and any(window for _, window in Footprint.of(model, scenario.setup).cache.per_token):
+        reach = longest_request(scenario.workload, model.max_context)
+    memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest, reach)
     step_times = StepTimes(
         model,
         scenario.setup,

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
+from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.memory import kv_bytes, usable_bytes, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
@@ -29,7 +29,7 @@ from membound.roofline.scenario.workload import (
     TraceArrivals,
     Workload,
 )
-from membound.roofline.serving import RESERVED_BYTES, Deployment, StaticBatch, SteadyLoad
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import Speculation, checked_speculation
 from membound.simulator.scheduling.build import batching_of
@@ -138,19 +138,11 @@ class SpeculatingDeployment(Deployment):
     def decode_s(self, batch: float, context: float) -> float:
         return super().decode_s(batch, context) / self.tokens_per_step
 
-    @property
-    def weights_bytes(self) -> float:
-        """Bytes of weights on one device, the drafter's among them."""
-        drafter = self.speculation.drafter_weights_bytes if self.speculation else 0.0
-        return weights_bytes(self.model, self.setup) + drafter
-
-    def largest_batch(self, context: float) -> float:
-        """Sequences whose caches fit, the drafter's weights and caches beside the model's."""
-        if self.speculation is None:
-            return super().largest_batch(context)
-        usable = usable_bytes(self.hardware) - RESERVED_BYTES
-        each = float(kv_bytes(self.model, self.setup, context) + self.speculation.drafter_kv_bytes(context))
-        return max(0.0, (usable - self.weights_bytes) // each) if each > 0 else math.inf
+    @cached_property
+    def footprint(self) -> Footprint:
+        """With the drafter that speculates here, or with none."""
+        drafts = None if self.speculation is None else self.speculation.drafts
+        return Footprint.of(self.model, replace(self.setup, drafts=drafts))
 
     def with_batch_that_fits(self, batch: float, context: float) -> float:
         return min(super().with_batch_that_fits(batch, context), self.seats)
@@ -256,12 +248,11 @@ class Steady:
         context, model = self._whole_context, self.deployment.model
         if self.deployment.largest_batch(context) >= 1.0:
             return
-        held = self.deployment.weights_bytes / 2**30
-        usable = usable_bytes(self.deployment.hardware) - RESERVED_BYTES
-        advice = remedies(model, self.deployment.setup, usable, lambda setup: float(kv_bytes(model, setup, context)))
+        held, memory = self.deployment.footprint.weights_bytes / 2**30, self.deployment.hardware.memory_bytes
+        advice = remedies(model, self.deployment.setup, cache_room(memory), lambda held: held.sequence_bytes(context))
         raise MemboundError(
             f"'{self.deployment.model.name}' does not fit on '{self.deployment.hardware.name}': its weights take "
-            f"{held:.1f} GiB of {self.deployment.hardware.memory_bytes / 2**30:.1f} GiB, and one sequence needs "
+            f"{held:.1f} GiB of {memory / 2**30:.1f} GiB, and one sequence needs "
             f"{context:.0f} tokens of cache beside them{advice}"
         )
 

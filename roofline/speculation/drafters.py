@@ -11,7 +11,7 @@ import numpy as np
 
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
-from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.memory import CacheTerms, cache_terms, weights_bytes
 from membound.roofline.models import ModelSpec, MoeFfn
 from membound.roofline.operators import linear
 from membound.roofline.parallel import Parallelism
@@ -77,8 +77,9 @@ class Drafter:
     def weights_bytes(self) -> float:
         return 0.0
 
-    def kv_bytes(self, kv_tokens: Count, sequences: Count) -> Count:
-        return 0.0
+    def cache_terms(self) -> CacheTerms:
+        """What its own caches hold of each sequence."""
+        return CacheTerms((), 0.0)
 
 
 class DraftModel(Drafter):
@@ -128,8 +129,8 @@ class DraftModel(Drafter):
     def weights_bytes(self) -> float:
         return weights_bytes(self.spec, self.setup)
 
-    def kv_bytes(self, kv_tokens: Count, sequences: Count) -> Count:
-        return kv_bytes(self.spec, self.setup, kv_tokens, sequences)
+    def cache_terms(self) -> CacheTerms:
+        return cache_terms(self.spec, self.setup)
 
 
 class FirstLayers(DraftModel):
@@ -146,8 +147,8 @@ class FirstLayers(DraftModel):
     def weights_bytes(self) -> float:
         return 0.0
 
-    def kv_bytes(self, kv_tokens: Count, sequences: Count) -> Count:
-        return 0.0
+    def cache_terms(self) -> CacheTerms:
+        return CacheTerms((), 0.0)
 
 
 class Module(DraftModel):

@@ -183,7 +183,7 @@ class Speculation:
 
     def drafter_kv_bytes(self, kv_tokens: Count, sequences: Count = 1.0) -> Count:
         """Bytes that the drafter adds to the caches of one device."""
-        return self._drafter.kv_bytes(kv_tokens, sequences)
+        return self._drafter.cache_terms().bytes(kv_tokens, sequences)
 
     @cached_property
     def _drafter(self) -> Drafter:

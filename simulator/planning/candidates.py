@@ -319,7 +319,7 @@ def replica_of(
     deployment = replace(deployment_of(built, model, hardware), seats=math.inf)
     fits = deployment.largest_batch(lengths.context)
     if deployment.largest_batch(lengths.prompt_tokens + lengths.output_tokens) < 1.0:
-        held, whole = deployment.weights_bytes / 2**30, hardware.memory_bytes / 2**30
+        held, whole = deployment.footprint.weights_bytes / 2**30, hardware.memory_bytes / 2**30
         raise MemboundError(f"does not fit: its weights take {held:.1f} GiB of {whole:.1f} GiB")
     most = float(min(max(1.0, fits), MOST_SEATS))
     batches = np.unique(np.round(np.geomspace(1.0, most, BATCHES)))

@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.memory import MEMORY_SHARE, kv_bytes, weights_bytes
+from membound.roofline.footprint import Footprint, cache_room
+from membound.roofline.memory import CacheTerms
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.engine import Engine
-from membound.roofline.techniques import EngineSetup
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.remedies import remedies
-
-# Longer than any window, so that from here on a cache grows by its layers without one.
-_BEYOND_WINDOWS = 2**26
 
 
 @dataclass(frozen=True)
 class KvMemory:
     """The KV memory of one engine: blocks of `block_bytes` on each of its devices, and on the host.
 
-    What does not grow with a sequence, recurrent states and full windows, takes `fixed_blocks` of them. Where nothing
-    grows, memory limits the sequences to `seats` instead.
+    What does not grow with a sequence, recurrent states and windows that requests fill, takes `fixed_blocks` of them.
+    Where nothing grows, memory limits the sequences to `seats` instead.
     """
 
     num_blocks: int
@@ -40,30 +37,35 @@ class KvMemory:
         return BlockPool(self.num_blocks, self.block_size, cache, self.host_blocks, self.fixed_blocks)
 
 
-def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest: int | None = None) -> KvMemory:
-    """The engine's KV memory: blocks as given, else what a device of `memory_bytes` holds beside the weights.
+def kv_memory(
+    scenario: Scenario, model: ModelSpec, memory_bytes: float, longest: int | None = None, reach: int | None = None
+) -> KvMemory:
+    """The engine's KV memory: blocks as given, else what a device of `memory_bytes` holds beside all weights.
 
-    With the tokens of the `longest` request, no more blocks than its requests can use. Raises MemboundError where the
-    weights leave no room for a single block, or not for as many as given.
+    With the tokens of the `longest` request, no more blocks than its requests can use. No request has more than `reach`
+    tokens, the longest or what the model takes without it. Raises MemboundError where the weights leave no room for a
+    single block, or not for as many as given.
     """
     engine, setup = scenario.engine, scenario.setup
-    usable = memory_bytes * MEMORY_SHARE
-    held = weights_bytes(model, setup)
-    spare = usable - held
-    token_bytes, fixed_bytes = _footprint(model, setup, longest or model.max_context)
+    reach = longest or reach or model.max_context
+    held, room = Footprint.of(model, setup), cache_room(memory_bytes)
+    spare = held.room(memory_bytes)
+    token_bytes, fixed_bytes = _growth(held.cache, reach)
 
-    def least_cache(setup: EngineSetup) -> float:
-        each, fixed = _footprint(model, setup, longest or model.max_context)
+    def least_cache(held: Footprint) -> float:
+        each, fixed = _growth(held.cache, reach)
         return max(each * engine.block_size, fixed)
 
-    if spare < least_cache(setup):
+    if spare < least_cache(held):
+        drafter = ", its drafter's among them," if held.drafter_weights_bytes else ""
         raise MemboundError(
-            f"model '{model.name}' does not fit: its weights take {held / 2**30:.1f} GiB of the "
-            f"{usable / 2**30:.1f} GiB usable on '{scenario.hardware}'{remedies(model, setup, usable, least_cache)}"
+            f"model '{model.name}' does not fit: its weights take {held.weights_bytes / 2**30:.1f} GiB{drafter} of the "
+            f"{room / 2**30:.1f} GiB usable on '{scenario.hardware}'"
+            f"{remedies(model, setup, room, least_cache)}"
         )
     block_bytes = token_bytes * engine.block_size
     seats, fixed_blocks = engine.max_num_seqs, 0
-    useful_of_one = -(-_most_held(engine, longest or model.max_context, model.max_context) // engine.block_size)
+    useful_of_one = -(-_most_held(engine, reach, model.max_context) // engine.block_size)
     if block_bytes:
         fitting = int(spare // block_bytes)
         fixed_blocks = int(-(-fixed_bytes // block_bytes))
@@ -81,7 +83,7 @@ def kv_memory(scenario: Scenario, model: ModelSpec, memory_bytes: float, longest
             f"field 'engine.prefix_caching' is true, but {lossy} keeps tokens of a sequence outside of blocks, where "
             "others cannot find them; set it to false, or take another technique"
         )
-    if engine.prefix_caching and fixed_bytes:
+    if engine.prefix_caching and (held.cache.state_bytes or any(window for _, window in held.cache.per_token)):
         raise MemboundError(
             f"field 'engine.prefix_caching' is true, but '{model.name}' has recurrent states or windows, which blocks "
             "of tokens do not hold; set it to false"
@@ -105,9 +107,11 @@ def _most_held(engine: Engine, longest: int, max_context: int) -> int:
             return longest * rounded
 
 
-def _footprint(model: ModelSpec, setup: EngineSetup, longest: int) -> tuple[float, float]:
-    """Bytes on one device for each further token of a sequence, and besides for a sequence of `longest` tokens."""
-    far = float(kv_bytes(model, setup, 2.0 * _BEYOND_WINDOWS))
-    token_bytes = (far - float(kv_bytes(model, setup, 1.0 * _BEYOND_WINDOWS))) / _BEYOND_WINDOWS
-    fixed_bytes = float(kv_bytes(model, setup, float(longest))) - token_bytes * longest
-    return token_bytes, fixed_bytes if fixed_bytes > 1e-6 * token_bytes * longest else 0.0
+def _growth(cache: CacheTerms, reach: int) -> tuple[float, float]:
+    """Bytes on one device for each token of a sequence of up to `reach` tokens, and for a sequence besides.
+
+    A window that no sequence can fill is none. Others are taken whole, also by sequences that do not fill them.
+    """
+    growing = sum(each for each, window in cache.per_token if window is None or window >= reach)
+    windows = sum(each * window for each, window in cache.per_token if window is not None and window < reach)
+    return growing, cache.state_bytes + windows

@@ -10,13 +10,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models.files import resolve_model
+from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.simulator.run import run
-from membound.simulator.scheduling.kv_memory import MEMORY_SHARE, kv_memory
+from membound.simulator.run import deploy, run
+from membound.simulator.scheduling.kv_memory import kv_memory
 from membound.simulator.scheduling.prefix_cache import PrefixCache
+from membound.simulator.steady import deployment_of
 
 SESSIONS = {
     "kind": "sessions",
@@ -60,12 +63,81 @@ def test_blocks_and_what_sequences_take_besides_fill_the_memory(model, hardware)
     """As many sequences of the full context as the blocks hold take no more bytes than there are, and nearly all."""
     chosen, spec = scenario(model, hardware, max_num_seqs=1_000_000), resolve_model(model)
     memory = kv_memory(chosen, spec, get_hardware(hardware).memory_bytes)
-    spare = get_hardware(hardware).memory_bytes * MEMORY_SHARE - weights_bytes(spec, chosen.setup)
+    spare = cache_room(get_hardware(hardware).memory_bytes) - weights_bytes(spec, chosen.setup)
     context = spec.max_context
     one = float(kv_bytes(spec, chosen.setup, float(context), 1.0))
     fitting = min(memory.num_blocks // memory.pool().blocks_for(context), memory.seats)
     assert fitting * one <= spare * (1 + 1e-9)
     assert (fitting + 1) * one > spare
+
+
+DRAFTERS = {
+    "nobody": (),
+    "n-grams": ({"name": "ngram_speculation"},),
+    "a model": ({"name": "draft_model_speculation"},),
+    "a head": ({"name": "eagle"},),
+    "heads": ({"name": "medusa"},),
+}
+
+
+def seated(model: str, hardware: str, total: int, techniques: tuple = ()) -> tuple[int, float]:
+    """Sequences of `total` tokens that fit at once, for the simulator and for closed forms."""
+    chosen = scenario(model, hardware, max_num_seqs=1_000_000, block_size=1).with_techniques(techniques)
+    chosen = chosen.with_value("workload.prompts", {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 90}})
+    chosen = chosen.with_value("workload.output_tokens", {"kind": "fixed", "tokens": total - 90})
+    deployment, _ = deploy(chosen)
+    memory = deployment.memory
+    closed = deployment_of(chosen, deployment.model, deployment.times.hardware).largest_batch(total)
+    return min(memory.num_blocks // memory.pool().blocks_for(total), memory.seats), closed
+
+
+@pytest.mark.parametrize("total", [100, 1000, 7900])
+@pytest.mark.parametrize(
+    ("model", "hardware", "drafts"),
+    [
+        *(("Llama-3.1-8B", "H100-SXM5", drafts) for drafts in DRAFTERS),
+        ("Mistral-7B-v0.1", "L4", "nobody"),
+        ("gemma-3-12b", "H100-SXM5", "nobody"),
+        ("DeepSeek-V2-Lite", "A100-SXM4-80GB", "nobody"),
+        ("mamba-2.8b", "L4", "nobody"),
+    ],
+)
+def test_closed_forms_and_the_simulator_seat_the_same_number(model, hardware, drafts, total):
+    techniques = scenario().model_dump(mode="json") | {"techniques": DRAFTERS[drafts]}
+    simulated, closed = seated(model, hardware, total, parse_scenario(techniques).techniques)
+    assert simulated == pytest.approx(closed, abs=1), "a block of what does not grow may be filled in part"
+
+
+def test_a_window_that_no_request_fills_costs_what_a_request_has():
+    """Mistral 7B v0.1 has windows of 4096 tokens in every layer: of 500 tokens eight times as many fit, and more."""
+    short, _ = seated("Mistral-7B-v0.1", "L4", 500)
+    window, _ = seated("Mistral-7B-v0.1", "L4", 4096)
+    long, _ = seated("Mistral-7B-v0.1", "L4", 30_000)
+    assert short == pytest.approx(window * 4096 / 500, rel=0.1) and window == long
+
+
+@pytest.mark.parametrize("drafts", [name for name in DRAFTERS if name != "nobody"])
+def test_a_drafter_takes_the_place_of_sequences(drafts):
+    """Its weights once and its cache for each; n-grams have neither. `predict` counts both too."""
+    document = scenario().model_dump(mode="json")
+    plain = parse_scenario(document)
+    drafting = parse_scenario(document | {"techniques": DRAFTERS[drafts]})
+    model, total = resolve_model("Llama-3.1-8B"), 1000
+    alone, both = (Footprint.of(model, one.setup) for one in (plain, drafting))
+    weights = both.weights_bytes - alone.weights_bytes
+    cache = both.sequence_bytes(total) - alone.sequence_bytes(total)
+    assert (weights == 0, cache == 0) == (drafts == "n-grams", drafts in ("n-grams", "heads"))
+    lost = (
+        seated("Llama-3.1-8B", "H100-SXM5", total)[0]
+        - seated("Llama-3.1-8B", "H100-SXM5", total, drafting.techniques)[0]
+    )
+    room = cache_room(get_hardware("H100-SXM5").memory_bytes)
+    expected = (room - alone.weights_bytes) / alone.sequence_bytes(total)
+    expected -= (room - both.weights_bytes) / both.sequence_bytes(total)
+    assert lost == pytest.approx(expected, abs=1)
+    points = [OperatingPoint.of(one, batch=8, context=total, phase="decode").memory for one in (plain, drafting)]
+    assert points[1].weights_bytes - points[0].weights_bytes == pytest.approx(weights)
+    assert points[1].kv_bytes - points[0].kv_bytes == pytest.approx(8 * cache)
 
 
 def test_a_smaller_footprint_holds_more():
@@ -100,7 +172,7 @@ def test_reserving_the_maximum_holds_fewer_sequences_than_paging():
     ("model", "hardware", "remedy"),
     [
         ("Llama-3.1-405B", "H100-SXM5", {"parallel": {"tp": 16}}),
-        ("Falcon-180B", "L4", {"parallel": {"tp": 8, "pp": 2}}),
+        ("Falcon-180B", "L4", {"parallel": {"tp": 8, "pp": 4}}),
         ("Gemma-3-27B", "L4", {"techniques": [{"name": "weight_quantization", "format": "int4"}]}),
     ],
 )

@@ -2,9 +2,10 @@
 
 from membound.simulator.scheduling.workload.requests import (
     RequestColumns,
+    longest_request,
     request_columns,
     request_stream,
     requests_for,
 )
 
-__all__ = ["RequestColumns", "request_columns", "request_stream", "requests_for"]
+__all__ = ["RequestColumns", "longest_request", "request_columns", "request_stream", "requests_for"]

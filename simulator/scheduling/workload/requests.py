@@ -103,6 +103,18 @@ def request_columns(workload: Workload) -> Iterator[RequestColumns]:
             return
 
 
+def longest_request(workload: Workload, most: int) -> int:
+    """Tokens of the longest request or turn, prompt and output, that has at most `most`; these where none has.
+
+    The workload is drawn once for it.
+    """
+    if isinstance(resolve(workload).prompts, TextPrompts | SessionPrompts):
+        totals: Iterator[int] = (turn.tokens for first in request_stream(workload) for turn in first.turns())
+        return max((total for total in totals if total <= most), default=most)
+    columns = (chunk.prompt_tokens + chunk.output_tokens for chunk in request_columns(workload))
+    return max((int(total[total <= most].max(initial=0)) for total in columns), default=0) or most
+
+
 @dataclass(frozen=True)
 class _Lengths:
     """A chunk of lengths; times and prefixes are those of a trace's rows."""
