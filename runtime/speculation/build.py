@@ -31,6 +31,9 @@ from membound.runtime.speculation.eagle import EagleProposer, FeatureHead
 from membound.runtime.speculation.heads import Head, load_head, random_head, shipped_head
 from membound.runtime.speculation.medusa import MedusaHeads, MedusaProposer
 from membound.runtime.speculation.model import ModelProposer
+from membound.simulator.scheduling.prefix import mixed_hash
+
+DRAWS_GUESSES = 1  # mixed into the seed of the run, with which the sampler verifies
 
 RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle", "mtp")
 
@@ -78,7 +81,8 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
             f"field 'tree_size' of {drafts.kind} is {drafts.nodes}, but the runtime verifies trees of at most "
             f"{MOST_IN_TREE - 1} guesses; give fewer"
         )
-    choose = Chooser(scenario.temperature, scenario.workload.seed, host.decoder.device)
+    # Rejection keeps the model's distribution only where its numbers tell nothing of those that drew the guess.
+    choose = Chooser(scenario.temperature, mixed_hash(scenario.workload.seed, DRAWS_GUESSES), host.decoder.device)
     spec = host.decoder.spec
     if isinstance(drafts, SelfDrafts):
         layers = first_layers(spec, drafts.layers).layers

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 
+from membound.kernels.dispatch import kernels_for
 from membound.roofline.hardware import get_hardware
+from membound.roofline.models import get_model
+from membound.roofline.scenario import load_scenario
 from membound.runtime.sampling import Guesses, TemperatureSampler, TypicalSampler
+from membound.runtime.speculation.build import DraftHost, proposer_for, sampler_of
+from membound.simulator.scheduling.drafter import Room
+from membound.simulator.scheduling.request import Request, Sequence
 
 TRIALS = 2000
 # Rows: after the newest token, and after each of four guesses; four tokens.
@@ -111,3 +119,47 @@ def test_a_served_run_writes_tokens_as_often_as_without_drafts(runtime, scenario
     often = table[:, table.sum(axis=0) >= 20]
     rest = table[:, table.sum(axis=0) < 20].sum(axis=1, keepdims=True)
     assert chi2_contingency(np.hstack([often, rest + 1])).pvalue > 1e-4
+
+
+class Bigrams:
+    """In place of a decoder: the logits of the next token follow from the last."""
+
+    device, spec = torch.device("cpu"), get_model("SmolLM2-135M")
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.table = logits
+
+    def hidden(self, token_ids, batch, cache, layers):
+        return SimpleNamespace(normed=token_ids)
+
+    def logits(self, normed):
+        return self.table[normed]
+
+
+def test_three_tokens_of_a_run_are_drawn_jointly_as_the_model_draws_them():
+    """Leviathan et al., ICML 2023, appendix A.1, which needs a verifier that does not draw with the drafter's numbers.
+
+    The drafter and the sampler are those of the product, built anew for the seed of each run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model, drafter = (0.7 * torch.randn(3, 3, generator=generator) for _ in range(2))
+    drafts = {"name": "self_speculation", "layers": 3, "gamma": 2}
+    scenario = load_scenario("live-cpu").with_value("techniques", ["continuous_batching", drafts])
+    scenario = scenario.with_value("temperature", 1.0)
+    host = DraftHost(Bigrams(drafter), None, [SimpleNamespace(move_tokens=None)], 1, 16, None)
+    kernels, found = kernels_for("cpu"), np.zeros((3, 3, 3))
+    for seed in range(1500):
+        run = scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"seed": seed})})
+        proposer, sampler = proposer_for(run, host), sampler_of(run, "cpu", kernels)
+        tokens = [0]
+        while len(tokens) < 4:
+            sequence = Sequence(Request(0, 0.0, len(tokens), 3), tokens)
+            sequence.standing_computed, sequence.blocks = len(tokens) - 1, [0]
+            (guessed,) = proposer.draft([sequence], [Room(2, 2)])
+            rows = model[torch.tensor([tokens[-1], *guessed.tokens])]
+            (verified,) = sampler.verify(rows, [Guesses(guessed.tokens, None, proposer.drawn_from(0))])
+            tokens += verified.tokens
+        found[tuple(tokens[1:4])] += 1
+    p = torch.softmax(model.double(), dim=-1).numpy()
+    expected = p[0][:, None, None] * p[:, :, None] * p[None] * found.sum()
+    assert chisquare(found.ravel(), expected.ravel()).pvalue > 1e-4
