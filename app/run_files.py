@@ -32,25 +32,12 @@ CELL = ("point", "technique", "producer", "repeat")
 
 def producer_of(run: Run, t: Translate) -> str:
     """Who made a run's numbers: this machine, the simulator, a server by its address, or the tool that was imported."""
-    if run.kind == "simulate":
-        return t("producer.simulator")
-    document = run.comparison() or {}
-    provenance = document.get("provenance")
-    if provenance is not None:
-        return _maker(provenance, t)
-    if "requests" not in run.table_names() or "producer" not in run.table("requests").column_names:
-        return t("producer.runtime")
-    measured = set(run.table("requests", ["producer"])["producer"].unique().to_pylist()) - {"simulator"}
-    return ", ".join(t(f"producer.{name}") for name in sorted(measured)) or t("producer.simulator")
-
-
-def _maker(provenance: Mapping[str, Any], t: Translate) -> str:
-    server = provenance.get("endpoint") or {}
+    server = ((run.comparison() or {}).get("provenance") or {}).get("endpoint") or {}
     if "tool" in server:
         return t("producer.imported", tool=server["tool"])
     if "url" in server:
         return t("producer.server", url=server["url"])
-    return t(f"producer.{provenance['producer']}")
+    return ", ".join(t(f"producer.{name}") for name in sorted(run.measurers())) or t("producer.simulator")
 
 
 # --- when what happened ---
@@ -113,19 +100,27 @@ def _result(scenario: Scenario, requests: dict[str, Any], steps: dict[str, Any])
 
 def run_page(document: Mapping[str, Any], scenario_yaml: str, name: str, language: str, t: Translate) -> str:
     """The run as one HTML page with its figures, tables, conditions and scenario; it asks nothing of any server."""
-    from membound.app.figures import comparison
+    from membound.app.figures import captions, comparison, served
     from membound.app.views import tables
+    from membound.app.views.served_result import served_table
 
     rows = [Comparison.model_validate(row) for row in document.get("comparisons", [])]
     parts: list[str] = []
     if rows:
         baselines = [row for row in rows if row.technique == "baseline"]
         gains = [row for row in rows if row.technique != "baseline"]
-        figures = [(t("results.baseline"), comparison.baseline_figure(rows, t), tables.baseline_table(baselines, t))]
+        metrics, conditions = document.get("metrics"), "; ".join(dict.fromkeys(row.conditions for row in rows))
+        if metrics:
+            caption = t("served.caption", conditions=conditions)
+            shown = [(t("served.title"), served.served_figure(metrics, t), served_table(metrics, t), caption)]
+        else:
+            caption = captions.of_baseline(scenario_yaml, conditions, t)
+            figure, table = comparison.baseline_figure(rows, t), tables.baseline_table(baselines, t)
+            shown = [(t("results.baseline"), figure, table, caption)]
         if gains:
-            figures.append((t("results.gains"), comparison.gains_figure(rows, t), tables.gains_table(gains, t)))
-        parts += _drawn(figures)
-        parts.append(f"<p>{html.escape(rows[0].conditions)}</p>")
+            caption = captions.of_gains(scenario_yaml, gains, conditions, t)
+            shown.append((t("results.gains"), comparison.gains_figure(rows, t), tables.gains_table(gains, t), caption))
+        parts += _drawn(shown)
     elif document.get("summary"):
         parts.append(_table(tables.summary_table(document["summary"], t)))
     provenance = document.get("provenance", {})
@@ -138,11 +133,11 @@ def run_page(document: Mapping[str, Any], scenario_yaml: str, name: str, languag
     return html_page(t("results.page_title", name=name), parts, language)
 
 
-def _drawn(figures: Sequence[tuple[str, go.Figure, pd.DataFrame]]) -> Iterator[str]:
-    for index, (title, figure, table) in enumerate(figures):
+def _drawn(figures: Sequence[tuple[str, go.Figure, pd.DataFrame, str]]) -> Iterator[str]:
+    for index, (title, figure, table, caption) in enumerate(figures):
         # the first brings the script that draws all of them
         drawn = figure.to_html(full_html=False, include_plotlyjs=index == 0, config={"displaylogo": False})
-        yield f"<h2>{html.escape(title)}</h2>{drawn}{_table(table)}"
+        yield f"<h2>{html.escape(title)}</h2>{drawn}<p>{html.escape(caption)}</p>{_table(table)}"
 
 
 def _table(table: pd.DataFrame) -> str:

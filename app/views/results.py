@@ -10,7 +10,7 @@ import pandas as pd
 import streamlit as st
 
 from membound.app import run_files, text
-from membound.app.figures import comparison
+from membound.app.figures import captions, comparison
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
 from membound.app.store import Run
@@ -31,12 +31,12 @@ def rows_of(documents: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     return list(rows.values())
 
 
-def comparison_result(rows: Sequence[Comparison], key: str) -> None:
+def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) -> None:
     """The gains drawn and as a table, the baselines' times beside them."""
     t = translate()
     gains = [row for row in rows if row.technique != "baseline"]
     baselines = [row for row in rows if row.technique == "baseline"]
-    conditions = said(rows[0].conditions, t)
+    conditions = "; ".join(dict.fromkeys(said(row.conditions, t) for row in rows))
     left, right = st.columns([1, 2.4], gap="medium")
     with left:
         st.header(t("results.baseline"))
@@ -44,18 +44,20 @@ def comparison_result(rows: Sequence[Comparison], key: str) -> None:
             comparison.baseline_figure(rows, t),
             key=f"{key}_baseline",
             alt=t("comparison.baseline_alt", points=len(baselines)),
-            caption=t("comparison.baseline_caption", conditions=conditions),
+            caption=captions.of_baseline(scenario_yaml, conditions, t),
         )
-    with right:
-        st.header(t("results.gains"))
-        chart(
-            comparison.gains_figure(rows, t),
-            key=f"{key}_gains",
-            alt=comparison.alt_text(rows, t),
-            caption=t("comparison.caption", conditions=conditions),
-        )
+    if gains:
+        with right:
+            st.header(t("results.gains"))
+            chart(
+                comparison.gains_figure(rows, t),
+                key=f"{key}_gains",
+                alt=comparison.alt_text(rows, t),
+                caption=captions.of_gains(scenario_yaml, gains, conditions, t),
+            )
     st.dataframe(tables.baseline_table(baselines, t), hide_index=True, key=f"{key}_baselines")
-    st.dataframe(tables.gains_table(gains, t), hide_index=True, key=f"{key}_table")
+    if gains:
+        st.dataframe(tables.gains_table(gains, t), hide_index=True, key=f"{key}_table")
     st.caption(t("results.legend"))
 
 
@@ -78,7 +80,7 @@ def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
     if document.get("metrics"):
         served_result(document["metrics"], rows[0].conditions, name, translate())
     elif rows:
-        comparison_result(rows, name)
+        comparison_result(rows, scenario_yaml, name)
     elif document.get("summary"):
         run_summary(document["summary"], name)
     made = [] if kept is None else [made_by(kept)]
