@@ -10,6 +10,7 @@ from torch import Tensor
 
 from membound.kernels.base import ChainVerifier, Kernels
 from membound.roofline.errors import MemboundError
+from membound.simulator.scheduling.prefix import mixed_hash
 
 TYPICAL_THRESHOLD, TYPICAL_SHARE = 0.09, 0.3
 
@@ -122,7 +123,7 @@ class TemperatureSampler:
 class FusedSampler:
     """`TemperatureSampler` by the device's kernels, which say what all sequences emit at once; trees are left to it.
 
-    A number of the random stream is used once: the seed of a step is the run's and the step's.
+    A number of the random stream is used once: the seed of a step is mixed from the run's and the step's.
     """
 
     def __init__(self, plain: TemperatureSampler, verifier: ChainVerifier, seed: int) -> None:
@@ -134,6 +135,8 @@ class FusedSampler:
     def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
         if any(guess.parents is not None for guess in guesses):
             return self.plain.verify(logits, guesses)
+        if not guesses:  # a step that computes parts of prompts emits nothing
+            return []
         self.steps += 1
         device, edges = logits.device, [0]
         followed: list[int] = []
@@ -145,7 +148,7 @@ class FusedSampler:
             torch.tensor(edges, dtype=torch.int32, device=device),
             torch.tensor(followed, device=device),
             torch.full((len(guesses),), self.plain.temperature, device=device),
-            torch.tensor([(self.seed << 32) + self.steps], device=device),
+            torch.tensor([mixed_hash(self.seed, self.steps) >> 1], device=device),
             most_rows=max(guess.rows for guess in guesses),
             draft_probabilities=_drawn_from(guesses, logits),
         )

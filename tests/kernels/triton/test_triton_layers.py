@@ -402,3 +402,11 @@ def test_a_cold_sampler_on_the_kernels_is_greedy_trees_are_left_to_the_host_and_
     with pytest.raises(LogitsError, match="row 4"):
         cold.verify(logits, [Guesses()] * 6)
     assert not isinstance(sampler_for(1.0, 0, "cpu", kernels=TorchKernels()), FusedSampler)
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**63 - 1])
+def test_a_sampler_on_the_kernels_takes_every_seed_and_a_step_that_emits_nothing(seed, kernels, device):
+    sampler = sampler_for(1.0, seed, device, kernels=kernels)
+    logits = torch.zeros(40, 50, device=device)
+    assert sampler.verify(logits[:0], []) == []
+    assert sampler.verify(logits, [Guesses()] * 40) != sampler.verify(logits, [Guesses()] * 40)
