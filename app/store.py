@@ -14,7 +14,8 @@ import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 JobState = Literal["queued", "running", "done", "cancelled", "failed", "lost"]
 ACTIVE_STATES: tuple[JobState, ...] = ("queued", "running")
+
+# Kinds of runs that somebody measured, and who measures nothing.
+MEASURED, SIMULATOR = ("compare", "measure"), "simulator"
 
 JOBS_WITH_EVENTS = 200
 ABANDONED_AFTER_S = 3600.0
@@ -83,7 +87,7 @@ class Run:
     digest: str
     created: float
     job_id: str | None
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(hash=False)
     folder: Path
 
     def scenario_yaml(self) -> str:
@@ -97,6 +101,14 @@ class Run:
     def comparison(self) -> dict[str, Any] | None:
         """Return the joined comparison, None for a run that compares nothing."""
         return json.loads(self._text("comparison.json", missing="null"))
+
+    def measured_here(self) -> bool:
+        """Whether its times are this machine's: it was neither simulated nor measured at a server or by a tool."""
+        return self.measurers() == {"runtime"}
+
+    def measurers(self) -> frozenset[str]:
+        """Return who measured it: `runtime` on this machine, `endpoint` at a server; nobody of what was simulated."""
+        return _measurers(self)
 
     def table_names(self) -> list[str]:
         """Return the names of the run's tables, such as `requests` and `steps`."""
@@ -121,6 +133,19 @@ class Run:
             if missing is not None and isinstance(error, FileNotFoundError):
                 return missing
             raise storage_error(error, self.folder / name) from error
+
+
+@lru_cache(maxsize=1000)
+def _measurers(run: Run) -> frozenset[str]:
+    """Who measured a run, whose files never change."""
+    if run.kind not in MEASURED:
+        return frozenset()
+    provenance = (run.comparison() or {}).get("provenance")
+    if provenance is not None:
+        return frozenset({provenance.get("producer", "runtime")}) - {SIMULATOR}
+    if "requests" not in run.table_names() or "producer" not in run.table("requests").column_names:
+        return frozenset({"runtime"})  # versions before provenance was kept measured here alone
+    return frozenset(run.table("requests", ["producer"])["producer"].unique().to_pylist()) - {SIMULATOR}
 
 
 class Store:
