@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from membound.roofline.hardware.links import once_each
 from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import AttentionPart, Count, is_there
 
@@ -104,7 +105,7 @@ class Collective:
     """A message among `ranks` devices, each `stride` from the next; `message_bytes` as nccl-tests counts them.
 
     One `in_layers` has the rest of the layers around it, behind whose computing another batch may hide it. Of a token
-    an all-to-all has so many `copies` that cross the network once for each node they go to, and are made there.
+    an all-to-all counts so many `copies`, of which each device, and each node over the network, gets one.
     """
 
     operation: Literal["allreduce", "allgather", "reducescatter", "alltoall", "sendrecv"]
@@ -168,7 +169,9 @@ def message(
 ) -> Operator:
     collective = Collective(operation, message_bytes, ranks, in_layers, copies, stride)  # type: ignore[arg-type]
     passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
-    share = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
+    share: Count = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
+    if operation == "alltoall":
+        share = share * once_each(ranks, copies)
     return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)
 
 

@@ -7,6 +7,7 @@ Megatron-LM, 2019 (tensor parallelism: two all-reduces a layer).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -384,6 +385,8 @@ class _Step:
             moves = ExpertMoves(missing, storage.place, storage.gb_per_s and 1e9 * storage.gb_per_s)
             name = f"{prefix}fetch_experts"
             made.append(Operator(name, "expert_moves", count, link_bytes=each * missing, moves=moves))
+        to, back = self._messages_of_experts(ffn, count, prefix, matrices[0].k, pairs)
+        made += to
         load = ExpertLoad(pairs, active, 2.0 * elements, sum(matrix_bytes(weights, n, k) for _, n, k in matrices))
         made.append(
             Operator(
@@ -398,21 +401,50 @@ class _Step:
                 experts=load,
             )
         )
-        if parallel.dp > 1:
-            # A token goes to the devices of its experts and comes back; ranks that hold several of them get it once.
-            # The busiest device gets more than its share, and all wait for it.
-            uneven = pairs * parallel.ep / np.maximum(self.all_tokens * ffn.top_k, 1e-9)
-            chosen = float(min(ffn.top_k, parallel.ep))
-            copies = np.minimum(chosen * uneven, float(parallel.ep))
-            # Kernels for prompts send a token to a node once; those for decode send each copy, which is sooner there.
-            merged = 1.0 + (chosen - 1.0) * is_there(self.shape.prefill_tokens)
-            sent = t * model.hidden * copies * min(plan.activations_of("experts").bits / 8, w)
-            back = t * model.hidden * copies * w
-            made.append(message(f"{prefix}dispatch", count, "alltoall", sent, parallel.ep, copies=merged))
-            made.append(message(f"{prefix}combine", count, "alltoall", back, parallel.ep, copies=merged))
-        elif parallel.tp > 1:
-            made.append(message(f"{prefix}reduce_experts", count, "allreduce", t * model.hidden * w, parallel.tp))
+        made += back
         return made
+
+    def _messages_of_experts(
+        self, ffn: MoeFfn, count: int, prefix: str, width: int, pairs: Count
+    ) -> tuple[list[Operator], list[Operator]]:
+        """The messages before and after the routed experts, whose inputs and outputs have `width` elements.
+
+        Ranks of dp that share the columns of experts gather their tokens and scatter the sums of their outputs, since
+        each computes its columns for all of them. Between groups with other experts a token goes to those of its own;
+        each device sends its share of its group's tokens to the device in its place there. The busiest gets more than
+        its share, and all wait for it. What devices of tp have is summed at last, that of shared experts too.
+        """
+        parallel, w, t = self.parallel, self.width, self.tokens
+        tp, dp, ep, cp = parallel.tp, parallel.dp, parallel.ep, parallel.cp
+        asked = min(self.plan.activations_of("experts").bits / 8, w)
+        to: list[Operator] = []
+        back: list[Operator] = []
+        apart = math.gcd(dp, ep)
+        together = dp // apart
+        if together > 1:
+            gathered = together * t * width
+            name = f"{prefix}gather_tokens"
+            to.append(message(name, count, "allgather", gathered * asked, together, stride=tp * cp))
+        if apart > 1:
+            # Kernels for prompts send a token to a device once, and over the network to a node once; those for decode
+            # send each copy, which is sooner there, as long as all tokens to all devices are not fewer.
+            k = float(ffn.top_k)
+            copies = 1.0 + (k - 1.0) * is_there(self.shape.prefill_tokens)
+            busiest = np.minimum(pairs / np.maximum(self.all_tokens * k, 1e-9), 1.0)
+            uneven = (1.0 - (1.0 - busiest) ** copies) / (1.0 - (1.0 - 1.0 / ep) ** copies)
+            elements = self.all_tokens / ep * np.minimum(k * uneven, ep * copies) * width
+            stride = parallel.moe_tp * cp
+            for made, name, each in ((to, "dispatch", asked), (back, "combine", w)):
+                sent = elements * each
+                made.append(message(f"{prefix}{name}", count, "alltoall", sent, ep, copies=copies, stride=stride))
+        if together > 1:
+            name = f"{prefix}scatter_outputs"
+            back.append(message(name, count, "reducescatter", gathered * w, together, stride=tp * cp))
+        if tp > 1:
+            partial = parallel.moe_tp > 1 or dp == 1 or ffn.shared_intermediate > 0
+            name, operation = ("reduce_experts", "allreduce") if partial else ("gather_experts", "allgather")
+            back.append(message(f"{prefix}{name}", count, operation, t * self.model.hidden * w, tp))
+        return to, back
 
     def _busiest(self, ffn: MoeFfn) -> Busiest:
         """The pairs and experts of the device that the others wait for."""

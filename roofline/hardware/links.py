@@ -30,26 +30,30 @@ def hops(
     """The stages of a collective: one within a node or domain; beyond it a second one between the nodes.
 
     NCCL reduces within the node first, so that each device sends only its share of the message over its own network
-    link (hierarchical rings and trees). Of the `copies` of a token in an all-to-all one crosses the network for each
-    node that they go to by chance. Where ranks are `stride` devices apart a node holds fewer of them. Raises
-    MemboundError where no link reaches so many devices.
+    link (hierarchical rings and trees). Of the `copies` of a token in an all-to-all one goes to each device, and over
+    the network to each node, that they are for by chance. Where ranks are `stride` devices apart a node holds fewer of
+    them. Raises MemboundError where no link reaches so many devices.
     """
-    near = hardware.scale_up
+    near, sent = hardware.scale_up, message_bytes
+    if operation == "alltoall":
+        sent = message_bytes * once_each(ranks, copies)
     inside = near.max_devices // stride if near is not None else 0
     if operation == "sendrecv":
         return _from_one_to_the_next(hardware, message_bytes, ranks, stride, inside)
     if near is None or ranks <= inside or inside <= 1 or near.max_devices <= 2 or hardware.scale_out is None:
         link, shared = link_for(hardware, ranks * stride)
-        return (Hop(link, ranks, message_bytes, shared, link is hardware.scale_out),)
+        return (Hop(link, ranks, sent, shared, link is hardware.scale_out),)
     nodes = -(-ranks // inside)
-    if operation == "alltoall":
-        share = message_bytes * nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies) / copies
-    else:
-        share = message_bytes / inside
+    share = message_bytes * once_each(nodes, copies) if operation == "alltoall" else message_bytes / inside
     return (
-        Hop(near, inside, message_bytes, near.topology == "host", False),
+        Hop(near, inside, sent, near.topology == "host", False),
         Hop(hardware.scale_out, nodes, share, False, True),
     )
+
+
+def once_each(places: int, copies: Count) -> Count:
+    """The share of copies that is left where each of so many places gets one of those that are for it by chance."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** copies) / copies
 
 
 def _from_one_to_the_next(
