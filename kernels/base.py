@@ -211,6 +211,13 @@ class Kernels(RecurrentKernels, Protocol):
         where `zero` is None. codes are integers [n, k]; scale and zero [n, k / group_size] or, for a scale a row, [n].
         """
 
+    def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
+        """Lays out e4m3 [n, k] with a scale [n] a row, or [ceil(n / 128), ceil(k / 128)] a block of 128 x 128.
+
+        With `rounds_inputs`, `linear` rounds its inputs as well, with a scale a token, or for each 128 of its elements
+        where the weight has blocks. None where these kernels have no product of it.
+        """
+
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         """Lays out a GGUF tensor's bytes, in the order of the file, without rounding: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K."""
 

@@ -63,6 +63,11 @@ class ComposedKernels(ABC):
     ) -> Tensor:
         """See `Kernels.attention`."""
 
+    def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
+        if rounds_inputs or scale.dim() == 2:
+            return None
+        return PackedWeight("fp8", codes.view(torch.uint8), scale)
+
     def layer_norm(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> Tensor:

@@ -31,7 +31,8 @@ from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
 from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
-from membound.kernels.triton.linear_w8a8 import linear_w8a8
+from membound.kernels.triton.linear_w8a8 import BLOCK as FP8_BLOCK
+from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.machine import INTERPRETED, machine_of
 from membound.kernels.triton.mamba1_update import mamba1_update
 from membound.kernels.triton.mamba2_update import mamba2_update
@@ -41,7 +42,7 @@ from membound.kernels.triton.moe_routing import MOST_EXPERTS, route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
-from membound.kernels.triton.round_rows import round_rows
+from membound.kernels.triton.round_rows import round_blocks, round_rows
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -59,6 +60,13 @@ class TritonWeight(PackedWeight):
 
     They lie in another order than a plain weight's of the same format.
     """
+
+
+@dataclass(frozen=True, eq=False)
+class TritonFp8(PackedWeight):
+    """e4m3 with a scale a block, or whose inputs are rounded to e4m3 as well; see `Kernels.pack_fp8`."""
+
+    rounds_inputs: bool = False
 
 
 class TritonPacker(Packer):
@@ -167,6 +175,10 @@ class TritonKernels(ComposedKernels):
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         return self._packer.pack_codes(codes, scale, zero, format)
 
+    def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
+        plain = super().pack_fp8(codes, scale, rounds_inputs=rounds_inputs)
+        return plain or TritonFp8("fp8", codes.view(torch.uint8), scale, rounds_inputs=rounds_inputs)
+
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         return self._packer.pack_gguf(raw, type, shape)
 
@@ -179,6 +191,8 @@ class TritonKernels(ComposedKernels):
                 return linear_sparse(x, SparseWeight(weight.data, weight.kept, weight.shape[1]))
             assert weight.scale is not None
             return linear_int4(x, Int4Weight(weight.data, weight.scale, weight.offset))
+        if isinstance(weight, TritonFp8):
+            return self._linear_fp8(x, weight)
         if weight.format in ("int8", "fp8", "w8a8") and weight.group_size is None and weight.scale is not None:
             rows = ByteWeight("fp8" if weight.format == "fp8" else "int8", weight.data, weight.scale)
             if weight.format == "w8a8":
@@ -189,6 +203,14 @@ class TritonKernels(ComposedKernels):
         if weight.format not in ("fp32", "bf16"):
             return functional.linear(x, dequantize(weight).to(x.dtype)).to(self.activation_dtype)
         return functional.linear(x.to(weight.data.dtype), weight.data).to(self.activation_dtype)
+
+    def _linear_fp8(self, x: Tensor, weight: TritonFp8) -> Tensor:
+        assert weight.scale is not None
+        if weight.scale.dim() == 2:
+            blocks = Fp8Blocks(weight.data, weight.scale, FP8_BLOCK)
+            return linear_fp8_blocks(round_blocks(x) if weight.rounds_inputs else x, blocks, self.activation_dtype)
+        rows = ByteWeight("fp8", weight.data, weight.scale)
+        return linear_w8a8(round_rows(x, "fp8"), rows, self.activation_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.bench import peers
-from membound.kernels.bench.trial import Case, Comparison, Inputs, Trial, exact, fp8_product, product
+from membound.kernels.bench.trial import Case, Comparison, Inputs, Math, Trial, exact, fp8_product, product
 from membound.kernels.triton.activation import QuantizedRows
 from membound.kernels.triton.linear_byte import (
     ByteFormat,
@@ -58,6 +58,7 @@ from membound.kernels.triton.moe_routing import Routing, route, route_reference
 Shape = tuple[int, int]  # n, k
 DOWN_8B: Shape = (4096, 14336)  # Llama-3.1-8B's down projection
 ODD: Shape = (130, 384)
+PRODUCTS: dict[bool, Math] = {True: "fp8", False: "bf16"}  # of fp8 weights, by whether the inputs are rounded as well
 
 
 def _int4(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) -> Trial:
@@ -133,15 +134,16 @@ def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
     )
 
 
-def _fp8_blocks(inputs: Inputs, m: int, shape: Shape) -> Trial:
-    n, k = shape
-    x, weight = Fp8Blocks.quantize(inputs.normal(m, k), 1), Fp8Blocks.quantize(inputs.normal(n, k), 128)
+def _fp8_blocks(inputs: Inputs, m: int, shape: Shape, *, rounded: bool = True) -> Trial:
+    (n, k), halves = shape, inputs.normal(m, shape[1])
+    x, weight = Fp8Blocks.quantize(halves, 1) if rounded else halves, Fp8Blocks.quantize(inputs.normal(n, k), 128)
 
     def compare(y: Tensor) -> list[Comparison]:
-        return [fp8_product(y, linear_fp8_blocks_reference(x, weight))]
+        same = fp8_product if rounded else product
+        return [same(y, linear_fp8_blocks_reference(x, weight))]
 
-    nbytes = linear_fp8_blocks_bytes(x, weight)
-    return Trial(lambda: linear_fp8_blocks(x, weight, torch.bfloat16), compare, nbytes, 2 * m * n * k, "fp8")
+    nbytes, multiplied = linear_fp8_blocks_bytes(x, weight), PRODUCTS[rounded]
+    return Trial(lambda: linear_fp8_blocks(x, weight, torch.bfloat16), compare, nbytes, 2 * m * n * k, multiplied)
 
 
 def _experts(inputs: Inputs, format: ExpertFormat, experts: int, n: int, k: int) -> ExpertWeights:
@@ -229,6 +231,7 @@ CASES = [
     Case("linear_sparse", "m 5", partial(_sparse, m=5, shape=(70, 300)), True),
     *(Case("linear_w8a8", f"{f}, m 5", partial(_w8a8, format=f, m=5, shape=(130, 150)), True) for f in BYTE_FORMATS),
     Case("linear_fp8_blocks", "m 5", partial(_fp8_blocks, m=5, shape=(130, 300)), True),
+    Case("linear_fp8_blocks", "of halves, m 5", partial(_fp8_blocks, m=5, shape=(130, 300), rounded=False), True),
     Case("moe_routing", "7 tokens, 3 of 20 experts", partial(_route, tokens=7, experts=20, top_k=3), True),
     *(
         Case(
@@ -264,6 +267,12 @@ CASES = [
         for m in (32, 4096)
     ),
     *(Case("linear_fp8_blocks", f"4096x14336, m {m}", partial(_fp8_blocks, m=m, shape=DOWN_8B)) for m in (32, 4096)),
+    *(
+        Case(
+            "linear_fp8_blocks", f"4096x14336 of halves, m {m}", partial(_fp8_blocks, m=m, shape=DOWN_8B, rounded=False)
+        )
+        for m in (1, 16)
+    ),
     Case("moe_routing", "512 tokens, 8 of 128 experts", partial(_route, tokens=512, experts=128, top_k=8)),
     *(
         Case(

@@ -153,11 +153,11 @@ class Fp8Blocks:
 
 
 @triton.jit
-def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, split_stride,
+def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, x_stride, split_stride,
                              FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
                              SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
                              BLOCK_M: tl.constexpr):  # fmt: skip
-    """Program (tile of n, tile of m, split of the blocks of k)."""
+    """Program (tile of n, tile of m, split of the blocks of k); without `x_scale`, x and the products are halves."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, SCALE_BLOCK)
@@ -165,7 +165,7 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size
     row = tl.minimum(n, columns - 1)
     token = tl.minimum(m, rows - 1)
     data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
-    x_at = x + token[:, None].to(tl.int64) * k_size + k[None, :]
+    x_at = x + token[:, None].to(tl.int64) * x_stride + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
     for block in tl.range(begin, end, num_stages=STAGES):
@@ -178,35 +178,50 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size
             weight = tl.load(data_at + start, mask=inside, other=0)
             activation = tl.load(x_at + start, mask=inside, other=0)
         w_scale = tl.load(scale + row // SCALE_BLOCK * blocks + block)
-        a_scale = tl.load(x_scale + token * blocks + block)
-        part = fp8_dot(weight, tl.trans(activation), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), FP8_NATIVE)
-        acc += part * w_scale[:, None] * a_scale[None, :]
+        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if x_scale is None:
+            acc += dot(fp8_to(weight, activation.dtype, FP8_NATIVE), tl.trans(activation), nothing) * w_scale[:, None]
+        else:
+            a_scale = tl.load(x_scale + token * blocks + block)
+            acc += fp8_dot(weight, tl.trans(activation), nothing, FP8_NATIVE) * w_scale[:, None] * a_scale[None, :]
     store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
 
 
 def linear_fp8_blocks(
-    x: Fp8Blocks, weight: Fp8Blocks, dtype: torch.dtype, *, splits: int | None = None, config: Config | None = None
+    x: Fp8Blocks | Tensor,
+    weight: Fp8Blocks,
+    dtype: torch.dtype,
+    *,
+    splits: int | None = None,
+    config: Config | None = None,
 ) -> Tensor:
-    """x [m, k], a scale for each token's 128 elements, times the weight [n, k] transposed: [m, n] in `dtype`."""
+    """x [m, k], in halves or with a scale for each token's 128 elements, times the weight [n, k] transposed: [m, n].
+
+    The result is in `dtype`.
+    """
     check.tensor("weight.data", weight.data, [None, None], [torch.uint8])
     n, k = weight.data.shape
     blocks = -(-k // BLOCK)
-    check.tensor("x.data", x.data, [None, k], [torch.uint8], weight.data)
-    m = x.data.shape[0]
-    check.require(x.rows_a_block == 1, "x.rows_a_block", f"is {x.rows_a_block}, should be 1")
     check.require(weight.rows_a_block == BLOCK, "weight.rows_a_block", f"is {weight.rows_a_block}, should be {BLOCK}")
-    check.tensor("x.scale", x.scale, [m, blocks], [torch.float32], x.data)
-    check.tensor("weight.scale", weight.scale, [-(-n // BLOCK), blocks], [torch.float32], x.data)
+    check.tensor("weight.scale", weight.scale, [-(-n // BLOCK), blocks], [torch.float32], weight.data)
+    if isinstance(x, Fp8Blocks):
+        data, x_scale, m = x.data, x.scale, x.data.shape[0]
+        check.tensor("x.data", data, [None, k], [torch.uint8], weight.data)
+        check.require(x.rows_a_block == 1, "x.rows_a_block", f"is {x.rows_a_block}, should be 1")
+        check.tensor("x.scale", x_scale, [m, blocks], [torch.float32], data)
+    else:
+        data, x_scale, m = x, None, x.shape[0]
+        check.strided("x", data, [None, k], check.HALVES, weight.data)
     check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
-    machine = machine_for(x.data)
+    machine = machine_for(data)
     config = config or configure("linear_fp8_blocks", machine, m=m)
 
     def start(grid: tuple[int, int, int], out: Tensor) -> None:
         launch(
             linear_fp8_blocks_kernel,
             grid,
-            x.data,
-            x.scale,
+            data,
+            x_scale,
             weight.data,
             weight.scale,
             out,
@@ -214,6 +229,7 @@ def linear_fp8_blocks(
             n,
             k,
             blocks,
+            data.stride(0),
             m * n,
             config=config,
             FP8_NATIVE=machine.has_fp8,
@@ -224,14 +240,15 @@ def linear_fp8_blocks(
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
-    return with_split_k(x.data, n, dtype, tiles=tiles, steps=blocks, shortest=4, splits=splits, start=start)
+    return with_split_k(data, n, dtype, tiles=tiles, steps=blocks, shortest=4, splits=splits, start=start)
 
 
-def linear_fp8_blocks_reference(x: Fp8Blocks, weight: Fp8Blocks) -> Tensor:
+def linear_fp8_blocks_reference(x: Fp8Blocks | Tensor, weight: Fp8Blocks) -> Tensor:
     """The same in fp32."""
-    return x.dequantized() @ weight.dequantized().t()
+    return (x.dequantized() if isinstance(x, Fp8Blocks) else x.float()) @ weight.dequantized().t()
 
 
-def linear_fp8_blocks_bytes(x: Fp8Blocks, weight: Fp8Blocks) -> int:
+def linear_fp8_blocks_bytes(x: Fp8Blocks | Tensor, weight: Fp8Blocks) -> int:
     """Bytes that must move: the weight and x with their scales once, y once in halves."""
-    return weight.nbytes + x.nbytes + x.data.shape[0] * weight.data.shape[0] * 2
+    rows = x.data.shape[0]
+    return weight.nbytes + x.nbytes + rows * weight.data.shape[0] * 2

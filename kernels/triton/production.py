@@ -123,11 +123,11 @@ def _linear_w8a8(format: ByteFormat, m: int) -> None:
     linear_w8a8(x, ByteWeight(format, data, _of(n, dtype=torch.float32)), torch.bfloat16)
 
 
-def _linear_fp8_blocks(m: int) -> None:
+def _linear_fp8_blocks(m: int, *, rounded: bool = True) -> None:
     n, k = 4096, 14336
     x = Fp8Blocks(_of(m, k, dtype=torch.uint8), _of(m, k // 128, dtype=torch.float32), 1)
-    scale = _of(n // 128, k // 128, dtype=torch.float32)
-    linear_fp8_blocks(x, Fp8Blocks(_of(n, k, dtype=torch.uint8), scale, 128), torch.bfloat16)
+    weight = Fp8Blocks(_of(n, k, dtype=torch.uint8), _of(n // 128, k // 128, dtype=torch.float32), 128)
+    linear_fp8_blocks(x if rounded else _of(m, k), weight, torch.bfloat16)
 
 
 def _linear_sparse(m: int) -> None:
@@ -300,6 +300,9 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_w8a8 fp8 m 4096": lambda: _linear_w8a8("fp8", 4096),
     "linear_fp8_blocks m 16": lambda: _linear_fp8_blocks(16),
     "linear_fp8_blocks m 4096": lambda: _linear_fp8_blocks(4096),
+    "linear_fp8_blocks of halves m 16": lambda: _linear_fp8_blocks(16, rounded=False),
+    "linear_fp8_blocks of halves m 64": lambda: _linear_fp8_blocks(64, rounded=False),
+    "linear_fp8_blocks of halves m 4096": lambda: _linear_fp8_blocks(4096, rounded=False),
     "linear_sparse m 1": lambda: _linear_sparse(1),
     "linear_sparse m 64": lambda: _linear_sparse(64),
     "linear_mxfp4 m 1": lambda: _linear_mxfp4(1),

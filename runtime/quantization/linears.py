@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels, PackedWeight, WeightFormat
+from membound.kernels.base import Kernels, WeightFormat
 from membound.roofline.precision import Precision
 from membound.runtime.linear import KernelLinear, Linear
-from membound.runtime.quantization.fp8 import Float8, round_fp8_per_tensor, round_fp8_per_token
+from membound.runtime.quantization.fp8 import BLOCK, Float8, round_fp8_per_tensor, round_fp8_per_token
 from membound.runtime.quantization.quantized import MOST_BITS, SMALLEST_GROUP, Quantized
 from membound.runtime.quantization.rtn import round_per_token
 
@@ -57,12 +57,26 @@ def w4a8_linear(kernels: Kernels, quantized: Quantized) -> Linear | None:
 
 
 def fp8_linear(kernels: Kernels, weight: Float8) -> Linear:
-    """A linear that reads E4M3 where each row has one scale, and their values where a row has several."""
-    if weight.granularity == "block":
+    """A linear that reads E4M3 where the kernels have their layout, and one that reads their values elsewhere."""
+    packed = kernels.pack_fp8(weight.codes, _kernel_scale(weight), rounds_inputs=False)
+    if packed is None:
         return EmulatedLinear(kernels, weight.dequantized().to(torch.bfloat16))
-    n = weight.codes.shape[0]
-    scale = weight.scale[:, 0].expand(n).contiguous()
-    return KernelLinear(kernels, PackedWeight("fp8", weight.codes.view(torch.uint8), scale))
+    return KernelLinear(kernels, packed)
+
+
+def fp8_w8a8_linear(kernels: Kernels, weight: Float8, activations: Precision) -> Linear | None:
+    """A linear of E4M3 that rounds its inputs to it as well; None where no kernel does so with these scales."""
+    columns = BLOCK if weight.granularity == "block" else 0
+    by_token = activations.values == "fp8" and [(s.rows, s.columns) for s in activations.scales] == [(1, columns)]
+    packed = kernels.pack_fp8(weight.codes, _kernel_scale(weight), rounds_inputs=True) if by_token else None
+    return None if packed is None else KernelLinear(kernels, packed)
+
+
+def _kernel_scale(weight: Float8) -> Tensor:
+    """[n], or a scale a block."""
+    if weight.granularity == "block":
+        return weight.scale
+    return weight.scale[:, 0].expand(weight.codes.shape[0]).contiguous()
 
 
 _PACKED: dict[int, WeightFormat] = {8: "int8", 4: "int4", 3: "int3", 2: "int2"}

@@ -33,6 +33,7 @@ from membound.runtime.quantization.linears import (
     EmulatedLinear,
     SplitLinear,
     fp8_linear,
+    fp8_w8a8_linear,
     int8_linear,
     integer_linear,
     rounding,
@@ -106,6 +107,10 @@ class RoundingRecipe:
             return int8_linear(self.kernels, self.on_grid(name, weight, grid))
         if grid is not None and grid.bits == 4 and not format.sparse and self.plan.activations.values == "int8":
             linear = w4a8_linear(self.kernels, self.on_grid(name, weight, grid))
+            if linear is not None:
+                return linear
+        if grid is None and rounded is not None and not format.sparse:
+            linear = fp8_w8a8_linear(self.kernels, to_fp8(weight, _FP8[_dense_name(format)]), self.plan.activations)
             if linear is not None:
                 return linear
         linear = self.quantized(name, weight, format)

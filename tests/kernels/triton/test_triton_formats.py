@@ -11,6 +11,10 @@ from membound.kernels.base import RaggedBatch  # noqa: E402
 from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.kv_formats import QuantizedKv  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
+from membound.kernels.triton.launch import recording  # noqa: E402
+from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
+from membound.roofline.techniques import W8A8, WeightQuantization, engine_setup  # noqa: E402
+from membound.runtime.quantization.recipes import RoundingRecipe  # noqa: E402
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "fp8", "sparse24"])
@@ -38,6 +42,36 @@ def test_codes_of_another_quantizer_reach_triton(device, zero):
     y = kernels.linear(x.to(device, torch.bfloat16), kernels.pack_codes(*on_device, "int4"))
     expected = plain.linear(x.bfloat16().float(), plain.pack_codes(codes, scale, zeros, "int4"))
     assert torch.allclose(y.float().cpu(), expected, atol=0.5, rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("technique", "launched"),
+    [
+        (WeightQuantization(format="fp8"), ["linear_byte_kernel"]),
+        (WeightQuantization(format="fp8_block"), ["linear_fp8_blocks_kernel"]),
+        (W8A8(format="fp8_row"), ["round_rows_kernel", "linear_w8a8_kernel"]),
+        (W8A8(format="fp8_block"), ["round_rows_kernel", "linear_fp8_blocks_kernel"]),
+    ],
+    ids=lambda value: f"{value.name} {value.format}" if hasattr(value, "format") else "",
+)
+def test_fp8_of_every_granularity_is_multiplied_as_it_is_stored(device, technique, launched):
+    """What plain PyTorch emulates; only a scale of all of a step's activations is still rounded beside the product."""
+    random = torch.Generator().manual_seed(3)
+    w = torch.randn(200, 300, generator=random) * torch.logspace(-1, 1, 300)
+    x = torch.randn(5, 300, generator=random).bfloat16()
+    plan = engine_setup((technique,)).precision
+    kernels = TritonKernels(str(device))
+    recipes = RoundingRecipe(kernels, plan), RoundingRecipe(TorchKernels(), plan)
+    for recipe in recipes:
+        recipe.layers = 1
+    linear, plain = (r.linear("layers.0.qkv", w.to(where)) for r, where in zip(recipes, (device, "cpu"), strict=True))
+    assert not linear.emulated and plain.emulated
+    y, expected = linear(x.to(device)).float().cpu(), plain(x.float())
+    assert (y - expected).abs().max() < 0.02 * expected.abs().max()
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        linear(x.to(device))
+    assert [launch.name for launch in record.launches if launch.name != "split_k_sum_kernel"] == launched
+    assert linear.nbytes == plan.weights.matrix_bytes(200, 300) + (4 * 199 if technique.format == "fp8" else 0)
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])

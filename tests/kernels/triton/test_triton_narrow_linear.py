@@ -150,6 +150,9 @@ def test_fp8_blocks_give_the_product_with_every_blocks_own_scale(device, m, n, k
     config = Config({"BLOCK_N": 32, "BLOCK_M": 16})
     y = linear_fp8_blocks(x, weight, torch.bfloat16, splits=splits, config=config)
     assert close(y, linear_fp8_blocks_reference(x, weight), fp8=True)
+    halves = torch.randn(m, k + 8, device=device).bfloat16()[:, :k]
+    y = linear_fp8_blocks(halves, weight, torch.bfloat16, splits=splits, config=config)
+    assert close(y, linear_fp8_blocks_reference(halves, weight))
 
 
 @pytest.mark.parametrize("m", [1, 70])
@@ -171,6 +174,7 @@ def test_declared_bytes_count_weights_scales_and_activations_once():
     rows, weight = QuantizedRows.of(random(3, 64), "int8"), ByteWeight.quantize(random(48, 64), "int8")
     assert linear_w8a8_bytes(rows, weight) == 48 * (64 + 4) + 3 * (64 + 4) + 3 * 48 * 2
     x, blocks = Fp8Blocks.quantize(random(3, 256), 1), Fp8Blocks.quantize(random(130, 256), 128)
+    assert linear_fp8_blocks_bytes(torch.zeros(3, 256).half(), blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 130) * 2
     assert linear_fp8_blocks_bytes(x, blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 2 * 4) + 3 * 130 * 2
 
 
@@ -191,5 +195,7 @@ def test_bad_arguments_are_named(device):
         linear_w8a8(rows, weight, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^dtype: is torch\.float32"):
         linear_w8a8(QuantizedRows.of(x, "fp8"), weight, torch.float32)
+    with pytest.raises(ValueError, match=r"^x: dtype is torch\.float32"):
+        linear_fp8_blocks(x.float(), moved(Fp8Blocks.quantize(x, 128), device), torch.bfloat16)
     with pytest.raises(ValueError, match=r"^weight\.rows_a_block: is 1, should be 128"):
         linear_fp8_blocks(Fp8Blocks.quantize(x, 1), Fp8Blocks.quantize(x, 1), torch.bfloat16)
