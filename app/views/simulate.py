@@ -101,39 +101,67 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
         st.header(t("simulate.nobody", requests=f"{summary['requests']:,}"))
         _lost(case, t)
         return
-    st.header(t("simulate.answer", share=_share(summary["slo_attainment"])))
+    st.header(_headline(summary, slo, t))
     bound, share = max(summary["bottleneck_share"].items(), key=lambda item: item[1])
     said = [
         t(
             "simulate.latencies_said",
-            ttft=_seconds(summary["ttft_s"]["p99"]),
-            ttft_slo=_seconds(slo["ttft_s"]),
-            tpot=_seconds(summary["tpot_s"]["p99"]),
-            tpot_slo=_seconds(slo["tpot_s"]),
+            ttft=_against(summary["ttft_s"]["p99"], slo["ttft_s"], t),
+            tpot=_against(summary["tpot_s"]["p99"], slo["tpot_s"], t),
         ),
         t("simulate.bound_said", bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}", share=text.percent(share)),
     ]
+    if slo["e2e_s"] is not None:
+        said.insert(1, t("simulate.e2e_said", e2e=_against(summary["e2e_s"]["p99"], slo["e2e_s"], t)))
     st.write(" ".join(said))
     _lost(case, t)
-    shown = (
-        ("goodput", f"{text.digits(summary['goodput_rps'])} /s"),
+    shown = [
         ("throughput", text.rate(summary["output_tokens_per_s"])),
         ("kv_used", text.percent(summary["kv_utilization"])),
         ("preempted", f"{summary['preemptions']:,}"),
         ("cost", _money(summary["cost_usd_per_million_tokens"])),
-    )
+    ]
+    if given := _given(slo):
+        shown.insert(0, ("goodput", f"{text.digits(summary['goodput_rps'])} /s"))
     with st.container(horizontal=True, gap="large"):
         for name, value in shown:
-            st.metric(t(f"simulate.{name}"), value, help=t(f"simulate.{name}_help"), width="content")
+            words = t(f"simulate.{name}_help", kept=_kept(given, t))
+            st.metric(t(f"simulate.{name}"), value, help=words, width="content")
+
+
+def _headline(summary: Mapping[str, Any], slo: Mapping[str, float | None], t: Translate) -> str:
+    """Which share of the requests keep the objectives that are given; how many were answered where none is."""
+    if given := _given(slo):
+        return t("simulate.answer", share=_share(summary["slo_attainment"]), kept=_kept(given, t))
+    return t("simulate.no_objective", done=f"{summary['completed']:,}", requests=f"{summary['requests']:,}")
+
+
+def _given(slo: Mapping[str, float | None]) -> list[str]:
+    """The latencies that have an objective."""
+    return [name for name in METRICS if slo.get(name) is not None]
+
+
+def _kept(given: Sequence[str], t: Translate) -> str:
+    """`the objective for TTFT`, or `both objectives`."""
+    counted = {1: "simulate.the_objective", 2: "simulate.both_objectives"}.get(len(given), "simulate.all_objectives")
+    return t(counted, metric=t(f"simulate.metric_{given[0]}") if given else "")
+
+
+def _against(value: float | None, bound: float | None, t: Translate) -> str:
+    """A latency, beside its objective where it has one."""
+    if bound is None:
+        return _seconds(value)
+    return t("simulate.against", value=_seconds(value), bound=_seconds(bound))
 
 
 def _most(case: Mapping[str, Any], t: Translate) -> None:
     """The largest rate within the objective, for whoever asks; a closed loop has no rate to raise."""
-    if case["scenario"]["workload"]["arrivals"]["kind"] == "closed_loop":
+    scenario = case["scenario"]
+    if scenario["workload"]["arrivals"]["kind"] == "closed_loop" or not _given(scenario["slo"]):
         return
     with st.expander(t("simulate.most_title")):
         st.caption(t("simulate.most_intro"))
-        spec = {"scenario": parse_scenario(case["scenario"]).to_yaml()}
+        spec = {"scenario": parse_scenario(scenario).to_yaml()}
         run = asked.answer("max_rate", spec, t("simulate.most_run"))
         found = None if run is None else run.comparison()
         if found is not None:
@@ -185,10 +213,14 @@ def _conditions(case: Mapping[str, Any], t: Translate) -> str:
 def _comparison(cases: Sequence[Mapping[str, Any]], slo: Mapping[str, float | None], t: Translate) -> pd.DataFrame:
     """A column for each policy, a row for each metric: policies are few and metrics are read across."""
     rows: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
-        (t("simulate.attainment"), lambda s: _share(s["slo_attainment"])),
-        (t("simulate.goodput"), lambda s: f"{text.digits(s['goodput_rps'])} /s"),
         (t("simulate.throughput"), lambda s: text.rate(s["output_tokens_per_s"])),
     ]
+    if given := _given(slo):
+        rows = [
+            (t("simulate.attainment", kept=_kept(given, t)), lambda s: _share(s["slo_attainment"])),
+            (t("simulate.goodput"), lambda s: f"{text.digits(s['goodput_rps'])} /s"),
+            *rows,
+        ]
     for metric in METRICS:
         for percentile in ("p50", "p99"):
             rows.append((f"{t(f'simulate.metric_{metric}')} {percentile}", _judged(metric, percentile, slo)))

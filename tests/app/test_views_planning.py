@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
@@ -26,6 +27,17 @@ T = Translate("en")
 KINDS = {"simulate": "policies", "plan": "plan"}
 TASKS = {"policies": run_policies, "plan": run_plan, "validate": run_validate, "max_rate": run_max_rate}
 SMALL_RUN = {"requests": "50", "rate": "4.5", "output": "32", "versus": "static"}
+OWN = """
+name: own
+model: Llama-3.1-8B
+hardware: H100-SXM5
+techniques: [continuous_batching]
+workload:
+  arrivals: {kind: poisson, rate_rps: 2}
+  requests: 20
+  prompts: {kind: synthetic, tokens: {kind: fixed, tokens: 64}}
+  output_tokens: {kind: fixed, tokens: 8}
+"""
 SMALL_PLAN = {
     "plan_model": "Llama-3.1-8B", "plan_devices": "H100-SXM5", "plan_precisions": "given", "plan_together": "True",
 }  # fmt: skip
@@ -94,10 +106,46 @@ def test_a_simulation_is_shown_to_whoever_asks_the_same(store: Store) -> None:
     assert not at.exception and not at.error
     summary = (store.runs("policies")[0].comparison() or {})["cases"][0]["summary"]
     share = f"{100 * summary['slo_attainment']:.1f} %"
-    assert T("simulate.answer", share=share) in _words(at)
+    assert T("simulate.answer", share=share, kept=T("simulate.both_objectives")) in _words(at)
     assert list(at.dataframe[0].value.columns) == [T("simulate.c_metric"), "as chosen", "static"]
     other = _page("simulate", **(SMALL_RUN | {"rate": "5.0"}))
     assert not other.header, "another question has no answer yet"
+
+
+def _own(store: Store, **changes: Any) -> AppTest:
+    """Simulate with a scenario of somebody's own, answered."""
+    scenario = parse_yaml(OWN, "own") | changes
+    asked = {"from": "own", "yaml": scenario_choice.packed(yaml.safe_dump(scenario))}
+    _page("simulate", **asked).button(key="ask_policies").click().run()
+    _work(store, store.jobs("policies")[0])
+    at = _page("simulate", **asked)
+    assert not at.exception and not at.error
+    return at
+
+
+@pytest.mark.parametrize(
+    ("slo", "kept"),
+    [
+        ({}, None),
+        ({"tpot_s": 0.05}, "the objective for TPOT"),
+        ({"e2e_s": 9.0}, "the objective for end to end"),
+        ({"ttft_s": 1.0, "e2e_s": 9.0}, "both objectives"),
+        ({"ttft_s": 1.0, "tpot_s": 0.05, "e2e_s": 9.0}, "all objectives"),
+    ],
+)
+def test_only_objectives_that_are_given_are_said_to_be_kept(
+    store: Store, slo: dict[str, float], kept: str | None
+) -> None:
+    at = _own(store, slo=slo)
+    words, rows = _words(at), [row for frame in at.dataframe for row in frame.value.iloc[:, 0].astype(str)]
+    if kept is None:
+        assert at.header[0].value == "20 of 20 requests are answered; no objective is given."
+    else:
+        assert at.header[0].value == f"100.0 % of the requests keep {kept}."
+    assert words.count("(objective ") == len(slo)
+    assert (T("simulate.goodput") in [card.label for card in at.metric]) == bool(slo)
+    attained = [row for row in rows if row.startswith("Requests that keep")]
+    assert attained == ([] if kept is None else [f"Requests that keep {kept}"])
 
 
 def test_a_plan_says_how_many_of_each_device(store: Store) -> None:
