@@ -190,13 +190,11 @@ def _lost(case: Mapping[str, Any], t: Translate) -> None:
 def _conditions(case: Mapping[str, Any], t: Translate) -> str:
     scenario, summary = case["scenario"], case["summary"]
     pools = scenario["engine"]["disaggregation"]
-    engines = case["over_time"]["engines"] or case["cluster"]["most_replicas"]
-    devices = Parallelism(**scenario["parallel"]).devices * engines
     said = ", ".join(
         filter(
             None,
             [
-                f"{devices} × {scenario['hardware']}",
+                _devices(scenario, case["over_time"]["engines"], t),
                 pools and t("simulate.pools", prefill=pools["prefill_engines"], decode=pools["decode_engines"]),
             ],
         )
@@ -208,6 +206,22 @@ def _conditions(case: Mapping[str, Any], t: Translate) -> str:
         requests=f"{summary['requests']:,}",
         duration=text.seconds(summary["duration_s"]),
     )
+
+
+def _devices(scenario: Mapping[str, Any], engines: int | None, t: Translate) -> str:
+    """`8 × H100-SXM5 + 2 × L40S`: the devices of all engines, at most where their number changes."""
+    if scenario["cluster"] is None:
+        return f"{Parallelism(**scenario['parallel']).devices * (engines or 1)} × {scenario['hardware']}"
+    most: dict[str, int] = {}
+    scaled = False
+    for group in scenario["cluster"]["groups"]:
+        name = group["hardware"] or scenario["hardware"]
+        replicas = group["autoscaling"]["max_replicas"] if group["autoscaling"] else group["count"]
+        degrees = group["parallel"] or scenario["parallel"]
+        most[name] = most.get(name, 0) + replicas * Parallelism(**degrees).devices
+        scaled |= group["autoscaling"] is not None
+    devices = " + ".join(f"{count} × {name}" for name, count in most.items())
+    return t("simulate.up_to", devices=devices) if scaled else devices
 
 
 def _comparison(cases: Sequence[Mapping[str, Any]], slo: Mapping[str, float | None], t: Translate) -> pd.DataFrame:

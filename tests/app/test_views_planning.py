@@ -148,6 +148,21 @@ def test_only_objectives_that_are_given_are_said_to_be_kept(
     assert attained == ([] if kept is None else [f"Requests that keep {kept}"])
 
 
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ([{"count": 2, "parallel": {"tp": 2}}], "4 × H100-SXM5"),
+        ([{"parallel": {"tp": 8}}, {"count": 2, "hardware": "L40S"}], "8 × H100-SXM5 + 2 × L40S"),
+        ([{"count": 1, "autoscaling": {"max_replicas": 3, "target_queue": 8}}, {}], "up to 4 × H100-SXM5"),
+    ],
+)
+def test_the_conditions_of_a_cluster_count_the_devices_of_each_group(
+    store: Store, groups: list[dict[str, Any]], devices: str
+) -> None:
+    captions = [str(caption.value) for caption in _own(store, cluster={"groups": groups}).caption]
+    assert any(f"Llama-3.1-8B on {devices}, 20 requests" in caption for caption in captions)
+
+
 def test_a_plan_says_how_many_of_each_device(store: Store) -> None:
     _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
     _work(store, store.jobs("plan")[0])
