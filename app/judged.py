@@ -91,15 +91,17 @@ def of_table(run: Run) -> pd.DataFrame:
 
 
 def of_runs(runs: Iterable[Run]) -> tuple[pd.DataFrame, int]:
-    """What this machine has measured: the rows of all its comparisons, the newest first.
+    """What this machine has measured: the rows of its comparisons, the newest first.
 
     With it the number of runs whose comparison another version wrote in a way that this one does not read.
     """
     rows: list[dict[str, Any]] = []
     unread = 0
     for run in runs:
+        if not run.measured_here():
+            continue
         try:
-            rows += _rows(run.comparison() or {}, _model_of(run), f"{run.label} {run.id}")
+            rows += _rows(run.comparison() or {}, "local", _model_of(run), f"{run.label} {run.id}")
         except ValidationError:
             unread += 1
     return _frame(rows), unread
@@ -108,7 +110,8 @@ def of_runs(runs: Iterable[Run]) -> tuple[pd.DataFrame, int]:
 def shipped() -> pd.DataFrame:
     """The comparison of a machine that membound was checked on, as it ships."""
     text = (resources.files("membound.data") / "measurements" / f"{SHIPPED}.json").read_text("utf-8")
-    return _frame(_rows(json.loads(text), "SmolLM2-135M", SHIPPED))
+    document = json.loads(text)
+    return _frame(_rows(document, document["machine"], "SmolLM2-135M", SHIPPED))
 
 
 def _model_of(run: Run) -> str:
@@ -120,12 +123,12 @@ def _frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _rows(document: Mapping[str, Any], model: str, source: str) -> list[dict[str, Any]]:
+def _rows(document: Mapping[str, Any], device: str, model: str, source: str) -> list[dict[str, Any]]:
     rows = [Comparison.model_validate(row) for row in document.get("comparisons", ())]
     return [
         {
             "metric": row.metric if row.technique == "baseline" else "gain",
-            "device": document.get("machine", "local"),
+            "device": device,
             "model": model,
             "phase": row.technique,
             "batch": str(row.point.get("workload.arrivals.concurrency", "")),

@@ -160,7 +160,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
             before = after
     levels.append(figures.Level(t("stack.all"), 0.0, before, levels[-1].bound, text.gain(stack["together"])))
     product = value(stack["product"]) if stack["product"] is not None and len(stack["members"]) > 1 else None
-    ran = measured_together(choice.model_name, choice.device_name, document["kept"], stack["members"], choice.batch)
+    ran = measured_together(choice, document["kept"], stack["members"])
     st.header(t("stack.waterfall"))
     kept = ", ".join(technique_title(name, t) for name in document["kept"]) or t("stack.none")
     chart(
@@ -181,7 +181,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
             measured=t("stack.no_run") if ran is None else t("stack.a_run", run=ran.run_id, users=f"{ran.users:g}"),
             conditions=conditions(choice, t),
         ),
-        table=_steps_table(steps, t),
+        table=_steps_table(steps, error, t),
     )
 
 
@@ -195,14 +195,12 @@ def _named(step: dict[str, Any], t: Translate) -> str:
     return t("stack.drafts", technique=title, guesses=drafting.get("tree_size", drafting["depth"]))
 
 
-def _steps_table(steps: Sequence[dict[str, Any]], t: Translate) -> pd.DataFrame:
+def _steps_table(steps: Sequence[dict[str, Any]], error: float, t: Translate) -> pd.DataFrame:
     return pd.DataFrame(
         {
             t("column.technique"): _named(step, t),
             t("column.baseline"): step["baseline"],
-            t("stack.adds"): "–"
-            if step["gain"] is None
-            else f"{step['gain']:.2f}× ({step['low']:.2f}–{step['high']:.2f})",
+            t("stack.adds"): "–" if step["gain"] is None else interval(step["gain"], error),
             t("stack.together"): "–" if step["together"] is None else text.gain(step["together"]),
             t("stack.sequences"): "–" if step["batch"] is None else f"{step['batch']:.0f}",
             t("column.bound"): t(f"bound.{step['bottleneck_after']}") if step["bottleneck_after"] else step["reason"],
@@ -211,17 +209,13 @@ def _steps_table(steps: Sequence[dict[str, Any]], t: Translate) -> pd.DataFrame:
     )
 
 
-def _adds(step: dict[str, Any]) -> str:
-    return "–" if step["gain"] is None else f"{text.gain(step['gain'])} ({step['low']:.2f}–{step['high']:.2f})"
-
-
 def _shares(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
     stack = document["stack"]
     shapley = stack["shapley_ln_gain"] or {}
     measured = measured_gains(choice.model_name, choice.device_name)
     rows = []
     for step in stack["alone"]:
-        near = nearest(measured, step["technique"], choice.batch, ABOUT)
+        near = nearest(measured, choice.technique(step["technique"]), choice.batch, ABOUT)
         comparable = near is not None and near.row.metric == stack["metric"]
         share = shapley.get(step["technique"])
         rows.append(

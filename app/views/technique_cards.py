@@ -47,7 +47,7 @@ def technique_cards(
         for first in range(0, len(names), cards):
             for name, column in zip(names[first : first + cards], st.columns(cards), strict=False):
                 with column, st.container(border=True, height="stretch"):
-                    _card(choice, name, effects[name], nearest(measured, name, choice.batch), t)
+                    _card(choice, name, effects[name], nearest(measured, effects[name].technique, choice.batch), t)
 
 
 def _cards_a_row(cards: int) -> int:

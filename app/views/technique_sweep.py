@@ -19,7 +19,7 @@ from membound.app.views.engine_choice import conditions
 from membound.app.views.measured import Measured
 from membound.app.views.verdicts import labelled
 from membound.roofline.operating_point import BATCHES
-from membound.roofline.techniques import TECHNIQUES, Speculative
+from membound.roofline.techniques import TECHNIQUES, Speculative, Technique
 from membound.simulator.advice.effects import Crossing, Effect, crossings, experts_of, share_of_experts
 
 AXES = ("batch", "ctx")
@@ -51,7 +51,8 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
     curves = {name: _curve(choice, name, xs, [effects[name] for effects in found], t) for name in names}
     drawn = {name: curve for name, curve in curves.items() if curve.xs}
     if axis == "batch":
-        drawn = {name: _with_measured(choice, name, curve, measured) for name, curve in drawn.items()}
+        techniques = {name: found[0][name].technique for name in drawn}
+        drawn = {name: _with_measured(choice, techniques[name], curve, measured) for name, curve in drawn.items()}
     for name in names:
         if name not in drawn:
             st.warning(text.plain(f"{technique_title(name, t)}: {found[0][name].reason}"), icon=":material/block:")
@@ -118,12 +119,12 @@ def _curve(
 
 
 def _with_measured(
-    choice: EngineChoice, name: str, curve: figures.Curve, measured: Sequence[Measured]
+    choice: EngineChoice, technique: Technique, curve: figures.Curve, measured: Sequence[Measured]
 ) -> figures.Curve:
     """The curve with the newest measurement at each number of users."""
     newest: dict[float, Measured] = {}
     for one in measured:
-        if one.row.technique == name and one.row.metric == choice.metric:
+        if one.is_of(technique) and one.row.metric == choice.metric:
             newest.setdefault(one.users, one)
     points = ((users, one.row.measured or 0.0, one.row.spread or 0.0) for users, one in sorted(newest.items()))
     return figures.Curve(curve.title, curve.xs, curve.gains, curve.low, curve.high, curve.crossings, tuple(points))

@@ -139,7 +139,7 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
         gain = effect.gain(choice.metric)
         if gain is None or (_has(choice, name) and gain == 1.0):
             continue
-        near = nearest(measured, name, choice.batch, ABOUT)
+        near = nearest(measured, effect.technique, choice.batch, ABOUT)
         comparable = near is not None and near.row.metric == choice.metric
         rows.append(
             figures.Gain(
@@ -174,9 +174,9 @@ def _gains_table(
     choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate
 ) -> pd.DataFrame:
     rows = []
-    for name, effect in effects.items():
+    for effect in effects.values():
         gain, other = (effect.gain(metric) for metric in ("output_tokens_per_s", "tpot_s"))
-        work, near = effect.work, nearest(measured, name, choice.batch)
+        work, near = effect.work, nearest(measured, effect.technique, choice.batch)
         rows.append(
             {
                 t("column.technique"): labelled(effect.technique, t),

@@ -72,9 +72,12 @@ def _said_table(table: pd.DataFrame, t: Translate) -> pd.DataFrame:
 
 
 def _machine(t: Translate) -> None:
-    rows, unread = judged.of_runs(store().runs("compare", limit=MOST_RUNS))
+    runs = store().runs("compare", limit=MOST_RUNS)
+    rows, unread = judged.of_runs(runs)
     if unread:
         st.caption(t("validate.unread", runs=unread))
+    if elsewhere := sum(bool(run.measurers()) and not run.measured_here() for run in runs):
+        st.caption(t("validate.elsewhere", runs=elsewhere))
     if rows.empty:
         st.info(t("validate.no_runs"), icon=":material/straighten:")
         rows = judged.shipped()

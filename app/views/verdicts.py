@@ -60,10 +60,14 @@ def about(technique: Technique, t: Translate) -> str:
 
 
 def against(name: str, baseline: str, t: Translate) -> str:
-    """What a technique is compared with; its usual baseline with a translation where the language has one."""
+    """What a technique is compared with."""
+    return t("techniques.against", baseline=baseline_words(name, baseline, t))
+
+
+def baseline_words(name: str, baseline: str, t: Translate) -> str:
+    """A technique's usual baseline with a translation where the language has one; another one as it is."""
     usual = name in TECHNIQUES and baseline == TECHNIQUES[name].baseline
-    words = t.name(f"technique.{name}.baseline", baseline) if usual else baseline
-    return t("techniques.against", baseline=words)
+    return t.name(f"technique.{name}.baseline", baseline) if usual else baseline
 
 
 def price(technique: Technique, t: Translate) -> str:

@@ -29,7 +29,7 @@ from membound.app.worker import TASKS
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import catalog, get_model
 from membound.roofline.scenario import load_scenario, parse_scenario
-from membound.roofline.techniques import TECHNIQUES
+from membound.roofline.techniques import TECHNIQUES, Eagle, Int8Weights
 from membound.simulator.advice.advisor import advise
 
 PAGES = ("techniques", "stack", "advisor")
@@ -234,7 +234,8 @@ def test_experts_are_drawn_of_a_mixture_only(store: Store) -> None:
 def test_a_measured_gain_stands_beside_the_prediction(store: Store) -> None:
     _measured(store, int8_weights=(4, 1.53), ngram_speculation=(4, 1.04))
     words = _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", sweep="int8_weights"))
-    assert "Measured here: 1.53× ± 0.02 tokens/s at users: 4." in words and "1.04× ± 0.02" in words
+    assert "Measured here: 1.53× ± 0.02 tokens/s at users: 4 (" in words and "1.04× ± 0.02" in words
+    assert "against plain engine)" in words
 
 
 def test_this_machine_without_measurements_says_where_to_make_them(store: Store) -> None:
@@ -254,9 +255,9 @@ def test_the_nearest_measurement_is_the_newest_of_those_at_as_many_users(store: 
     _measured(store, int8_weights=(4, 1.6))
     _measured(store, int8_weights=(64, 1.1))
     known = measured_gains("SmolLM2-135M", "local")
-    near, far = nearest(known, "int8_weights", 5), nearest(known, "int8_weights", 50)
+    near, far = nearest(known, Int8Weights(), 5), nearest(known, Int8Weights(), 50)
     assert near is not None and near.row.measured == 1.6 and far is not None and far.users == 64
-    assert nearest(known, "int8_weights", 16, within=2.0) is None and nearest(known, "eagle", 4) is None
+    assert nearest(known, Int8Weights(), 16, within=2.0) is None and nearest(known, Eagle(), 4) is None
 
 
 def test_a_damaged_run_is_left_out(store: Store) -> None:
