@@ -7,6 +7,7 @@ the simulator's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -23,10 +24,7 @@ from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import (
     ClosedLoop,
-    HourlyArrivals,
-    MmppArrivals,
     SessionPrompts,
-    TraceArrivals,
     Workload,
 )
 from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
@@ -36,6 +34,7 @@ from membound.simulator.scheduling.build import batching_of
 from membound.simulator.scheduling.policies import BATCHINGS, Batching
 from membound.simulator.scheduling.remedies import remedies
 from membound.simulator.scheduling.workload import request_stream
+from membound.simulator.scheduling.workload.arrivals import mean_rate_rps, mean_s
 
 # Requests that are drawn to know a workload's lengths.
 SAMPLE = 2000
@@ -374,49 +373,67 @@ def _seconds(cost: StepCost, less: StepCost | None) -> dict[str, float]:
 def arrival_rate(workload: Workload) -> float | None:
     """Mean requests a second of an open workload, later turns of conversations among them; None of a closed loop."""
     arrivals = workload.arrivals
-    match arrivals:
-        case ClosedLoop():
-            return None
-        case MmppArrivals(states=states):
-            rate = sum(s.rate_rps * s.dwell_s for s in states) / sum(s.dwell_s for s in states)
-        case HourlyArrivals(rates_rps=rates):
-            rate = sum(rates) / len(rates)
-        case TraceArrivals():
-            times = [request.arrival_s for request in islice(request_stream(workload), SAMPLE)]
-            if len(times) < 2 or times[-1] <= times[0]:
-                raise MemboundError("the trace of workload.arrivals is too short for a rate; give two rows or more")
-            rate = (len(times) - 1) / (times[-1] - times[0])
-        case _:
-            rate = arrivals.rate_rps
-    if isinstance(workload.prompts, SessionPrompts):
-        firsts = list(islice(request_stream(workload), SAMPLE))
-        rate *= sum(sum(1 for _ in first.turns()) for first in firsts) / len(firsts)
-    return float(rate)
+    if isinstance(arrivals, ClosedLoop):
+        return None
+    rate = mean_rate_rps(arrivals)
+    if rate is None:
+        times = [request.arrival_s for request in islice(request_stream(workload), SAMPLE)]
+        if len(times) < 2 or times[-1] <= times[0]:
+            raise MemboundError("the trace of workload.arrivals is too short for a rate; give two rows or more")
+        rate = (len(times) - 1) / (times[-1] - times[0])
+    return float(rate * _turns(workload))
+
+
+def think_s(workload: Workload) -> float:
+    """Mean seconds that a client of a closed loop thinks before a request, or before a turn of its conversation."""
+    arrivals, prompts = workload.arrivals, workload.prompts
+    first_s = mean_s(arrivals.think) if isinstance(arrivals, ClosedLoop) and arrivals.think is not None else 0.0
+    if not isinstance(prompts, SessionPrompts):
+        return first_s
+    turns = _turns(workload)
+    return (first_s + (turns - 1.0) * mean_s(prompts.think)) / turns
+
+
+def _turns(workload: Workload) -> float:
+    """Mean requests of an arrival: the turns of a conversation."""
+    if not isinstance(workload.prompts, SessionPrompts):
+        return 1.0
+    firsts = list(islice(request_stream(workload), SAMPLE))
+    return sum(sum(1 for _ in first.turns()) for first in firsts) / len(firsts)
 
 
 def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
     """The load that the scenario's workload puts on a deployment.
 
-    Of an open workload it is the concurrency at which as many requests end as arrive (Little's law), and that of all
-    seats where more arrive than can be served.
+    Of an open workload it is the concurrency n at which as many requests end as arrive (Little's law), and that of all
+    seats where more arrive than can be served. Of a closed loop of N clients who think for Z seconds it is
+    n = N - X(n) Z with the rate X(n) that n requests under way reach: who is not served thinks.
     """
     lengths = Lengths.of(scenario.workload)
     check_context(deployment.model, lengths)
-    seats = float(scenario.engine.max_num_seqs)
-    rate = arrival_rate(scenario.workload)
-    if rate is None:
-        assert isinstance(scenario.workload.arrivals, ClosedLoop)
-        return Load(float(scenario.workload.arrivals.concurrency), lengths)
+    seats, arrivals = float(scenario.engine.max_num_seqs), scenario.workload.arrivals
 
     def served(concurrency: float) -> float:
         return Steady(deployment, Load(concurrency, lengths)).requests_per_s
 
-    low, high = 1.0, seats
-    if (most := served(high)) <= rate:
-        return Load(high, lengths, rate - most)
-    if served(low) >= rate:
-        return Load(low, lengths)
+    if isinstance(arrivals, ClosedLoop):
+        clients, pause_s = float(arrivals.concurrency), think_s(scenario.workload)
+        if not pause_s:
+            return Load(clients, lengths)
+        return Load(_crossing(lambda n: n + served(n) * pause_s - clients, clients), lengths)
+    rate = arrival_rate(scenario.workload)
+    assert rate is not None, "an open workload has a rate"
+    if (most := served(seats)) <= rate:
+        return Load(seats, lengths, rate - most)
+    return Load(_crossing(lambda n: served(n) - rate, seats), lengths)
+
+
+def _crossing(over: Callable[[float], float], most: float) -> float:
+    """Requests under way from 1 to `most` from which on a function that rises with them is not below 0."""
+    low, high = 1.0, most
+    if over(low) >= 0:
+        return low
     while high - low > 0.01 * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if served(middle) >= rate else (middle, high)
-    return Load(high, lengths)
+        low, high = (low, middle) if over(middle) >= 0 else (middle, high)
+    return high

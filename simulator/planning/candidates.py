@@ -96,12 +96,14 @@ def parallelisms(model: ModelSpec, device: HardwareSpec) -> Iterator[Parallelism
 
 @dataclass(frozen=True)
 class Demand:
-    """What is asked for: requests a second, or clients in a closed loop; their lengths; and the objective."""
+    """What is asked for: requests a second, or clients in a closed loop, who think for `think_s` between an answer and
+    the next request; their lengths; and the objective."""
 
     rate_rps: float | None
     concurrency: float | None
     lengths: Lengths
     slo: Slo
+    think_s: float = 0.0
 
     @property
     def amount(self) -> float:
@@ -211,29 +213,51 @@ class Replica:
             np.where(stable, rate, 0.0),
         )
 
-    def at_concurrency(self, clients: Values) -> Estimate:
-        """With clients in a closed loop; those without a seat wait for one."""
+    def at_concurrency(self, clients: Values, think_s: float = 0.0) -> Estimate:
+        """With clients in a closed loop, who think after an answer; those without a seat wait for one.
+
+        Of N clients n have a request under way: N - n = X(n) Z think, at the rate X(n) at which n are served. Who is
+        under way varies as the clients do independently of each other.
+        """
         clients = np.asarray(clients, dtype=np.float64)
-        b = np.minimum(clients, self.batches[-1])
-        n, prompt, decode = self.lengths.output_tokens, self._at(self.prompt_s, b), self._at(self.decode_s, b)
-        tpot = decode + (b - 1.0) * prompt / n
-        request = b * prompt + n * decode
-        waiting = (clients / b - 1.0) * request
+        under_way = self._under_way(clients, think_s)
+        b = np.minimum(under_way, self.batches[-1])
+        n = self.lengths.output_tokens
+        most = np.minimum(b + TAIL * np.sqrt(b * np.maximum(1.0 - under_way / clients, 0.0)), self.batches[-1])
+        prompt, decode = self._at(self.prompt_s, b), self._at(self.decode_s, b)
+        tpot = decode + np.maximum(b - 1.0, 0.0) * prompt / n
+        tpot_p99 = self._at(self.decode_s, most) + np.maximum(most - 1.0, 0.0) * self._at(self.prompt_s, most) / n
+        request = np.maximum(b, 1.0) * prompt + n * decode
+        waiting = (under_way / b - 1.0) * request
         ttft = decode + prompt + waiting
-        ttft_p99 = 2.0 * decode + prompt * self._spread_of_prompts[0] + np.sqrt(b) * prompt + waiting
-        e2e_p99 = ttft_p99 + self._longest_output * tpot
-        return Estimate(clients, b, tpot, tpot, ttft, ttft_p99, e2e_p99, b / request)
+        own = prompt * self._spread_of_prompts[0] + np.sqrt(most) * prompt
+        ttft_p99 = 2.0 * self._at(self.decode_s, most) + own + waiting
+        e2e_p99 = ttft_p99 + self._longest_output * tpot_p99
+        return Estimate(clients, b, tpot, tpot_p99, ttft, ttft_p99, e2e_p99, b / request)
+
+    def _clients(self, think_s: float) -> Values:
+        """Clients of whom each of `batches` is under way, when the others think."""
+        return self.batches * (1.0 + think_s / self.whole_request_s)
+
+    def _under_way(self, clients: Values, think_s: float) -> Values:
+        """Of so many clients: between two batches linearly, below the first from 0; beyond the last nobody is served
+        sooner."""
+        known = np.concatenate(([0.0], np.maximum.accumulate(self._clients(think_s))))
+        within = np.interp(clients, known, np.concatenate(([0.0], self.batches)))
+        return within + np.maximum(clients - known[-1], 0.0)
 
     def at(self, demand: Demand, loads: Values) -> Estimate:
         """At shares of the demand."""
-        return self.at_rates(loads) if demand.rate_rps is not None else self.at_concurrency(loads)
+        return self.at_rates(loads) if demand.rate_rps is not None else self.at_concurrency(loads, demand.think_s)
 
     def most_load(self, demand: Demand, *, tails: bool) -> float:
         """The largest share of the demand with which it meets the objective; 0 where none does."""
         if demand.rate_rps is not None:
             loads = self.most_rps * np.linspace(1.0, RATES, RATES) / (RATES + 0.5)
         else:
-            loads = np.unique(np.concatenate((self.batches, self.batches[-1] * np.array([1.25, 1.5, 2.0, 4.0]))))
+            waiting = self.batches[-1] * np.array([0.25, 0.5, 1.0, 3.0])
+            clients = self._clients(demand.think_s)
+            loads = np.unique(np.concatenate((clients, clients[-1] + waiting)))
         good = self.at(demand, loads).meets(demand.slo, tails=tails)
         if not good[0]:
             return 0.0

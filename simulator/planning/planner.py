@@ -39,7 +39,7 @@ from membound.simulator.planning.sensitivity import (
     sensitivity_of,
     slow,
 )
-from membound.simulator.steady import Lengths, arrival_rate, check_context
+from membound.simulator.steady import Lengths, arrival_rate, check_context, think_s
 from membound.simulator.sweeping.sweep import Workers
 
 PRECISIONS = ("given", "8bit", "4bit")
@@ -85,7 +85,7 @@ def demand_of(scenario: Scenario) -> Demand:
     rate = arrival_rate(scenario.workload)
     arrivals = scenario.workload.arrivals
     clients = float(arrivals.concurrency) if isinstance(arrivals, ClosedLoop) else None
-    return Demand(rate, clients, Lengths.of(scenario.workload), slo)
+    return Demand(rate, clients, Lengths.of(scenario.workload), slo, think_s(scenario.workload))
 
 
 def devices_of(scenario: Scenario, names: Sequence[str] | None) -> list[HardwareSpec]:
@@ -278,6 +278,7 @@ def to_json(found: Plan) -> dict[str, Any]:
             "model": found.scenario.model,
             "rate_rps": demand.rate_rps,
             "concurrency": demand.concurrency,
+            "think_s": demand.think_s,
             "prompt_tokens": demand.lengths.prompt_tokens,
             "output_tokens": demand.lengths.output_tokens,
             "slo": demand.slo.model_dump(),

@@ -14,13 +14,16 @@ import numpy as np
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
-from membound.roofline.scenario import Scenario, Slo
+from membound.roofline.scenario import Scenario, Slo, parse_scenario
+from membound.roofline.scenario.engine import DEFAULT_AGEING_S
 from membound.simulator.planning.candidates import Demand, Replica
 
 Objective = Literal["cost", "devices"]
 # Requests of a simulated replica: enough for a 99th percentile.
 FEWEST_REQUESTS = 600
 MOST_REQUESTS = 4000
+# Of each client who thinks: they begin one after the other, and the engine is as busy as it gets when all have.
+REQUESTS_OF_A_CLIENT = 5
 # Simulations of one precision's search at most.
 MOST_RUNS = 40
 MOST_POOL_RUNS = 12
@@ -117,6 +120,8 @@ def share_of(scenario: Scenario, replicas: int) -> Scenario:
         arrivals["concurrency"] = max(1, math.ceil(arrivals["concurrency"] / replicas))
     asked = scenario.workload.requests
     requests = None if asked is None else min(max(asked // replicas, FEWEST_REQUESTS), MOST_REQUESTS)
+    if requests is not None and arrivals.get("think"):
+        requests = max(requests, REQUESTS_OF_A_CLIENT * arrivals["concurrency"])
     workload = scenario.workload.model_dump(mode="json") | {"arrivals": arrivals, "requests": requests}
     return scenario.with_value("workload", workload)
 
@@ -132,6 +137,31 @@ def denser(scenario: Scenario, by: float) -> dict[str, Any]:
     if "rates_rps" in arrivals:
         arrivals["rates_rps"] = [rate * by for rate in arrivals["rates_rps"]]
     return arrivals
+
+
+def on_a_slower_clock(scenario: Scenario, by: float) -> Scenario:
+    """The scenario as a clock sees it that is `by` times as slow.
+
+    More arrives in a second of it, and all that lasts but the engine's own work lasts shorter: stays, periods,
+    thoughts, deadlines and bounds.
+    """
+    document = scenario.model_dump(mode="json")
+    workload, engine = document["workload"], document["engine"]
+    arrivals = denser(scenario, by)
+    if engine["order"] == "priority":
+        engine["ageing_s"] = engine["ageing_s"] or DEFAULT_AGEING_S
+    thinking = [part["think"] for part in (arrivals, workload["prompts"] or {}) if part.get("think")]
+    lasting: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        (arrivals, ("period_s", "peak_s", "part_s")),
+        *((state, ("dwell_s",)) for state in arrivals.get("states", ())),
+        *((think, ("seconds", "mean_s", "median_s")) for think in thinking),
+        *((one, ("ttft_s",)) for one in engine["classes"]),
+        (engine, ("ageing_s",)),
+        (document["slo"], ("ttft_s", "tpot_s", "e2e_s")),
+    ]
+    for part, names in lasting:
+        part.update({name: part[name] / by for name in names if part.get(name) is not None})
+    return parse_scenario(document | {"workload": workload | {"arrivals": arrivals}})
 
 
 def simulate(deployed: Deployed) -> Summary:

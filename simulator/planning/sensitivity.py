@@ -15,6 +15,7 @@ from membound.simulator.planning.search import (
     Objective,
     Search,
     denser,
+    on_a_slower_clock,
     screened_best,
 )
 
@@ -207,8 +208,8 @@ class UpperEnd:
 class Slower:
     """What a worker does: the same with all times longer by the device's interval.
 
-    A run whose every time is s times as long is the same run at s times the rate, seen on a clock that is s times as
-    slow: the simulator needs no other times to be asked about it.
+    A run whose every step is s times as long is the same run with s times the rate, and with all else that lasts so
+    much shorter, seen on a clock that is s times as slow: the simulator needs no other times to be asked about it.
     """
 
     deployed: Deployed
@@ -217,13 +218,14 @@ class Slower:
     more: bool
 
     def __call__(self) -> UpperEnd:
-        by, demand = 1.0 + self.error, self.deployed.demand
+        by, demand, replica = 1.0 + self.error, self.deployed.demand, self.deployed.replica
+        scenario = on_a_slower_clock(replica.scenario, by)
         bounds = {name: value and value / by for name, value in demand.slo.model_dump().items()}
         rate = None if demand.rate_rps is None else demand.rate_rps * by
-        slower = replace(demand, rate_rps=rate, slo=demand.slo.model_copy(update=bounds))
-        change = Change("", slower, 1.0 if rate is None else by, easier=False)
+        slo = demand.slo.model_copy(update=bounds)
+        slower = replace(demand, rate_rps=rate, slo=slo, think_s=demand.think_s / by)
         looking = Search(slower, self.objective, 1, MOST_CHANGED_RUNS)
-        asked = change.of(self.deployed)
+        asked = replace(self.deployed, replica=replace(replica, scenario=scenario), demand=slower, summary=None)
         if looking.holds(asked):
             return UpperEnd(self.error, True, None)
         return UpperEnd(self.error, False, looking.grown(asked, MOST_CHANGED_RUNS) if self.more else None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
@@ -12,8 +15,9 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.costing import ClosedForm, Served, simulated
 from membound.simulator.run import run
+from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.stacking.stacking import stack
-from membound.simulator.steady import deployment_of, load_of
+from membound.simulator.steady import Steady, deployment_of, load_of, think_s
 from membound.simulator.sweeping.sweep import Workers, predicted
 
 CONTINUOUS = ("continuous_batching",)
@@ -51,6 +55,60 @@ def scenario(
 def closed(asked: Scenario) -> Served:
     deployment = deployment_of(asked, resolve_model(asked.model), get_hardware(asked.hardware))
     return ClosedForm(load_of(asked, deployment))(asked)
+
+
+def thinking(asked: Scenario, think_s: float) -> Scenario:
+    return asked.with_value("workload.arrivals.think", {"kind": "exponential", "mean_s": think_s})
+
+
+def under_way(asked: Scenario) -> tuple[float, Steady]:
+    """Requests under way, and the engine under them."""
+    deployment = deployment_of(asked, resolve_model(asked.model), get_hardware(asked.hardware))
+    load = load_of(asked, deployment)
+    return load.concurrency, Steady(deployment, load)
+
+
+def test_clients_who_hardly_think_are_clients_who_do_not():
+    plain, _ = under_way(scenario(64))
+    short, _ = under_way(thinking(scenario(64), 1e-6))
+    assert plain == 64.0 and short == pytest.approx(64.0, rel=0.01)
+
+
+@given(users=st.integers(1, 400), shorter=st.floats(0.01, 100.0), by=st.floats(1.0, 50.0))
+@settings(max_examples=15, deadline=None)
+def test_who_thinks_longer_has_fewer_requests_under_way(users, shorter, by):
+    """And who is not served thinks: n = N - X(n) Z, the interactive response time law (Lazowska et al., 1984)."""
+    more, _ = under_way(thinking(scenario(users), shorter))
+    fewer, steady = under_way(thinking(scenario(users), shorter * by))
+    assert 1.0 <= fewer <= more * 1.01 <= max(users, 1.0) * 1.02
+    if fewer > 1.0:
+        assert fewer == pytest.approx(users - steady.requests_per_s * shorter * by, abs=0.02 * users)
+
+
+def test_who_thinks_for_ever_is_served_alone():
+    assert under_way(thinking(scenario(100), 1e6))[0] == 1.0
+
+
+@pytest.mark.parametrize(("users", "think_s"), [(40, 1.0), (200, 2.0), (400, 20.0), (300, 0.2)])
+def test_the_response_time_law_holds_against_a_run(users, think_s):
+    """X = N / (R + Z): the rate of requests of closed forms and of a run whose clients think, within a tenth."""
+    asked = thinking(scenario(users), think_s).with_value("workload.requests", 12 * users)
+    result = run(asked)
+    order = np.sort(result.requests["finished_s"])
+    middle = order[2 * users : -2 * users]
+    served_rps = (len(middle) - 1) / (middle[-1] - middle[0])
+    n, steady = under_way(asked)
+    assert steady.requests_per_s == pytest.approx(served_rps, rel=0.1)
+    assert steady.requests_per_s == pytest.approx(users / (n / steady.requests_per_s + think_s), rel=0.02)
+
+
+def test_turns_of_conversations_are_thought_over_too():
+    prompts = {"kind": "sessions", "tokens": {"kind": "fixed", "tokens": 200}, "turns": {"kind": "fixed", "count": 4}}
+    prompts |= {"think": {"kind": "fixed", "seconds": 8.0}}
+    asked = thinking(scenario(50), 4.0).with_value("workload.prompts", prompts)
+    assert think_s(asked.workload) == pytest.approx((4.0 + 3 * 8.0) / 4, rel=0.01), "the last one may be cut short"
+    drawn = [turn.think_s for first in request_stream(asked.workload) for turn in first.turns()]
+    assert think_s(asked.workload) == pytest.approx(np.mean(drawn), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,12 @@ from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
-from membound.simulator.planning.search import Deployed, meets, share_of, simulate
+from membound.simulator.planning.search import Deployed, meets, on_a_slower_clock, share_of, simulate
 from membound.simulator.planning.sensitivity import Slower, changes_of
-from membound.simulator.run import run
+from membound.simulator.run import deploy, run
+from membound.simulator.scheduling.loop import Executor
+from membound.simulator.scheduling.recorder import Recorder
+from membound.simulator.scheduling.request import Outcome, Sequence, Step
 from membound.simulator.steady import Lengths
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
@@ -111,6 +114,70 @@ def test_where_the_answer_misses_at_the_upper_end_more_replicas_meet_it():
     busy = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=1, disaggregate=False)
     end = Slower(busy.best, "cost", 0.3, more=True)()
     assert not end.holds and end.enough.replicas > busy.best.replicas
+
+
+class Stretched:
+    """Runs steps as another executor does, each `by` times as long."""
+
+    def __init__(self, inner: Executor, by: float) -> None:
+        self.inner, self.by = inner, by
+
+    def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
+        outcome = self.inner.run(step, sequences)
+        return outcome._replace(time_s=outcome.time_s * self.by, slope_s=outcome.slope_s * self.by)
+
+
+THINK = {"kind": "lognormal", "median_s": 0.7, "sigma": 0.5}
+CLASSES = [{"name": "a", "share": 0.5, "priority": 1}, {"name": "b", "share": 0.5}]
+SLOWED = {
+    "poisson": ({"kind": "poisson", "rate_rps": 20.0}, {}),
+    "states": (
+        {"kind": "mmpp", "states": [{"rate_rps": 30.0, "dwell_s": 2.0}, {"rate_rps": 3.0, "dwell_s": 4.0}]},
+        {},
+    ),
+    "a wave": ({"kind": "sine", "rate_rps": 12.0, "swing": 0.9, "period_s": 7.0, "peak_s": 2.0}, {}),
+    "parts": ({"kind": "hourly", "rates_rps": [2.0, 30.0, 8.0], "part_s": 3.0}, {}),
+    "clients who think": ({"kind": "closed_loop", "concurrency": 9, "think": THINK}, {}),
+    "deadlines": ({"kind": "poisson", "rate_rps": 40.0}, {"order": "priority", "max_num_seqs": 4, "classes": CLASSES}),
+    "conversations": ({"kind": "poisson", "rate_rps": 4.0}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SLOWED)
+def test_a_run_with_longer_steps_is_one_on_a_slower_clock(name):
+    """Every time of it, whatever else than the engine's steps lasts: stays, waves, thoughts, ageing."""
+    arrivals, engine = SLOWED[name]
+    asked = scenario(engine={"max_batched_tokens": 2048, **engine}).with_value("workload.arrivals", arrivals)
+    if name == "conversations":
+        prompts = {"kind": "sessions", "tokens": {"kind": "fixed", "tokens": 100}, "think": THINK}
+        asked = asked.with_value("workload.prompts", prompts | {"turns": {"kind": "fixed", "count": 3}})
+    asked, by = asked.with_value("workload.requests", 120), 1.7
+    stretched = run(asked, executor=Stretched(deploy(asked)[0].executor(), by))
+    seen = run(on_a_slower_clock(asked, by), recorder=Recorder())
+    for column in ("arrival_s", "first_token_s", "finished_s"):
+        np.testing.assert_allclose(seen.requests[column] * by, stretched.requests[column], rtol=1e-6)
+
+
+def test_clients_who_think_need_fewer_devices():
+    users, think_s = {"kind": "closed_loop", "concurrency": 100}, 10.0
+    options = {"devices": ["L40S"], "precisions": ["given"], "confirm": 0}
+    plain = scenario().with_value("workload.arrivals", users)
+    think = plain.with_value("workload.arrivals.think", {"kind": "exponential", "mean_s": think_s})
+    always, sometimes = plan(plain, **options), plan(think, **options)
+    assert sometimes.demand.think_s == think_s and sometimes.best.gpus < always.best.gpus
+    assert meets(simulate(sometimes.best), think.slo)
+
+
+@pytest.mark.parametrize("think_s", [0.0, 0.5, 10.0])
+def test_clients_are_those_under_way_and_those_who_think(think_s):
+    """N = n + X(n) Z, on the curves of a replica."""
+    one = replica()
+    for n in (1.0, 10.0, 100.0, float(one.seats), 3.0 * one.seats):
+        alone = one.at_concurrency(np.array([n]))
+        clients = n + float(alone.requests_per_s[0]) * think_s
+        asked = one.at_concurrency(np.array([clients]), think_s)
+        assert asked.batch[0] == pytest.approx(alone.batch[0], rel=0.02)
+        assert asked.requests_per_s[0] == pytest.approx(alone.requests_per_s[0], rel=0.02)
 
 
 def test_confirmed_deployments_are_in_the_order_of_their_cost(planned):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -61,6 +62,17 @@ def mean_rate_rps(arrivals: OpenArrivals) -> float | None:
             return None
         case _:
             return arrivals.rate_rps
+
+
+def mean_s(duration: Duration) -> float:
+    """The mean of durations in seconds."""
+    match duration:
+        case FixedDuration():
+            return duration.seconds
+        case ExponentialDuration():
+            return duration.mean_s
+        case LognormalDuration():
+            return duration.median_s * math.exp(duration.sigma**2 / 2)
 
 
 def duration_chunks(duration: Duration, rng: np.random.Generator) -> Iterator[Times]:
