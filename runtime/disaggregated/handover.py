@@ -51,6 +51,17 @@ class Handover:
         return self.blocks * sum(self.layer_bytes)
 
 
+@dataclass(frozen=True)
+class Rejection:
+    """A prompt that was turned away, and why."""
+
+    request: int
+    reason: str
+
+    def to_line(self) -> str:
+        return json.dumps({"rejection": asdict(self)})
+
+
 def handover_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for files that are handed over, in memory where the system has such a place."""
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) else None

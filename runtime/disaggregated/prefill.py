@@ -25,7 +25,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import load_scenario
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import KvCache
-from membound.runtime.disaggregated.handover import Handover, put, say
+from membound.runtime.disaggregated.handover import Handover, Rejection, put, say
 from membound.runtime.engine import Runtime
 from membound.simulator.scheduling.loop import Executor, serve
 from membound.simulator.scheduling.recorder import Recorder
@@ -72,6 +72,9 @@ class Lines:
             return None if self._closed and not self._arrived else math.inf
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
+        if sequence.status == "rejected":
+            say(self.answers, Rejection(sequence.id, sequence.reason or "").to_line())
+            return
         layers = self.contents.pop(sequence.id, [])
         assert sequence.token_ids is not None and sequence.first_token_s is not None, "a prompt has a first token"
         assert sequence.admitted_s is not None, "what ended has begun"
@@ -115,6 +118,9 @@ class PromptRecorder(Recorder):
 
     def completed(self, sequence: Sequence) -> None:
         self._left(sequence)
+
+    def rejected(self, sequence: Sequence) -> None:
+        """Nothing was computed."""
 
 
 def main(scenario: str, folder: str, device: str, threads: str, hardware: str) -> None:

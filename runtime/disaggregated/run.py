@@ -25,9 +25,9 @@ from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
 from membound.runtime.clock import WallClock
-from membound.runtime.disaggregated.handover import Handover, handover_folder, say, take
+from membound.runtime.disaggregated.handover import Handover, Rejection, handover_folder, say, take
 from membound.runtime.kv.block_moves import BlockMover
-from membound.simulator.scheduling.blocks import BlockTables
+from membound.simulator.scheduling.blocks import BlockTables, HostName
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
@@ -136,8 +136,11 @@ class Router:
                 self._heard.append(self.prefill.lines.get_nowait())
         arrived: list[Request | Sequence] = []
         while self._heard:
-            line = self._heard.popleft()
-            sequence = self._continued(Handover.of(self.prefill.answer(line)["handover"]))
+            said = self.prefill.answer(self._heard.popleft())
+            if "rejection" in said:
+                self._reject(Rejection(**said["rejection"]), now_s)
+                continue
+            sequence = self._continued(Handover.of(said["handover"]))
             if sequence.finished:
                 self.recorder.completed(sequence)
                 sequence.status = "completed"
@@ -154,6 +157,8 @@ class Router:
             return None if idle else math.inf
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
+        for name in self._host_names(sequence):  # nobody fetched them where it ended before it was admitted here
+            self.mover.host.pop(name, None)
         with self._news:
             del self.requests[sequence.id]
             self.users.ended(sequence, now_s)
@@ -173,9 +178,20 @@ class Router:
         sequence.admitted_s = handover.admitted_s
         sequence.first_token_s = sequence.last_token_s = handover.first_token_s
         self.moved_bytes += handover.nbytes
-        for index, block in enumerate(take(handover)):
-            self.mover.host[BlockTables.swapped(sequence, index)] = block
+        self.mover.host |= zip(self._host_names(sequence), take(handover), strict=True)
         return sequence
+
+    def _host_names(self, sequence: Sequence) -> list[HostName]:
+        """What the mover calls the blocks that are handed over."""
+        blocks = -(-sequence.request.prompt_tokens // self.scheduler.pool.block_size)
+        return [BlockTables.swapped(sequence, index) for index in range(blocks)]
+
+    def _reject(self, rejection: Rejection, now_s: float) -> None:
+        """The other engine turned a request away."""
+        sequence = Sequence.of(self.requests[rejection.request])
+        sequence.status, sequence.reason = "rejected", rejection.reason
+        self.recorder.rejected(sequence)
+        self.ended(sequence, now_s)
 
     def _send(self) -> None:
         try:

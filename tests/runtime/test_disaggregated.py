@@ -8,7 +8,8 @@ from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import Scenario, load_scenario
-from membound.runtime.disaggregated.run import PrefillProcess
+from membound.runtime.disaggregated import run
+from membound.runtime.disaggregated.run import PrefillProcess, Router
 from membound.runtime.engine import Runtime
 
 H100 = get_hardware("H100-SXM5")
@@ -43,6 +44,21 @@ def test_tokens_are_those_of_one_engine_and_requests_are_conserved(
     ):
         assert (two.requests[earlier] <= two.requests[later]).all()
     assert any("moved through shared memory" in note for note in two.provenance.notes)
+
+
+def test_who_is_turned_away_by_either_engine_is_said_and_leaves_nothing_on_the_host(
+    runtime: Runtime, scenario: Scenario, smollm2_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routers: list[Router] = []
+    serve = run._serve
+    monkeypatch.setattr(run, "_serve", lambda *parts: routers.append(serve(*parts)) or routers[0])
+    crowded = scenario.with_value("workload.requests", 12).with_value("workload.arrivals.concurrency", 12)
+    crowded = crowded.with_value("engine.disaggregation", {}).with_value("engine.admission", {"max_waiting": 1})
+    result = runtime.run(crowded, H100)
+    assert sorted(result.requests["id"].tolist()) == list(range(12))
+    assert 0 < result.summary.completed < 12
+    assert any("requests wait, and at most 1 may" in note for note in result.provenance.notes)
+    assert not routers[0].mover.host and not routers[0].requests
 
 
 @pytest.mark.parametrize(
