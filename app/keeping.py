@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
+from membound.app.checkout import commit
 from membound.app.compare import ComparisonResult
 from membound.app.store import Store
+from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import is_local, local_hardware
 from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
 
@@ -15,13 +19,15 @@ def keep_run(store: Store, kind: str, scenario: Scenario, result: RunResult, job
     """Keeps a simulated or measured run and returns its id; of a measured one also where and how it was measured."""
     document = result.to_json()
     kept = None if result.provenance.producer == "simulator" else document
-    return _keep(store, kind, scenario, document["summary"], result_tables(result), job_id, kept)
+    conditions = conditions_of(scenario, [result])
+    return _keep(store, kind, scenario, document["summary"], result_tables(result), job_id, conditions, kept)
 
 
 def keep_comparison(store: Store, scenario: Scenario, result: ComparisonResult, job_id: str | None = None) -> str:
     """Keeps a comparison with all its runs and returns its id."""
     summary = {"rows": len(result.rows)}
-    return _keep(store, "compare", scenario, summary, comparison_tables(result), job_id, result.to_json())
+    conditions = conditions_of(scenario, [run for runs in result.measured.values() for run in runs])
+    return _keep(store, "compare", scenario, summary, comparison_tables(result), job_id, conditions, result.to_json())
 
 
 def _keep(
@@ -31,6 +37,7 @@ def _keep(
     summary: Mapping[str, Any],
     tables: Mapping[str, Any],
     job_id: str | None,
+    conditions: Mapping[str, Any],
     comparison: Mapping[str, Any] | None = None,
 ) -> str:
     return store.save_run(
@@ -42,7 +49,29 @@ def _keep(
         tables=tables,
         comparison=comparison,
         job_id=job_id,
+        conditions=conditions,
     )
+
+
+def conditions_of(scenario: Scenario, runs: Sequence[RunResult]) -> dict[str, Any]:
+    """With which code runs were made and, of those on this machine, on what: what two runs may differ in unseen."""
+    conditions: dict[str, Any] = {"membound": version("membound"), "commit": commit()}
+    here = [run for run in runs if run.provenance.producer == "runtime"]
+    if is_local(scenario.hardware) and (here or all(run.provenance.producer == "simulator" for run in runs)):
+        conditions |= _of_this_machine()
+    if here:
+        conditions |= dict(here[-1].provenance.versions)
+        conditions["stalls"] = sum(run.provenance.stalls for run in here)
+    return conditions
+
+
+def _of_this_machine() -> dict[str, Any]:
+    try:
+        calibration = local_hardware().calibration
+    except MemboundError:  # whoever made the run had one of their own
+        return {}
+    assert calibration is not None, "this machine is known by its calibration"
+    return {"machine": calibration.machine, "threads": calibration.threads, "calibrated": calibration.created}
 
 
 def table_of(columns: Mapping[str, Any]) -> Any:

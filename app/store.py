@@ -110,9 +110,24 @@ class Run:
         """Return who measured it: `runtime` on this machine, `endpoint` at a server; nobody of what was simulated."""
         return _measurers(self)
 
+    def conditions(self) -> dict[str, Any]:
+        """Return with which code and on what it was made, as far as that was noted when it was kept."""
+        conditions: dict[str, Any] = json.loads(self._text("run.json", missing="{}")).get("conditions", {})
+        return conditions
+
     def table_names(self) -> list[str]:
         """Return the names of the run's tables, such as `requests` and `steps`."""
         return sorted(path.stem for path in self.folder.glob("*.parquet"))
+
+    def columns(self, name: str) -> list[str]:
+        """Return the columns of one table, without reading its rows."""
+        from pyarrow import parquet
+
+        try:
+            names: list[str] = parquet.read_schema(self.folder / f"{name}.parquet").names
+        except OSError as error:
+            raise storage_error(error, self.folder / f"{name}.parquet") from error
+        return names
 
     def table(self, name: str, columns: Sequence[str] | None = None) -> "pyarrow.Table":
         """Read one table, or some columns of it."""
@@ -143,7 +158,7 @@ def _measurers(run: Run) -> frozenset[str]:
     provenance = (run.comparison() or {}).get("provenance")
     if provenance is not None:
         return frozenset({provenance.get("producer", "runtime")}) - {SIMULATOR}
-    if "requests" not in run.table_names() or "producer" not in run.table("requests").column_names:
+    if "requests" not in run.table_names() or "producer" not in run.columns("requests"):
         return frozenset({"runtime"})  # versions before provenance was kept measured here alone
     return frozenset(run.table("requests", ["producer"])["producer"].unique().to_pylist()) - {SIMULATOR}
 
@@ -186,15 +201,32 @@ class Store:
             raise StoreError(f"There is no job {job_id!r} in {self.index_path}: it may have been deleted.")
         return _job(row)
 
-    def jobs(self, kind: str | None = None, limit: int = 100, *, active: bool = False) -> list[Job]:
-        """Return the newest jobs first, of one kind or only those still active if asked."""
+    def jobs(
+        self,
+        kind: str | Sequence[str] | None = None,
+        limit: int = 100,
+        *,
+        active: bool = False,
+        unfinished: bool = False,
+    ) -> list[Job]:
+        """Return the newest jobs first, of a kind or of several, only those still active or those not done if asked."""
+        of_kind, kinds = _of_kind(kind)
         with self._index.read() as index:
             rows = index.execute(
-                "SELECT * FROM job WHERE (? IS NULL OR kind = ?) AND (NOT ? OR state IN ('queued', 'running')) "
-                "ORDER BY created DESC, id DESC LIMIT ?",
-                (kind, kind, active, limit),
+                f"SELECT * FROM job WHERE {of_kind} AND (NOT ? OR state IN ('queued', 'running')) "
+                "AND (NOT ? OR state <> 'done') ORDER BY created DESC, id DESC LIMIT ?",
+                (*kinds, active, unfinished, limit),
             ).fetchall()
         return [_job(row) for row in rows]
+
+    def seconds_of_jobs(self, job_ids: Sequence[str]) -> dict[str, float]:
+        """Return how long each of these jobs worked, without those that did not end."""
+        marks = ", ".join("?" * len(job_ids))
+        with self._index.read() as index:
+            rows = index.execute(
+                f"SELECT id, finished - started AS took FROM job WHERE id IN ({marks})", tuple(job_ids)
+            ).fetchall()
+        return {row["id"]: row["took"] for row in rows if row["took"] is not None}
 
     def attach_worker(self, job_id: str, pid: int, pid_born: str) -> None:
         """Record which process works on a job, without which nobody can tell that it died."""
@@ -259,6 +291,7 @@ class Store:
         tables: "Mapping[str, pyarrow.Table | pandas.DataFrame] | None" = None,
         comparison: Mapping[str, Any] | None = None,
         job_id: str | None = None,
+        conditions: Mapping[str, Any] | None = None,
     ) -> str:
         """Write a run and return its id: all of it or nothing, whatever ends the process or fills the disk."""
         run_id = _new_id()
@@ -276,7 +309,8 @@ class Store:
                 _write_table(draft / f"{name}.parquet", table)
             if job_id is not None and self.job_log_path(job_id).exists():
                 shutil.copyfile(self.job_log_path(job_id), draft / "log.txt")
-            _write_text(draft / "run.json", _to_json({"schema_version": SCHEMA_VERSION, "id": run_id, **run}, indent=2))
+            written = {"schema_version": SCHEMA_VERSION, "id": run_id, **run, "conditions": conditions or {}}
+            _write_text(draft / "run.json", _to_json(written, indent=2))
             draft.rename(folder)
             with self._index.transaction() as index:
                 _insert_run(index, {"id": run_id, **run, "summary": _to_json(summary)})
@@ -295,11 +329,14 @@ class Store:
             raise StoreError(f"There is no run {run_id!r} in {self.runs_folder}: it may have been deleted.")
         return found[0]
 
-    def runs(self, kind: str | None = None, digest: str | None = None, limit: int | None = None) -> list[Run]:
-        """Return the newest runs first, of one kind or of one scenario (by its digest) if asked."""
+    def runs(
+        self, kind: str | Sequence[str] | None = None, digest: str | None = None, limit: int | None = None
+    ) -> list[Run]:
+        """Return the newest runs first, of a kind or of several, of one scenario (by its digest) if asked."""
+        of_kind, kinds = _of_kind(kind)
         return self._select_runs(
-            "(? IS NULL OR kind = ?) AND (? IS NULL OR digest = ?) ORDER BY created DESC, id DESC LIMIT ?",
-            (kind, kind, digest, digest, -1 if limit is None else limit),
+            f"{of_kind} AND (? IS NULL OR digest = ?) ORDER BY created DESC, id DESC LIMIT ?",
+            (*kinds, digest, digest, -1 if limit is None else limit),
         )
 
     def delete_run(self, run_id: str) -> None:
@@ -370,6 +407,14 @@ class Store:
             with suppress(OSError):
                 if time.time() - draft.stat().st_mtime > ABANDONED_AFTER_S:
                     shutil.rmtree(draft)
+
+
+def _of_kind(kind: str | Sequence[str] | None) -> tuple[str, tuple[str, ...]]:
+    """A condition on the kinds that are asked for, and its values."""
+    if kind is None:
+        return "TRUE", ()
+    kinds = (kind,) if isinstance(kind, str) else tuple(kind)
+    return f"kind IN ({', '.join('?' * len(kinds))})", kinds
 
 
 def _insert_run(index: sqlite3.Connection, run: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,12 +12,15 @@ import streamlit as st
 from membound.app import jobs, text
 from membound.app.i18n import Translate
 from membound.app.store import Job, Run
+from membound.app.views import linked
 from membound.app.views.results import made_by
 from membound.app.views.session import show_job, show_run, shown_job, shown_run, store, translate
+from membound.app.views.two_runs import two_runs_chosen
 from membound.roofline.errors import MemboundError
 from membound.roofline.reading.plain_yaml import parse_yaml
 
-SHOWN = 12
+SHOWN, MOST_LINES = 12, 400
+LINES = "lines"
 KINDS = ("compare", "measure", "simulate")
 STATE_MARKS = {"queued": "⏳", "running": "▶", "done": "✓", "cancelled": "⏹", "failed": "✕", "lost": "✕"}
 
@@ -35,16 +38,34 @@ class Entry:
 
 
 def history() -> None:
-    """The newest runs with a button that opens each."""
+    """The newest runs and the jobs that gave none, with a button that opens each; below them, any two compared."""
     t = translate()
     st.header(t("history.title"))
-    found = [_job(jobs.poll(store(), job.id) if job.active else job, t) for job in store().jobs() if job.kind in KINDS]
-    found += [_run(run, t) for run in store().runs(limit=SHOWN) if run.job_id is None and run.kind in KINDS]
+    lines = linked.seed(LINES, _lines, SHOWN)
+    runs = store().runs(KINDS, limit=lines + 1)
+    took = store().seconds_of_jobs([run.job_id for run in runs if run.job_id is not None])
+    waiting = [jobs.poll(store(), job.id) for job in store().jobs(KINDS, lines + 1, unfinished=True)]
+    found = [_run(run, took, t) for run in runs] + [_job(job, t) for job in waiting if job.state != "done"]
     found.sort(key=lambda entry: entry.created, reverse=True)
     if not found:
         st.info(t("history.empty"), icon=":material/history:")
-    for entry in found[:SHOWN]:
+        return
+    for entry in found[:lines]:
         _line(entry, t)
+    if len(found) > lines and lines < MOST_LINES:
+        st.button(t("history.more"), key="more", on_click=_show_more, args=(lines,))
+    linked.keep(LINES, SHOWN)
+    two_runs_chosen(KINDS)
+
+
+def _lines(held: object) -> int | None:
+    """How many lines the URL asks for."""
+    number = int(str(held)) if str(held).isdecimal() else 0
+    return min(number, MOST_LINES) if number > 0 else None
+
+
+def _show_more(lines: int) -> None:
+    st.session_state[LINES] = min(2 * lines, MOST_LINES)
 
 
 def scenario_name(job: Job) -> str:
@@ -69,10 +90,13 @@ def _job(job: Job, t: Translate) -> Entry:
     )
 
 
-def _run(run: Run, t: Translate) -> Entry:
-    state = f"{STATE_MARKS['done']} {t('state.from_command')}"
+def _run(run: Run, took: Mapping[str, float], t: Translate) -> Entry:
+    seconds = took.get(run.job_id or "")
+    words = t("state.from_command") if run.job_id is None else t("state.done")
+    state = f"{STATE_MARKS['done']} {words}" + ("" if seconds is None else f" · {text.seconds(seconds)}")
     what = f"{t(f'kind.{run.kind}')} · {run.label} · {made_by(run)}"
-    return Entry(run.id, run.created, what, state, run.id == shown_run(), show_run)
+    shown = run.id == shown_run() or (run.job_id is not None and run.job_id == shown_job())
+    return Entry(run.id, run.created, what, state, shown, show_run)
 
 
 def _line(entry: Entry, t: Translate) -> None:

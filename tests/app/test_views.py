@@ -279,10 +279,14 @@ def test_an_unknown_job_is_an_error_box_and_the_history_stays(calibrated: Store)
 
 
 def test_history_opens_a_finished_run(calibrated: Store) -> None:
-    job_id = _finished_comparison(calibrated)
+    job = calibrated.job(_finished_comparison(calibrated))
+    run_id = calibrated.save_run(
+        kind="compare", label="live-cpu", digest="d", scenario_yaml=LIVE_CPU, summary={}, comparison=job.result,
+        job_id=job.id,
+    )  # fmt: skip
     at = _page("live")
-    at.button(key=f"open_{job_id}").click().run()
-    assert at.query_params["job"] in (job_id, [job_id])
+    at.button(key=f"open_{run_id}").click().run()
+    assert at.query_params["run"] in (run_id, [run_id])
     assert not at.exception and any(T("column.verdict") in frame.value for frame in at.dataframe)
 
 

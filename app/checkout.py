@@ -1,0 +1,23 @@
+"""Of which state of membound's source is this process? What a later reader of a run asks first."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 5.0
+
+
+@cache
+def commit() -> str | None:
+    """The commit that is checked out, with `-dirty` where files differ from it; None where this is no checkout."""
+    if not (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
