@@ -5,7 +5,6 @@ What a cache loses shows only in later steps: a prompt that is read in one pass 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from membound.kernels.base import RaggedBatch
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.plain import BLOCK_SIZE, single_sequence
-from membound.runtime.quality.reading import Reading
+from membound.runtime.quality.reading import Reading, Tally
 
 
 class Readers:
@@ -71,16 +70,12 @@ def read_decoding(before: Decoder, after: Decoder, texts: Sequence[Sequence[int]
     assert all(len(text) == length for text in texts), "they are read in step"
     prompt = length // 2
     readers = [Readers(decoder, [text[:prompt] for text in texts], length) for decoder in (before, after)]
-    kl = agreed = nats_before = nats = 0.0
+    tally = Tally()
     for position in range(prompt, length):
-        targets = torch.tensor([text[position] for text in texts], device=before.device)[:, None]
+        tokens = [text[position] for text in texts]
         p, q = (torch.log_softmax(reader.logits, dim=-1) for reader in readers)
-        kl += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-        agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
-        nats_before -= float(p.gather(1, targets).sum(dtype=torch.float64))
-        nats -= float(q.gather(1, targets).sum(dtype=torch.float64))
+        tally.add(p, q, torch.tensor(tokens))
         if position + 1 < length:
             for reader in readers:
-                reader.step([text[position] for text in texts])
-    count = len(texts) * (length - prompt)
-    return Reading(kl / count, agreed / count, math.exp(nats_before / count), math.exp(nats / count), count)
+                reader.step(tokens)
+    return tally.reading()

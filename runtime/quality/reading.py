@@ -43,24 +43,37 @@ class Reading:
     tokens: int
 
 
+class Tally:
+    """Adds up what two decoders predict, piece by piece."""
+
+    def __init__(self) -> None:
+        self.kl = self.agreed = self.nats_before = self.nats = 0.0
+        self.tokens = self.predicted = 0
+
+    def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
+        """Log-probabilities [rows, vocab] of both, and the tokens [at most rows] that came behind the first rows."""
+        self.kl += float((before.exp() * (before - after)).sum(dtype=torch.float64))
+        self.agreed += float((before.argmax(-1) == after.argmax(-1)).sum())
+        targets = targets.to(before.device)
+        self.nats_before -= _sum_at(before, targets)
+        self.nats -= _sum_at(after, targets)
+        self.tokens += before.shape[0]
+        self.predicted += len(targets)
+
+    def reading(self) -> Reading:
+        perplexities = _perplexity(self.nats_before, self.predicted), _perplexity(self.nats, self.predicted)
+        return Reading(self.kl / self.tokens, self.agreed / self.tokens, *perplexities, self.tokens)
+
+
 def read(before: Reader, after: Reader, texts: Sequence[Sequence[int]]) -> Reading:
     """Reads every text with both decoders."""
-    kl = agreed = nats_before = nats = 0.0
-    tokens = predicted = 0
+    tally = Tally()
     for text in texts:
         targets = torch.tensor(text[1:])
         rows = zip(_log_probabilities(before, text), _log_probabilities(after, text), strict=True)
         for start, (p, q) in zip(range(0, len(text), ROWS), rows, strict=True):
-            kl += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-            agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
-            wanted = targets[start : start + ROWS].to(p.device)
-            nats_before -= _sum_at(p, wanted)
-            nats -= _sum_at(q, wanted)
-            predicted += len(wanted)
-        tokens += len(text)
-    return Reading(
-        kl / tokens, agreed / tokens, _perplexity(nats_before, predicted), _perplexity(nats, predicted), tokens
-    )
+            tally.add(p, q, targets[start : start + ROWS])
+    return tally.reading()
 
 
 def perplexity(decoder: Reader, texts: Sequence[Sequence[int]]) -> float:

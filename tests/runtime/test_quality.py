@@ -17,6 +17,7 @@ from membound.roofline.results.comparison import Quality
 from membound.runtime.decoder import Decoder
 from membound.runtime.loading.weights import load_safetensors, random_weights
 from membound.runtime.plain import single_sequence
+from membound.runtime.quality.decoding import read_decoding
 from membound.runtime.quality.reading import ROWS, perplexity, read
 from membound.runtime.quality.texts import calibration_windows, documents, windows
 from membound.runtime.tokenizer import Tokenizer
@@ -83,6 +84,26 @@ def test_a_model_does_not_differ_from_itself_and_does_from_another(tiny) -> None
     # KL from the uniform distribution is log(vocab) less the entropy, so between 0 and log(vocab)
     assert 0 < other.kl_nats <= math.log(plain.spec.vocab)
     assert other.perplexity == pytest.approx(plain.spec.vocab, rel=1e-4)
+
+
+def test_decoding_is_judged_by_the_second_half_of_each_text(tiny) -> None:
+    plain, blank, ids = tiny
+    text = ids[: len(ids) // 2 * 2]
+    found = read_decoding(plain, blank, [text, text])
+    nats = math.log(perplexity(plain, [text])) * (len(text) - 1)
+    first = math.log(perplexity(plain, [text[: len(text) // 2]])) * (len(text) // 2 - 1)
+    assert found.tokens == len(text)
+    assert math.log(found.perplexity_before) == pytest.approx((nats - first) / (len(text) // 2), rel=1e-4)
+    assert found.perplexity == pytest.approx(plain.spec.vocab, rel=1e-4)
+
+
+def test_who_gives_a_text_no_chance_is_infinitely_perplexed_however_it_reads(tiny, reference: Path) -> None:
+    plain, _, ids = tiny
+    spec, weights = load_safetensors(reference / "tiny_llama3")
+    sure = Decoder(spec, replace(weights, lm_head=weights.lm_head * 1e6), ExactKernels(), "fp32")
+    text = ids[: len(ids) // 2 * 2]
+    assert read(plain, sure, [text]).perplexity == math.inf
+    assert read_decoding(plain, sure, [text]).perplexity == math.inf
 
 
 def test_long_texts_are_read_in_pieces() -> None:
