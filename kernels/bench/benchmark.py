@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from membound.kernels.bench.trial import Case, Inputs, Math, Run, Trial
 
 ROWS = 30  # each a sample
+FEWEST_ROWS = 3  # where there is no time for so many
 FEWEST_CALLS = 8  # in a row
 BEYOND_L2 = 3  # times the cache, that the inputs of a row should exceed
 MOST_INPUTS = 32
@@ -83,23 +85,33 @@ class Failed:
     problem: str
 
 
-def cuda_timer(device: torch.device) -> Timer:
-    """Times rows of calls on a GPU with events."""
+def cuda_timer(device: torch.device, budget_s: float = inf) -> Timer:
+    """Times rows of calls on a GPU with events: ROWS of them, or fewer where they would take longer than `budget_s`."""
 
     def time_rows(runs: Sequence[Run]) -> list[float]:
         with torch.cuda.device(device):
             row = list(runs) * -(-FEWEST_CALLS // len(runs))
             play = _captured(row)
-            play()
-            events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(ROWS)]
-            for start, end in events:
-                start.record()
-                play()
-                end.record()
-            torch.cuda.synchronize()
-            return [start.elapsed_time(end) / 1e3 / len(row) for start, end in events]
+            (first_s,) = _played_s(play, 1)
+            return [seconds / len(row) for seconds in _played_s(play, rows_within(budget_s, first_s))]
 
     return time_rows
+
+
+def rows_within(budget_s: float, row_s: float) -> int:
+    """How many rows of so many seconds to time."""
+    return max(FEWEST_ROWS, int(min(ROWS, budget_s / max(row_s, 1e-9))))
+
+
+def _played_s(play: Callable[[], None], times: int) -> list[float]:
+    """Seconds of each time, on the GPU."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+    for start, end in events:
+        start.record()
+        play()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 
 def _captured(row: Sequence[Run]) -> Callable[[], None]:

@@ -11,9 +11,12 @@ from typing import TypeVar
 import torch
 
 from membound.kernels.base import Kernels
+from membound.kernels.bench.benchmark import Timer, cuda_timer
 
 T = TypeVar("T")
 Call = Callable[[T], object]
+
+RowsTimer = Callable[[float], Timer]  # what times rows of calls within about so many seconds
 
 SETTLE_CALLS = 48
 RETRIES = 4
@@ -25,11 +28,14 @@ class Stopwatch:
 
     On a CPU each call is timed by itself, on a tape where the kernels have them, because so does a decoder run them.
     The result is the mean, because a step is a sum of many calls, but without the samples that another program
-    interrupted. On a GPU a row of calls is timed, launches included.
+    interrupted. On a GPU a row of calls is one CUDA graph, as a decode step is, and the timer is that of
+    `membound kernels bench`; kernels that cannot be captured are timed with their launches, as they are served.
     """
 
-    def __init__(self, kernels: Kernels, device: str) -> None:
+    def __init__(self, kernels: Kernels, device: str, rows_timer: RowsTimer | None = None) -> None:
+        """`rows_timer` is for tests."""
         self.device = torch.device(device)
+        self._rows_timer = rows_timer or rows_timer_of(self.device)
         self._stalls = kernels.stalls
         self._record = getattr(kernels, "recording", None)
         x = torch.ones(1, 1024, device=device, dtype=kernels.activation_dtype)
@@ -58,8 +64,9 @@ class Stopwatch:
     def _measure(
         self, calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int
     ) -> Callable[[], float]:
-        if self.device.type == "cuda":
-            return lambda: self._row_s(calls, prepare(), budget_s)
+        if self._rows_timer is not None:
+            timer = self._rows_timer(budget_s)
+            return lambda: self._row_s(timer, calls, prepare(), budget_s)
         played = self._played(calls, prepare, budget_s, fewest)
         return played or (lambda: _calm_mean_s(calls, prepare, budget_s, fewest))
 
@@ -88,7 +95,13 @@ class Stopwatch:
 
         return mean_s
 
-    def _row_s(self, calls: Sequence[Call[T]], given: T, budget_s: float) -> float:
+    def _row_s(self, timer: Timer, calls: Sequence[Call[T]], given: T, budget_s: float) -> float:
+        try:
+            return median(timer([partial(call, given) for call in calls]))
+        except RuntimeError:  # what waits for the GPU cannot be captured
+            return self._launched_row_s(calls, given, budget_s)
+
+    def _launched_row_s(self, calls: Sequence[Call[T]], given: T, budget_s: float) -> float:
         rows: list[float] = []
         end_s = time.perf_counter() + budget_s
         while len(rows) < 3 or time.perf_counter() < end_s:
@@ -99,6 +112,11 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
             rows.append((time.perf_counter() - start_s) / len(calls))
         return median(rows)
+
+
+def rows_timer_of(device: torch.device) -> RowsTimer | None:
+    """What times rows of calls on a GPU; None on a CPU, where each call is timed."""
+    return partial(cuda_timer, device) if device.type == "cuda" else None
 
 
 def _calm_mean_s(calls: Sequence[Call[T]], prepare: Callable[[], T], budget_s: float, fewest: int) -> float:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
+from membound.kernels.bench.benchmark import Timer, cuda_timer, rows_within
+from membound.kernels.bench.trial import Run
 from membound.kernels.dispatch import kernels_for
 from membound.kernels.reference import TorchKernels
 from membound.roofline.hardware.calibration import attention_over
@@ -17,6 +21,7 @@ from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.calibration import passes
+from membound.runtime.calibration.bandwidth import BandwidthProbe
 from membound.runtime.calibration.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate
 from membound.runtime.calibration.host import HostGrid
 from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid
@@ -24,7 +29,7 @@ from membound.runtime.calibration.linears import LinearGrid, LinearProbe
 from membound.runtime.calibration.operators import Heads, Load, OperatorGrid, attention_amounts, fit
 from membound.runtime.calibration.passes import Part, repeat
 from membound.runtime.calibration.pool import PackedLayout, Pool
-from membound.runtime.calibration.stopwatch import Stopwatch
+from membound.runtime.calibration.stopwatch import Stopwatch, rows_timer_of
 
 MIB = 2**20
 
@@ -37,6 +42,56 @@ def _part(*seconds: float) -> Part:
         yield next(values)
 
     return Part("the bandwidth of memory", 1, measure)
+
+
+class FakeRows:
+    """Stands for the timer of a GPU: each row of calls takes 1, 2 and 9 ms a call."""
+
+    def __init__(self, problem: Exception | None = None, *, plays: bool = True) -> None:
+        self.problem = problem
+        self.plays = plays
+        self.budgets_s: list[float] = []
+        self.results: list[object] = []
+
+    def __call__(self, budget_s: float) -> Timer:
+        self.budgets_s.append(budget_s)
+
+        def time_rows(runs: Sequence[Run]) -> list[float]:
+            if self.problem is not None:
+                raise self.problem
+            self.results = [run() for run in runs] if self.plays else []
+            return [9e-3, 1e-3, 2e-3]
+
+        return time_rows
+
+
+def test_a_gpus_calls_are_timed_by_the_bench_as_graphs_and_a_cpus_one_by_one() -> None:
+    assert rows_timer_of(torch.device("cpu")) is None
+    assert rows_timer_of(torch.device("cuda")).func is cuda_timer  # type: ignore[union-attr]
+    rows, kernels = FakeRows(), kernels_for("cpu")
+    stopwatch = Stopwatch(kernels, "cpu", rows)
+    given = torch.ones(3)
+    calls = [lambda x, i=i: (i, x) for i in range(4)]
+    assert stopwatch.time_s(calls, lambda: given, 0.5) == 2e-3  # type: ignore[arg-type]
+    assert rows.budgets_s == [0.5]
+    assert rows.results == [(i, given) for i in range(4)]
+    probe = BandwidthProbe(kernels, Stopwatch(kernels, "cpu", FakeRows(plays=False)), Pool.of(MIB, "cpu"))
+    assert list(probe.measure([MIB])) == [2e-3 / 2**25]  # the fastest reader reads 32 MiB a call
+
+
+def test_kernels_that_cannot_be_captured_are_timed_with_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    refused = FakeRows(RuntimeError("operation not permitted when stream is capturing"))
+    seconds = Stopwatch(kernels_for("cpu"), "cpu", refused).time_s([lambda _: time.sleep(1e-3)], lambda: None, 1e-3)
+    assert seconds > 1e-3 and len(waits) >= 6
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "row_s", "rows"), [(math.inf, 1.0, 30), (1.0, 0.1, 10), (1.0, 1.0, 3), (1.0, 0, 30)]
+)
+def test_a_budget_bounds_the_rows_of_the_timer(budget_s: float, row_s: float, rows: int) -> None:
+    assert rows_within(budget_s, row_s) == rows
 
 
 def _silent(fraction: float, text: str) -> None:
