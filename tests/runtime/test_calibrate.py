@@ -68,7 +68,7 @@ class FakeRows:
 def test_a_gpus_calls_are_timed_by_the_bench_as_graphs_and_a_cpus_one_by_one() -> None:
     assert rows_timer_of(torch.device("cpu")) is None
     assert rows_timer_of(torch.device("cuda")).func is cuda_timer  # type: ignore[union-attr]
-    rows, kernels = FakeRows(), kernels_for("cpu")
+    rows, kernels = FakeRows(), TorchKernels()
     stopwatch = Stopwatch(kernels, "cpu", rows)
     given = torch.ones(3)
     calls = [lambda x, i=i: (i, x) for i in range(4)]
@@ -83,7 +83,7 @@ def test_kernels_that_cannot_be_captured_are_timed_with_their_launches(monkeypat
     waits: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     refused = FakeRows(RuntimeError("operation not permitted when stream is capturing"))
-    seconds = Stopwatch(kernels_for("cpu"), "cpu", refused).time_s([lambda _: time.sleep(1e-3)], lambda: None, 1e-3)
+    seconds = Stopwatch(TorchKernels(), "cpu", refused).time_s([lambda _: time.sleep(1e-3)], lambda: None, 1e-3)
     assert seconds > 1e-3 and len(waits) >= 6
 
 
