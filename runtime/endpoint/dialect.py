@@ -6,6 +6,7 @@ form that a server answers is the one that it is measured with; what it lacks is
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ _TRIED_TOKENS = 4
 _TRIED_IDS = tuple(range(2000, 2016))
 _ANSWER_S = 30.0
 _KEY_MATTERS = (401, 403)
+_FORM_MATTERS = (400, 404, 405, 415, 422, 501)  # RFC 9110, sections 15.5 and 15.6: of other errors the form is no cause
+_TOO_BUSY = (429, *range(500, 600))  # but 501
+_RETRIES = 4
+_LONGEST_WAIT_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,10 @@ def dialects(api: Api | None, ids: bool, prefer_chat: bool) -> Iterator[Dialect]
 
 
 async def agree(connections: Connections, tried: Iterator[Dialect], model: str, clock: Clock) -> Dialect:
-    """The first form that the server answers with tokens; raises MemboundError with its last refusal."""
+    """The first form that the server answers with tokens.
+
+    Raises MemboundError with its last refusal, and where it refuses for another reason than the form.
+    """
     endpoint, last, missing = connections.endpoint, "", set[Api]()
     for dialect in tried:
         if dialect.api in missing:
@@ -71,12 +79,17 @@ async def agree(connections: Connections, tried: Iterator[Dialect], model: str, 
             prompt = {"messages": [{"role": "user", "content": words}]}
         try:
             body = dialect.body(model, prompt, _TRIED_TOKENS, 0.0)
-            reply: Reply = await connections.ask(endpoint.url(dialect.api), body, _TRIED_TOKENS, clock)
+            reply = await _answered(connections, endpoint.url(dialect.api), body, clock)
         except Refused as error:
             if error.status in _KEY_MATTERS:
                 raise MemboundError(
                     f"endpoint '{endpoint.base_url}' refuses the key: {error}; "
                     "name the environment variable that holds one with --api-key-env"
+                ) from None
+            if error.status not in _FORM_MATTERS:
+                raise MemboundError(
+                    f"endpoint '{endpoint.base_url}' turned a short request away, and not for its form: {error}; "
+                    "measure it when it has room"
                 ) from None
             last = str(error)
             if error.status in (404, 405):
@@ -86,6 +99,20 @@ async def agree(connections: Connections, tried: Iterator[Dialect], model: str, 
         else:
             return dialect if reply.counted or not dialect.usage else _uncounted(dialect)
     raise MemboundError(f"endpoint '{endpoint.base_url}' refuses every form of request, the last with {last}")
+
+
+async def _answered(connections: Connections, url: str, body: dict[str, Any], clock: Clock) -> Reply:
+    """The reply to a request, which is sent again, each time later, while the server is busy or failing."""
+    wait_s = min(_LONGEST_WAIT_S, connections.endpoint.patience.first_token_s) / 2**_RETRIES
+    for _ in range(_RETRIES):
+        try:
+            return await connections.ask(url, body, _TRIED_TOKENS, clock)
+        except Refused as error:
+            if error.status not in _TOO_BUSY or error.status in _FORM_MATTERS:
+                raise
+        await asyncio.sleep(wait_s)
+        wait_s *= 2
+    return await connections.ask(url, body, _TRIED_TOKENS, clock)
 
 
 def _uncounted(dialect: Dialect) -> Dialect:

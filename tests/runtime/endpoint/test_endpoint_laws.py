@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from membound.roofline.errors import MemboundError
 from membound.runtime.endpoint.address import Endpoint
 from membound.runtime.endpoint.measure import measure
 from membound.simulator.scheduling.workload import requests_for
@@ -167,6 +168,21 @@ def test_what_a_server_does_not_take_is_left_out_and_said(serving, well, scenari
         "completions": "(text, chat)",
     }
     assert said[lacking] in notes
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_server_that_is_busy_at_first_is_measured_in_the_form_that_it_takes(serving, well, scenario, status) -> None:
+    async def busy(exchange) -> None:
+        await (exchange.error(status, "no room") if exchange.number < 3 else well(exchange))
+
+    with serving(busy) as server:
+        run = measure(scenario(), Endpoint.of(server.url, patience_s=0.5))
+    assert run.summary.completed == 12
+    assert all(isinstance(body["prompt"], list) and body["ignore_eos"] for _, _, body in server.asked)
+    said = pytest.raises(MemboundError, match=f"not for its form: status {status}: no room; measure it when")
+    with serving(lambda exchange: exchange.error(status, "no room")) as server, said:
+        measure(scenario(), Endpoint.of(server.url, patience_s=0.1))
+    assert len(server.asked) == 5 and all(body == server.asked[0][2] for _, _, body in server.asked)
 
 
 def test_answers_that_end_early_are_said(serving, well, scenario) -> None:
