@@ -107,11 +107,19 @@ class Assembly:
 
 
 def assemble(
-    decoders: Decoders, scenario: Scenario, hardware: HardwareSpec, clock: Clock, recorder: Recorder, *, moves: bool
+    decoders: Decoders,
+    scenario: Scenario,
+    hardware: HardwareSpec,
+    clock: Clock,
+    recorder: Recorder,
+    *,
+    moves: bool,
+    engines: int,
 ) -> Assembly:
-    """The engine of a scenario, after a warm-up; with `moves` blocks come and go, else only where the engine asks.
+    """The engine of a scenario, after a warm-up, with its share of a device that so many `engines` use.
 
-    Raises MemboundError where the model or a request does not fit, or two parts of the scenario exclude each other.
+    With `moves` blocks come and go, else only where the engine asks. Raises MemboundError where the model or a request
+    does not fit, or two parts of the scenario exclude each other.
     """
     decoder, block_size = decoders.engine_decoder(scenario), scenario.engine.block_size
     requests = requests_for(scenario, vocab=decoder.spec.vocab)
@@ -119,7 +127,7 @@ def assemble(
     # Processes on a CPU share it, its memory too, so that together they are one device; GPUs are devices each.
     shared = decoders.device.startswith("cpu")
     sharing = scenario.setup.parallel.tp if shared else 1
-    memory = kv_memory(scenario, decoder.spec, hardware.memory_bytes / sharing, longest)
+    memory = kv_memory(scenario, decoder.spec, hardware.memory_bytes / (sharing * engines), longest)
     as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
     times = times_for(hardware)
     kv = decoder.new_cache(memory.num_blocks, block_size, memory.seats)

@@ -61,10 +61,17 @@ class Runtime:
         self.decoders.close()
 
     def assemble(
-        self, scenario: Scenario, clock: Clock, hardware: HardwareSpec, recorder: Recorder, *, moves: bool = False
+        self,
+        scenario: Scenario,
+        clock: Clock,
+        hardware: HardwareSpec,
+        recorder: Recorder,
+        *,
+        moves: bool = False,
+        engines: int = 1,
     ) -> Assembly:
         """The scenario's engine, warm and before its first request; see `assemble`."""
-        return assemble(self.decoders, scenario, hardware, clock, recorder, moves=moves)
+        return assemble(self.decoders, scenario, hardware, clock, recorder, moves=moves, engines=engines)
 
     def run(
         self,

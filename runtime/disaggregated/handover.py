@@ -20,6 +20,7 @@ from torch import Tensor
 from membound.roofline.errors import MemboundError
 
 SHARED_MEMORY = Path("/dev/shm")
+ENGINES = 2  # on one device: who computes prompts, and who writes outputs
 
 
 @dataclass(frozen=True)

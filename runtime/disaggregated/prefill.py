@@ -25,7 +25,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import load_scenario
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import KvCache
-from membound.runtime.disaggregated.handover import Handover, Rejection, put, say
+from membound.runtime.disaggregated.handover import ENGINES, Handover, Rejection, put, say
 from membound.runtime.engine import Runtime
 from membound.simulator.scheduling.loop import Executor, serve
 from membound.simulator.scheduling.recorder import Recorder
@@ -130,7 +130,7 @@ def main(scenario: str, folder: str, device: str, threads: str, hardware: str) -
     read = load_scenario(scenario)
     runtime = Runtime(device)
     recorder = PromptRecorder()
-    assembly = runtime.assemble(read, clock := WallClock(), get_hardware(hardware), recorder)
+    assembly = runtime.assemble(read, clock := WallClock(), get_hardware(hardware), recorder, engines=ENGINES)
     recorder.bounds = None  # those who read the records work them out
     say(answers, json.dumps({"ready": True}))
     began = float(sys.stdin.readline())

@@ -25,7 +25,7 @@ from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
 from membound.runtime.clock import WallClock
-from membound.runtime.disaggregated.handover import Handover, Rejection, handover_folder, say, take
+from membound.runtime.disaggregated.handover import ENGINES, Handover, Rejection, handover_folder, say, take
 from membound.runtime.kv.block_moves import BlockMover
 from membound.simulator.scheduling.blocks import BlockTables, HostName
 from membound.simulator.scheduling.client import Client, client_for
@@ -224,14 +224,14 @@ def run_disaggregated(
 ) -> RunResult:
     """Serves a scenario's workload with a process for prompts beside this one, which writes the outputs.
 
-    Each has half of the threads, and its own copy of the weights. What they cannot do `refusals` has turned away.
-    Raises MemboundError where the other process ends.
+    Each has half of the threads and of the memory, and its own copy of the weights. What they cannot do `refusals` has
+    turned away. Raises MemboundError where the other process ends.
     """
     settings = scenario.engine.disaggregation
     assert settings is not None, "the scenario has two pools"
     whole = scenario.model_copy(update={"engine": scenario.engine.model_copy(update={"disaggregation": None})})
     threads = torch.get_num_threads()
-    share = max(1, threads // 2)
+    share = max(1, threads // ENGINES)
     with handover_folder() as name:
         folder = Path(name)
         written = folder / "scenario.yaml"
@@ -239,7 +239,8 @@ def run_disaggregated(
         prefill = PrefillProcess(written, folder, runtime.device, share, hardware.name)
         torch.set_num_threads(share)
         try:
-            assembly = runtime.assemble(whole, clock := WallClock(), hardware, Recorder(observer), moves=True)
+            recorder = Recorder(observer)
+            assembly = runtime.assemble(whole, clock := WallClock(), hardware, recorder, moves=True, engines=ENGINES)
             router = _serve(assembly, prefill, clock)
             recorded = folder / prefill.answer(prefill.lines.get())["recorded"]
             with np.load(recorded, allow_pickle=False) as arrays:

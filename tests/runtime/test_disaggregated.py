@@ -7,10 +7,14 @@ import pytest
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
+from membound.roofline.memory import weights_bytes
+from membound.roofline.models import get_model
 from membound.roofline.scenario import Scenario, load_scenario
+from membound.runtime.clock import WallClock
 from membound.runtime.disaggregated import run
 from membound.runtime.disaggregated.run import PrefillProcess, Router
 from membound.runtime.engine import Runtime
+from membound.simulator.scheduling.recorder import Recorder
 
 H100 = get_hardware("H100-SXM5")
 
@@ -44,6 +48,19 @@ def test_tokens_are_those_of_one_engine_and_requests_are_conserved(
     ):
         assert (two.requests[earlier] <= two.requests[later]).all()
     assert any("moved through shared memory" in note for note in two.provenance.notes)
+
+
+def test_each_engine_has_half_of_the_memory(
+    runtime: Runtime, scenario: Scenario, smollm2_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that holds the weights once, K and V beside them, and not the weights twice."""
+    monkeypatch.setattr(PrefillProcess, "__init__", lambda *_: None)
+    monkeypatch.setattr(PrefillProcess, "end", lambda *_: None)
+    weights = weights_bytes(get_model("SmolLM2-135M"), scenario.setup)
+    small = H100.model_copy(update={"memory_bytes": 1.9 * weights})
+    runtime.assemble(scenario, WallClock(), small, Recorder())
+    with pytest.raises(MemboundError, match="does not fit"):
+        runtime.run(scenario.with_value("engine.disaggregation", {}), small)
 
 
 def test_who_is_turned_away_by_either_engine_is_said_and_leaves_nothing_on_the_host(
