@@ -167,18 +167,24 @@ def run_stack(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
 def run_experiment(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Runs an experiment and keeps what it found as one run."""
-    from membound.app.experiments import PREDICTED, run
+    from membound.app.experiments import run
     from membound.app.experiments.finding import Ask
+
+    name = spec["name"]
+    hardware, runtime = machine_of(name)
+    finding = run(name, Ask(context, hardware, runtime, spec["quick"]))
+    return {"run_id": _keep_asked(spec, context, name, finding.to_json(), {})}
+
+
+def machine_of(experiment: str) -> tuple[HardwareSpec, Runtime | None]:
+    """The device that an experiment predicts for, or this machine and a runtime on it where it measures."""
+    from membound.app.experiments import MEASURED_BY, PREDICTED, PREDICTED_FOR
     from membound.roofline.hardware import get_hardware
     from membound.roofline.scenario import load_scenario
 
-    name, runtime = spec["name"], None
-    if name in PREDICTED:
-        hardware = get_hardware("H100-SXM5")
-    else:
-        hardware, runtime = machine_for(load_scenario("live-cpu"))
-    finding = run(name, Ask(context, hardware, runtime, spec["quick"]))
-    return {"run_id": _keep_asked(spec, context, name, finding.to_json(), {})}
+    if experiment in PREDICTED:
+        return get_hardware(PREDICTED_FOR), None
+    return machine_for(load_scenario(MEASURED_BY))
 
 
 def run_validate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:

@@ -46,21 +46,18 @@ def experiment(
     as_json: JsonOption = False,
 ) -> None:
     """Run an experiment: its table, what it says, and its figure."""
-    from membound.app.experiments import PREDICTED, run
+    from membound.app.commands.calibration import ensure_calibrated
+    from membound.app.experiments import MEASURED_BY, PREDICTED, run
     from membound.app.experiments.finding import Ask
-    from membound.roofline.hardware import get_hardware
+    from membound.app.tasks import machine_of
     from membound.roofline.scenario import load_scenario
 
     if out is not None and out.exists() and not out.is_dir():
         raise MemboundError(f"option --out is '{out}', which is a file; give a folder")
-    predicts = name.value in PREDICTED
-    hardware = get_hardware("H100-SXM5" if predicts else load_scenario("live-cpu").hardware)
+    if name.value not in PREDICTED:
+        ensure_calibrated(load_scenario(MEASURED_BY))
     with measuring(f"experiment {name.value}") as listener:
-        runtime = None
-        if not predicts:
-            from membound.runtime.engine import Runtime
-
-            runtime = Runtime()
+        hardware, runtime = machine_of(name.value)
         finding = run(name.value, Ask(listener, hardware, runtime, quick))
     if out is not None:
         write(finding, out)

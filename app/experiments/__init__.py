@@ -16,7 +16,9 @@ EXPERIMENTS = {
     "x4": "baselines",
     "x5": "stacking_map",
 }
+# Those that measure nothing, for which device they predict, and on which scenario's machine the others measure.
 PREDICTED = ("x5",)
+PREDICTED_FOR, MEASURED_BY = "H100-SXM5", "live-cpu"
 
 
 def run(name: str, ask: Ask) -> Finding:

@@ -7,17 +7,22 @@ import html
 import io
 import json
 import math
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from membound.app import experiments, tasks
 from membound.app.cli import app
+from membound.app.commands import calibration
 from membound.app.experiments import EXPERIMENTS, PREDICTED, run
 from membound.app.experiments.acceptance import Acceptance
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding
 from membound.app.figures.experiments import experiment_figure
+from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.simulator.scheduling.request import Outcome, Step, Work
 
@@ -90,6 +95,29 @@ def test_a_tree_counts_by_its_depth_and_a_prompt_not_at_all() -> None:
     tree = Work(0, 9, 5, (1, 2, 3, 4), parents=(-1, -1, 0, 2))
     found(step_of(tree, Work(1, 0, 9)), Outcome(0.1, {0: (1, 3, 7), 1: (4,)}), 1.0)
     assert found.places() == [1.0, 1.0, 0.0] and found.tokens_per_step() == 3.0
+
+
+def test_the_command_measures_with_the_engine_that_the_dashboard_measures_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads and the device of the calibration: another engine would be held against its prediction."""
+    machine, asked = (get_hardware("H100-SXM5"), object()), []
+    monkeypatch.setattr(calibration, "ensure_calibrated", lambda scenario: None)
+    monkeypatch.setattr(tasks, "machine_for", lambda scenario: machine if scenario.name == "live-cpu" else None)
+    monkeypatch.setattr(experiments, "run", lambda name, ask: asked.append(ask))
+    CliRunner().invoke(app, ["experiment", "x1", "--quick"])
+    (ask,) = asked
+    assert (ask.hardware, ask.runtime) == machine == tasks.machine_of("x1")
+    assert tasks.machine_of("x5")[1] is None
+
+
+def test_an_experiment_that_measures_says_that_torch_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "calibration").mkdir()
+    shutil.copy(Path(__file__).with_name("calibration.json"), tmp_path / "calibration" / "local.json")
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = CliRunner().invoke(app, ["experiment", "x1", "--quick"])
+    assert isinstance(result.exception, MemboundError) and "torch is not installed" in str(result.exception)
 
 
 def test_an_experiment_that_nobody_knows_is_refused_and_all_are_there() -> None:
