@@ -30,6 +30,8 @@ from membound.roofline.hardware import HardwareSpec
 INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
 STEP_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)
 STEP_SYMBOLS = ("star", "star-diamond", "hourglass", "bowtie", "cross")
+# of the colours and symbols those before are for the step that moves and its plain engine
+PINNED_FROM = 2
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
 # markers with less of the step's time have no label, and a label names so many operators; hovering shows all
 LEAST_NAMED_SHARE, MOST_NAMES = 0.02, 3
@@ -84,7 +86,7 @@ def roofline_figure(
     if operators and steps:
         _draw_operators(fig, steps[-1].cost, t)
     _draw_steps(fig, steps, t)
-    x_ticks, y_ticks = log_ticks(*roofs.intensity_range), log_ticks(*roofs.rate_range)
+    x_ticks = log_ticks(*roofs.intensity_range)
     fig.update_xaxes(
         type="log",
         range=np.log10(roofs.intensity_range).tolist(),
@@ -92,14 +94,19 @@ def roofline_figure(
         tickvals=x_ticks,
         ticktext=[f"{tick:,g}" for tick in x_ticks],
     )
+    _rates_axis(fig, *roofs.rate_range, t)
+    return fig
+
+
+def _rates_axis(fig: go.Figure, low: float, high: float, t: Translate) -> None:
+    ticks = log_ticks(low, high)
     fig.update_yaxes(
         type="log",
-        range=np.log10(roofs.rate_range).tolist(),
+        range=np.log10([low, high]).tolist(),
         title=t("roofline.y"),
-        tickvals=y_ticks,
-        ticktext=[text.flop_rate(tick, 1) for tick in y_ticks],
+        tickvals=ticks,
+        ticktext=[text.flop_rate(tick, 1) for tick in ticks],
     )
-    return fig
 
 
 def _draw_roofs(fig: go.Figure, roofs: Roofs, t: Translate) -> None:
@@ -332,13 +339,32 @@ class Place:
     steps: tuple[PlacedStep, ...]
 
 
-def moving_figure(roofs: Roofs, places: Sequence[Place], batch: int, t: Translate, *, height: int = 460) -> go.Figure:
+@dataclass(frozen=True)
+class Pinned:
+    """A step that stays where it is beside the one that moves; `roofs` are its device's where that is another one."""
+
+    step: PlacedStep
+    number: int
+    roofs: Roofs | None
+    device: str
+
+
+def moving_figure(
+    roofs: Roofs,
+    places: Sequence[Place],
+    batch: int,
+    t: Translate,
+    *,
+    height: int = 460,
+    pinned: Sequence[Pinned] = (),
+) -> go.Figure:
     """The roofline of the step at `batch`, with a slider that moves it to others, drawn by the browser alone.
 
     Every place has the same traces, so that what moves is their data and not the chart.
     """
     at = next(index for index, place in enumerate(places) if place.batch == batch)
     fig = roofline_figure(roofs, (), t, height=height + SLIDER_HEIGHT)
+    _draw_pinned(fig, roofs, pinned, t)
     fixed = len(fig.data)
     held = {op.bound for place in places for op in place.steps[-1].cost.operators}
     bounds = [bound for bound in BOUND_SYMBOLS if bound in held]
@@ -359,6 +385,27 @@ def moving_figure(roofs: Roofs, places: Sequence[Place], batch: int, t: Translat
         margin={"b": 56 + SLIDER_HEIGHT},
     )
     return fig
+
+
+def _draw_pinned(fig: go.Figure, roofs: Roofs, pinned: Sequence[Pinned], t: Translate) -> None:
+    """Pinned steps, each with a shape of its own, and the outline of each other device's roofs, named in the legend."""
+    others = {one.device: (one.number, one.roofs) for one in pinned if one.roofs is not None}
+    for device, (number, others_roofs) in others.items():
+        bandwidth, rate = max(others_roofs.bandwidths.values()), max(others_roofs.rates.values())
+        low, high = others_roofs.intensity_range
+        fig.add_scatter(
+            x=[low, rate / bandwidth, high],
+            y=[low * bandwidth, rate, rate],
+            mode="lines",
+            name=t("pins.roofs", device=device),
+            line={"color": STEP_COLORS[PINNED_FROM + number], "dash": "dashdot", "width": 1.5},
+            hovertemplate=f"{t('pins.roofs', device=device)}<extra></extra>",
+        )
+    for one in pinned:
+        fig.add_trace(_series(PINNED_FROM + one.number, one.step.series, [one.step], t))
+    if others:
+        ranges = [roofs.rate_range, *(held.rate_range for _, held in others.values())]
+        _rates_axis(fig, min(low for low, _ in ranges), max(high for _, high in ranges), t)
 
 
 def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Translate) -> list[dict[str, Any]]:

@@ -8,13 +8,15 @@ from functools import cache
 import streamlit as st
 
 from membound.app import text
+from membound.app.configurations import Configuration
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import fields, linked
+from membound.app.views.devices import device_names, device_title
 from membound.app.views.session import translate
-from membound.roofline import hardware, models
+from membound.roofline import models
 from membound.roofline.errors import MemboundError
-from membound.roofline.operating_point import BATCHES, CONTEXTS, PHASES, OperatingPoint
+from membound.roofline.operating_point import BATCHES, CONTEXTS, PHASES
 from membound.roofline.parallel import Parallelism
 from membound.roofline.step import check_parallel
 from membound.roofline.techniques import TECHNIQUES, EngineSetup, engine_setup
@@ -26,8 +28,8 @@ DEGREES = (1, 2, 4, 8, 16)
 STEP_LAYERS = ("weights", "kv")
 
 
-def operating_point() -> OperatingPoint:
-    """The point that the widgets hold; raises MemboundError where its device cannot be had."""
+def configuration() -> Configuration:
+    """What the widgets hold."""
     t = translate()
     with st.container(border=True):
         left, middle, right = st.columns([2, 2, 3])
@@ -45,8 +47,7 @@ def operating_point() -> OperatingPoint:
             setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques], published=model.published)
             tp = fields.one_of("choice", "tp", divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA
-    setup = replace(setup, parallel=Parallelism(tp=tp))
-    return OperatingPoint(model, hardware.get_hardware(device), setup, phase, batch, context, gamma)
+    return Configuration(model.name, device, phase, context, batch, tp, gamma, tuple(techniques))
 
 
 def divisors(model: models.ModelSpec, setup: EngineSetup) -> list[int]:
@@ -83,15 +84,15 @@ def _model_title(name: str) -> str:
 
 
 def choose_device(t: Translate) -> str:
-    """A device of the catalog, or this machine."""
-    names = ["local", *hardware.catalog()]
+    """This machine, a device of the user's own, or one of the catalog."""
+    names = device_names()
     linked.seed("hw", linked.one_of(names), DEVICE)
     name = st.selectbox(
         t("choice.device"),
         names,
         key="hw",
         persist_state="session",
-        format_func=lambda name: t("choice.this_machine") if name == "local" else name,
+        format_func=lambda name: device_title(name, t),
     )
     linked.keep("hw", DEVICE)
     return name or DEVICE

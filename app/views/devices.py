@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from membound.app.i18n import Translate
 from membound.app.views.session import this_machine
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import LOCAL, HardwareSpec, catalog, user_hardware
+from membound.roofline.hardware import LOCAL, HardwareSpec, catalog, is_local, user_hardware
 
 # What the drivers of NVIDIA and AMD put there; to ask torch would take a second, and memory of the GPU.
 GPU_FILES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"), Path("/dev/kfd"))
@@ -24,6 +25,13 @@ def known_devices() -> dict[str, HardwareSpec]:
 def device_names() -> list[str]:
     """This machine, the user's own devices, and those of the catalog."""
     return [LOCAL, *known_devices()]
+
+
+def device_title(name: str, t: Translate) -> str:
+    """A device as a list names it."""
+    if is_local(name):
+        return t("choice.this_machine")
+    return name if name in catalog() else t("choice.own_device", device=name)
 
 
 def has_gpu() -> bool:

@@ -9,10 +9,11 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from membound.app import text
+from membound.app.configurations import Configuration
 from membound.app.figures import memory, roofline, sweep
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
-from membound.app.views import choices, states, tables
+from membound.app.views import choices, pins, states, tables
 from membound.app.views.charts import chart
 from membound.app.views.said import said
 from membound.app.views.session import device_name, translate
@@ -27,12 +28,16 @@ def page() -> None:
     st.title(t("explore.title"))
     st.caption(t("explore.intro"))
     try:
-        point = choices.operating_point()
+        present = choices.configuration()
+        point = present.point()
+        compared = pins.rows(present, point, t)
         # All figures before the first word: what reaches the browser at once is laid out once.
-        moving, filled, points = _moving_figure(point, t), _memory_figure(point, t), point.sweep()
+        moving = _moving_figure(point, pins.placed(compared, t), t)
+        filled, points = _memory_figure(point, t), point.sweep()
         times, rates = sweep.time_figure(points, point.batch, t), sweep.rate_figure(points, point.batch, t)
         _answer(point, t)
         _fit(point, t)
+        _compared(present, compared, t)
         left, right = st.columns([3, 2], gap="large")
         with left:
             _roofline(point, moving, t)
@@ -93,6 +98,14 @@ def _origin(point: OperatingPoint, t: Translate) -> str:
     return t(f"explore.{origin.kind}", device=device, share=share, scopes=", ".join(scopes))
 
 
+def _compared(present: Configuration, compared: Sequence[pins.Row], t: Translate) -> None:
+    """The buttons that pin, and once something is pinned all configurations side by side."""
+    pins.controls(present, compared, t)
+    if len(compared) > 1:
+        st.dataframe(pins.table(compared, t), hide_index=True, key="compared")
+        st.caption(t("pins.caption"))
+
+
 def _fit(point: OperatingPoint, t: Translate) -> None:
     if not point.fits:
         need, have = text.gib(point.memory.total_bytes), text.gib(point.usable_bytes)
@@ -110,9 +123,9 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
         )
 
 
-def _moving_figure(point: OperatingPoint, t: Translate) -> go.Figure:
+def _moving_figure(point: OperatingPoint, pinned: Sequence[roofline.Pinned], t: Translate) -> go.Figure:
     places = [roofline.Place(other.batch, tuple(_steps(other, t))) for other in point.at_batches]
-    return roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t)
+    return roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t, pinned=pinned)
 
 
 def _roofline(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:

@@ -11,7 +11,7 @@ from membound.app import jobs, served
 from membound.app.i18n import Translate
 from membound.app.text import plain
 from membound.app.views import linked, states
-from membound.app.views.devices import device_names, has_gpu
+from membound.app.views.devices import device_names, device_title, has_gpu
 from membound.app.views.said import said
 from membound.app.views.session import has_torch, show_job, store, this_machine
 from membound.roofline.errors import MemboundError
@@ -148,4 +148,4 @@ def _taken_for(scenario: Scenario, t: Translate) -> str:
 def _titled(name: str, scenario: Scenario, t: Translate) -> str:
     if name == AS_GIVEN:
         return t("live.taken_as_given", hardware=scenario.hardware)
-    return t("choice.this_machine") if is_local(name) else name
+    return device_title(name, t)

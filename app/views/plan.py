@@ -14,9 +14,10 @@ from membound.app.figures import plan as figures
 from membound.app.i18n import Translate
 from membound.app.views import asked, fields, states
 from membound.app.views.charts import chart
+from membound.app.views.devices import known_devices
 from membound.app.views.opening import opened, settings_of
 from membound.app.views.session import translate
-from membound.roofline import hardware, models
+from membound.roofline import models
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.planning.planner import PRECISIONS
@@ -112,7 +113,8 @@ def _question(t: Translate) -> dict[str, Any] | None:
 
 def _prices(devices: Sequence[str], t: Translate) -> dict[str, float] | None:
     """What a device-hour costs the reader; None where all is as listed."""
-    listed = {device: hardware.catalog()[device].price_usd_per_h or 0.0 for device in devices}
+    known = known_devices()
+    listed = {device: known[device].price_usd_per_h or 0.0 for device in devices}
     keys = {device: f"{PRICE}{device}" for device in devices}
     paid = {}
     with st.expander(t("plan.prices"), expanded=any(key in st.query_params for key in keys.values())):
@@ -124,7 +126,7 @@ def _prices(devices: Sequence[str], t: Translate) -> dict[str, float] | None:
 
 
 def _devices() -> list[str]:
-    return [name for name, device in hardware.catalog().items() if device.kind != "cpu"]
+    return [name for name, device in known_devices().items() if device.kind != "cpu"]
 
 
 def _scenario(
