@@ -381,7 +381,7 @@ def arrival_rate(workload: Workload) -> float | None:
         if len(times) < 2 or times[-1] <= times[0]:
             raise MemboundError("the trace of workload.arrivals is too short for a rate; give two rows or more")
         rate = (len(times) - 1) / (times[-1] - times[0])
-    return float(rate * _turns(workload))
+    return float(rate * turns_of(workload))
 
 
 def think_s(workload: Workload) -> float:
@@ -390,11 +390,11 @@ def think_s(workload: Workload) -> float:
     first_s = mean_s(arrivals.think) if isinstance(arrivals, ClosedLoop) and arrivals.think is not None else 0.0
     if not isinstance(prompts, SessionPrompts):
         return first_s
-    turns = _turns(workload)
+    turns = turns_of(workload)
     return (first_s + (turns - 1.0) * mean_s(prompts.think)) / turns
 
 
-def _turns(workload: Workload) -> float:
+def turns_of(workload: Workload) -> float:
     """Mean requests of an arrival: the turns of a conversation."""
     if not isinstance(workload.prompts, SessionPrompts):
         return 1.0

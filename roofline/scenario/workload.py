@@ -174,11 +174,16 @@ class MmppArrivals(Part):
 
     kind: Literal["mmpp"] = "mmpp"
     states: tuple[MmppState, ...] = Field(min_length=2, max_length=100)
+    first: int | None = Field(None, ge=0, description="state in which the run begins; drawn by their shares without it")
 
     @model_validator(mode="after")
     def _some_arrive(self) -> MmppArrivals:
         if not any(state.rate_rps for state in self.states):
             raise ValueError("the rate_rps of all states is 0; nothing would arrive")
+        if self.first is not None and self.first >= len(self.states):
+            raise ValueError(
+                f"first is {self.first}, but states has {len(self.states)}; give 0 to {len(self.states) - 1}"
+            )
         arrivals_a_stay = sum(state.rate_rps * state.dwell_s for state in self.states) / len(self.states)
         if arrivals_a_stay < 0.01:
             raise ValueError(
@@ -196,6 +201,7 @@ class SineArrivals(Part):
     swing: float = Field(ge=0, le=1)
     period_s: float = Field(86_400.0, gt=0, le=1e9)
     peak_s: Seconds = Field(50_400.0, description="time of the highest rate; 14:00 by default")
+    start_s: Seconds = Field(0.0, description="time at which the run begins; midnight by default")
 
 
 class HourlyArrivals(Part):
@@ -204,6 +210,7 @@ class HourlyArrivals(Part):
     kind: Literal["hourly"] = "hourly"
     rates_rps: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = Field(min_length=1, max_length=10_000)
     part_s: float = Field(3600.0, gt=0, le=1e9)
+    start_s: Seconds = Field(0.0, description="time at which the run begins, counted from the first part")
 
     @model_validator(mode="after")
     def _some_arrive(self) -> HourlyArrivals:

@@ -97,13 +97,18 @@ def parallelisms(model: ModelSpec, device: HardwareSpec) -> Iterator[Parallelism
 @dataclass(frozen=True)
 class Demand:
     """What is asked for: requests a second, or clients in a closed loop, who think for `think_s` between an answer and
-    the next request; their lengths; and the objective."""
+    the next request; their lengths; and the objective.
+
+    Where the rate is that of a `busiest` part, which is said in words, `mean_rps` is that of all.
+    """
 
     rate_rps: float | None
     concurrency: float | None
     lengths: Lengths
     slo: Slo
     think_s: float = 0.0
+    busiest: str | None = None
+    mean_rps: float | None = None
 
     @property
     def amount(self) -> float:
@@ -111,6 +116,11 @@ class Demand:
         amount = self.rate_rps if self.rate_rps is not None else self.concurrency
         assert amount is not None
         return amount
+
+    def denser(self, by: float) -> Demand:
+        """With `by` times as many requests a second, or clients."""
+        amounts = {name: getattr(self, name) for name in ("rate_rps", "mean_rps", "concurrency")}
+        return replace(self, **{name: value * by for name, value in amounts.items() if value is not None})
 
 
 class Estimate(NamedTuple):

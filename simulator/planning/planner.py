@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.times.known import times_for
 from membound.roofline.times.origin import origin_of
+from membound.simulator.planning.busiest import busiest_of
 from membound.simulator.planning.candidates import Demand, Replica, replicas_on
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
-from membound.simulator.planning.search import Deployed, Objective, Searching, denser, meets, search
+from membound.simulator.planning.search import MOST_REQUESTS, Deployed, Objective, Searching, denser, meets, search
 from membound.simulator.planning.sensitivity import (
     Asking,
     Changed,
@@ -82,10 +83,15 @@ def demand_of(scenario: Scenario) -> Demand:
     slo = scenario.slo
     if slo.ttft_s is None and slo.tpot_s is None and slo.e2e_s is None:
         raise MemboundError("field 'slo' is empty; a plan needs a bound, such as slo={ttft_s: 1, tpot_s: 0.05}")
-    rate = arrival_rate(scenario.workload)
-    arrivals = scenario.workload.arrivals
+    workload = scenario.workload
+    rate, arrivals = arrival_rate(workload), workload.arrivals
     clients = float(arrivals.concurrency) if isinstance(arrivals, ClosedLoop) else None
-    return Demand(rate, clients, Lengths.of(scenario.workload), slo, think_s(scenario.workload))
+    demand = Demand(rate, clients, Lengths.of(workload), slo, think_s(workload))
+    part = None if workload.requests is None else busiest_of(workload, min(workload.requests, MOST_REQUESTS))
+    if part is None:
+        return demand
+    lengths = Lengths.of(workload.model_copy(update={"arrivals": part.arrivals}))
+    return replace(demand, rate_rps=part.rate_rps, busiest=part.when, mean_rps=rate, lengths=lengths)
 
 
 def devices_of(scenario: Scenario, names: Sequence[str] | None) -> list[HardwareSpec]:
@@ -202,12 +208,17 @@ def plan(
         runs,
         unpriced,
         reason,
-        tuple(_notes(scenario, unpriced, objective)),
+        tuple(_notes(scenario, demand, unpriced, objective)),
         dict(zip(shown, ends, strict=True)),
     )
 
 
-def _notes(scenario: Scenario, unpriced: Sequence[str], objective: Objective) -> Iterator[str]:
+def _notes(scenario: Scenario, demand: Demand, unpriced: Sequence[str], objective: Objective) -> Iterator[str]:
+    if demand.busiest is not None:
+        yield (
+            f"sized for the busiest part: {demand.rate_rps:.3g} requests/s {demand.busiest}, where the mean is "
+            f"{demand.mean_rps:.3g}; costs of tokens are those of the mean"
+        )
     if unpriced:
         ranked = "; they rank after all that have one" if objective == "cost" else ""
         yield f"no price is known for {', '.join(unpriced)}{ranked}"
@@ -228,7 +239,7 @@ def max_rate(scenario: Scenario, *, tolerance: float = 0.03, progress: Progress 
     demand = demand_of(scenario)
     if demand.rate_rps is None:
         raise MemboundError("a largest rate needs open arrivals; give workload.arrivals={kind: poisson, rate_rps: 1}")
-    start = demand.rate_rps
+    start = demand.mean_rps or demand.rate_rps
     plain = scenario.model_copy(update={"sweep": ()})
     tried: dict[float, Summary] = {}
 
@@ -277,6 +288,8 @@ def to_json(found: Plan) -> dict[str, Any]:
         "demand": {
             "model": found.scenario.model,
             "rate_rps": demand.rate_rps,
+            "mean_rps": demand.mean_rps or demand.rate_rps,
+            "busiest": demand.busiest,
             "concurrency": demand.concurrency,
             "think_s": demand.think_s,
             "prompt_tokens": demand.lengths.prompt_tokens,

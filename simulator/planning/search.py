@@ -16,6 +16,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario, Slo, parse_scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S
+from membound.simulator.planning.busiest import busiest_of
 from membound.simulator.planning.candidates import Demand, Replica
 
 Objective = Literal["cost", "devices"]
@@ -75,7 +76,7 @@ class Deployed:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of all replicas, at the demand."""
+        """Of all replicas, at the demand; over all of it where that has a busiest part."""
         return self.requests_per_s * self.demand.lengths.output_tokens
 
     @property
@@ -83,7 +84,7 @@ class Deployed:
         if self.summary is not None and self.demand.rate_rps is None:
             return self.summary.requests_per_s * self.replicas
         if self.demand.rate_rps is not None:
-            return self.demand.rate_rps
+            return self.demand.mean_rps or self.demand.rate_rps
         share = np.array([self.demand.amount / self.replicas])
         return float(self.replica.at(self.demand, share).requests_per_s[0]) * self.replicas
 
@@ -113,7 +114,7 @@ def share_of(scenario: Scenario, replicas: int) -> Scenario:
     """What one of several replicas gets where each request goes to one of them by chance.
 
     Poisson arrivals stay Poisson; other arrivals keep their shape at a rate that much lower. A router that looks at the
-    queues does better.
+    queues does better. Where the requests are a part of how arrivals vary, they are those around the busiest moment.
     """
     arrivals = denser(scenario, 1.0 / replicas)
     if "concurrency" in arrivals:
@@ -123,7 +124,9 @@ def share_of(scenario: Scenario, replicas: int) -> Scenario:
     if requests is not None and arrivals.get("think"):
         requests = max(requests, REQUESTS_OF_A_CLIENT * arrivals["concurrency"])
     workload = scenario.workload.model_dump(mode="json") | {"arrivals": arrivals, "requests": requests}
-    return scenario.with_value("workload", workload)
+    share = scenario.with_value("workload", workload)
+    part = None if requests is None else busiest_of(share.workload, requests)
+    return share if part is None else share.with_value("workload.arrivals", part.arrivals.model_dump(mode="json"))
 
 
 def denser(scenario: Scenario, by: float) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def on_a_slower_clock(scenario: Scenario, by: float) -> Scenario:
         engine["ageing_s"] = engine["ageing_s"] or DEFAULT_AGEING_S
     thinking = [part["think"] for part in (arrivals, workload["prompts"] or {}) if part.get("think")]
     lasting: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        (arrivals, ("period_s", "peak_s", "part_s")),
+        (arrivals, ("period_s", "peak_s", "part_s", *(() if arrivals["kind"] == "trace" else ("start_s",)))),
         *((state, ("dwell_s",)) for state in arrivals.get("states", ())),
         *((think, ("seconds", "mean_s", "median_s")) for think in thinking),
         *((one, ("ttft_s",)) for one in engine["classes"]),

@@ -178,10 +178,8 @@ class Change:
 def changes_of(demand: Demand) -> Iterator[Change]:
     """The demand with each of its inputs a tenth higher and lower."""
     for sign, by in (("+10 %", 1.0 + PERTURBED), ("-10 %", 1.0 - PERTURBED)):
-        for amount, name in (("rate_rps", "rate"), ("concurrency", "concurrency")):
-            value = getattr(demand, amount)
-            if value is not None:
-                yield Change(f"{name} {sign}", replace(demand, **{amount: value * by}), by, easier=by < 1.0)
+        name = "rate" if demand.rate_rps is not None else "concurrency"
+        yield Change(f"{name} {sign}", demand.denser(by), by, easier=by < 1.0)
         for bound in ("ttft_s", "tpot_s", "e2e_s"):
             value = getattr(demand.slo, bound)
             if value is not None:
@@ -221,9 +219,9 @@ class Slower:
         by, demand, replica = 1.0 + self.error, self.deployed.demand, self.deployed.replica
         scenario = on_a_slower_clock(replica.scenario, by)
         bounds = {name: value and value / by for name, value in demand.slo.model_dump().items()}
-        rate = None if demand.rate_rps is None else demand.rate_rps * by
         slo = demand.slo.model_copy(update=bounds)
-        slower = replace(demand, rate_rps=rate, slo=slo, think_s=demand.think_s / by)
+        denser = demand if demand.rate_rps is None else demand.denser(by)
+        slower = replace(denser, slo=slo, think_s=demand.think_s / by)
         looking = Search(slower, self.objective, 1, MOST_CHANGED_RUNS)
         asked = replace(self.deployed, replica=replace(replica, scenario=scenario), demand=slower, summary=None)
         if looking.holds(asked):

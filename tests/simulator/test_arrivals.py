@@ -109,6 +109,30 @@ def test_thinned_arrivals_follow_the_rate_over_the_period(kind):
     assert stats.chi2.sf(np.sum((counts - expected) ** 2 / expected), len(counts)) > 1e-3
 
 
+@pytest.mark.parametrize(("kind", "start_s"), [("sine", 350.0), ("hourly", 130.0)])
+def test_a_run_may_begin_at_any_time_of_the_period(kind, start_s):
+    """Then the rate is that of a run from 0 so much later."""
+    late, at = arrivals_of(kind, start_s=start_s), np.linspace(0.0, 900.0, 91)
+    np.testing.assert_allclose(rate_rps_at(late, at), rate_rps_at(arrivals_of(kind), at + start_s))
+    begun = [np.searchsorted(times_of(kind, 2000, seed, start_s=start_s), 40.0) for seed in range(60)]
+    expected = rate_rps_at(late, np.linspace(0.0, 40.0, 401)).mean() * 40.0
+    assert np.mean(begun) == pytest.approx(expected, abs=4 * np.sqrt(expected / 60))
+
+
+@pytest.mark.parametrize("first", [None, 0, 1])
+def test_modulated_arrivals_begin_in_the_state_that_is_given_or_in_each_by_its_share(first):
+    """In a moment that is short beside all stays the rate is that of the state; without one it is the mean rate."""
+    states = [{"rate_rps": 2.0, "dwell_s": 3000.0}, {"rate_rps": 50.0, "dwell_s": 1000.0}]
+    begun = [np.searchsorted(times_of("mmpp", 500, seed, states=states, first=first), 4.0) for seed in range(400)]
+    expected, spread = (14.0 * 4, 24.0 * 4) if first is None else (states[first]["rate_rps"] * 4, 16.0)
+    assert np.mean(begun) == pytest.approx(expected, abs=4 * spread / np.sqrt(400))
+
+
+def test_a_state_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="first is 2, but states has 2; give 0 to 1"):
+        arrivals_of("mmpp", first=2)
+
+
 def test_constant_arrivals_are_evenly_spaced_from_zero():
     np.testing.assert_allclose(times_of("constant", 20_000), np.arange(20_000) / 4.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,16 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
-from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of
+from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of, replicas_on
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
-from membound.simulator.planning.search import Deployed, meets, on_a_slower_clock, share_of, simulate
+from membound.simulator.planning.search import Deployed, Search, meets, on_a_slower_clock, share_of, simulate
 from membound.simulator.planning.sensitivity import Slower, changes_of
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.loop import Executor
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
+from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.steady import Lengths
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
@@ -156,6 +158,67 @@ def test_a_run_with_longer_steps_is_one_on_a_slower_clock(name):
     seen = run(on_a_slower_clock(asked, by), recorder=Recorder())
     for column in ("arrival_s", "first_token_s", "finished_s"):
         np.testing.assert_allclose(seen.requests[column] * by, stretched.requests[column], rtol=1e-6)
+
+
+def devices_for(arrivals: dict) -> int:
+    """L40S that serve some arrivals within the objective in the simulator."""
+    asked = scenario().with_value("workload.arrivals", arrivals)
+    asked = asked.with_value("workload.requests", 2000)
+    demand = demand_of(asked)
+    found, _ = replicas_on(asked, get_hardware("L40S"), ["given"], demand.lengths)
+    looking = Search(demand, "cost", 1)
+    return looking.among([one for one in found if one.devices == 1])[0].gpus
+
+
+def busy_hour(path: Path, mean: float, peak: float) -> None:
+    """Rows of a trace: five thousand at half of the mean rate, two thousand at the peak, and again five thousand."""
+    gaps_s = np.repeat([2.0 / mean, 1.0 / peak, 2.0 / mean], [5000, 2000, 5000])
+    times_s = np.cumsum(gaps_s * np.random.default_rng(3).exponential(size=len(gaps_s)))
+    rows = [f"{time_s:.6f},512,64" for time_s in times_s]
+    path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), "utf-8")
+
+
+MEAN, PEAK = 12.0, 21.6
+
+
+@pytest.mark.parametrize("name", ["a day", "hours", "long stays", "a trace"])
+def test_varying_arrivals_are_sized_for_their_busiest_part(name, tmp_path):
+    """Of a day whose nights are quiet: more devices than the mean rate needs, and as many as its peak does."""
+    busy_hour(tmp_path / "rows.csv", MEAN, PEAK)
+    arrivals = {
+        "a day": {"kind": "sine", "rate_rps": MEAN, "swing": 0.8},
+        "hours": {"kind": "hourly", "rates_rps": [2.4] * 6 + [13.2] * 12 + [PEAK] * 4 + [7.2, 7.2]},
+        "long stays": {
+            "kind": "mmpp",
+            "states": [{"rate_rps": 8.0, "dwell_s": 36000.0}, {"rate_rps": PEAK, "dwell_s": 15000.0}],
+        },
+        "a trace": {"kind": "trace", "file": str(tmp_path / "rows.csv")},
+    }[name]
+    mean, peak = (devices_for({"kind": "poisson", "rate_rps": rate}) for rate in (MEAN, PEAK))
+    assert mean < (found := devices_for(arrivals))
+    assert found == pytest.approx(peak, rel=0.25), "p99 of some hundred requests varies with what is drawn"
+    demand = demand_of(scenario().with_value("workload.arrivals", arrivals))
+    assert demand.rate_rps == pytest.approx(PEAK, rel=0.08) and demand.mean_rps < demand.rate_rps
+
+
+def test_what_a_run_sees_ten_times_is_no_part_to_be_sized_for():
+    wave = {"kind": "sine", "rate_rps": MEAN, "swing": 0.8, "period_s": 2.0, "peak_s": 0.0}
+    demand = demand_of(scenario().with_value("workload.arrivals", wave))
+    assert demand.busiest is None and demand.rate_rps == MEAN
+    assert demand_of(scenario()).busiest is None
+
+
+def test_a_plan_says_for_which_part_it_is_sized_and_takes_the_cost_of_tokens_from_the_mean():
+    day = {"kind": "sine", "rate_rps": MEAN, "swing": 0.8}
+    found = plan(scenario().with_value("workload.arrivals", day), devices=["L40S"], precisions=["given"], confirm=0)
+    assert any(note.startswith("sized for the busiest part: 21.6 requests/s at 14:00") for note in found.notes)
+    paid = found.best.usd_per_h / 3600.0 / (MEAN * 64) * 1e6
+    assert found.best.usd_per_million_tokens == pytest.approx(paid)
+    share = found.best.scenario.workload
+    times = [request.arrival_s for request in request_stream(share)]
+    assert len(times) / times[-1] == pytest.approx(PEAK / found.best.replicas, rel=0.15)
+    middle_s = (share.arrivals.start_s + times[-1] / 2.0) % 86_400.0
+    assert middle_s == pytest.approx(14 * 3600.0, abs=0.2 * times[-1])
 
 
 def test_clients_who_think_need_fewer_devices():

@@ -103,18 +103,19 @@ def _mmpp(arrivals: MmppArrivals, rng: np.random.Generator) -> Iterator[Times]:
     """
     rates = np.array([state.rate_rps for state in arrivals.states])
     dwells_s = np.array([state.dwell_s for state in arrivals.states])
-    state = int(rng.choice(len(rates), p=dwells_s / dwells_s.sum()))
+    shares = dwells_s / dwells_s.sum()
+    state = int(rng.choice(len(rates), p=shares)) if arrivals.first is None else arrivals.first  # of the next stay
     arrivals_a_stay = float(np.mean(rates * dwells_s))
     until_s, expected = np.zeros(1), np.zeros(1)  # ends of stays, and the arrivals expected until then
     for units in _summed(lambda: rng.exponential(1.0, CHUNK)):
         while expected[-1] <= units[-1]:
             stays = 256 + int((units[-1] - expected[-1]) / arrivals_a_stay)
             # a step of 1 .. n - 1 around the circle of states reaches each other state with the same chance
-            states = (state + np.cumsum(rng.integers(1, len(rates), stays))) % len(rates)
+            states = (state + np.cumsum(np.append(0, rng.integers(1, len(rates), stays)))) % len(rates)
+            states, state = states[:-1], int(states[-1])
             stays_s = rng.exponential(dwells_s[states])
             until_s = np.concatenate((until_s, until_s[-1] + np.cumsum(stays_s)))
             expected = np.concatenate((expected, expected[-1] + np.cumsum(stays_s * rates[states])))
-            state = int(states[-1])
         yield np.interp(units, expected, until_s)
         passed = int(np.searchsorted(expected, units[-1])) - 1
         until_s, expected = until_s[passed:], expected[passed:]
@@ -135,7 +136,8 @@ def _thinned(arrivals: SineArrivals | HourlyArrivals, rng: np.random.Generator) 
 
 
 def rate_rps_at(arrivals: SineArrivals | HourlyArrivals, times_s: Times) -> Times:
-    """The rate at each time."""
+    """The rate at each time of the run."""
+    times_s = times_s + arrivals.start_s
     if isinstance(arrivals, SineArrivals):
         turn = 2 * np.pi * (times_s - arrivals.peak_s) / arrivals.period_s
         return arrivals.rate_rps * (1 + arrivals.swing * np.cos(turn))
