@@ -29,6 +29,7 @@ from membound.app.commands.terminal import (
     ScenarioArgument,
     SetOption,
     measuring,
+    need_answer,
     print_result,
     progress,
     scenario_of,
@@ -183,6 +184,7 @@ def measure(
         # Printed first: a full disk must not cost the measurement.
         print_result(result.to_json(), as_json, run_report.run)
         keep_run(Store(membound_home()), "measure", chosen, result)
+        need_answer(result.summary.completed > 0)
         return
     check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
     ensure_calibrated(chosen)
@@ -199,6 +201,7 @@ def measure(
     print_result(result.to_json(), as_json, run_report.run)
     keep_run(Store(membound_home()), "measure", chosen, result)
     _write_timeline(result, log, timeline, from_, to)
+    need_answer(result.summary.completed > 0)
 
 
 @app.command()

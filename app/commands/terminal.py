@@ -130,6 +130,11 @@ def print_result(document: Any, as_json: bool, render: Any, *, answered: bool = 
     Where that says why there is no answer, the command ends with exit code 2.
     """
     _print(document, as_json, render)
+    need_answer(answered)
+
+
+def need_answer(answered: bool) -> None:
+    """Ends the command with exit code 2 where what it printed says why there is no answer."""
     if not answered:
         raise typer.Exit(2)
 

@@ -74,6 +74,25 @@ def test_a_server_is_measured_and_kept(serving, well, membound, asked, tmp_path)
     assert run.comparison()["provenance"]["endpoint"]["url"] == f"{server.url}/v1"
 
 
+def test_a_run_that_served_nobody_is_kept_and_says_so_by_its_exit_code(
+    serving, well, membound, asked, tmp_path
+) -> None:
+    probes = 2
+
+    async def breaks(exchange) -> None:
+        if exchange.number < probes:
+            await well(exchange)
+        else:
+            await exchange.error(500, "out of memory")
+
+    with serving(breaks) as server:
+        done = membound("measure", asked, "--endpoint", server.url, "--json")
+    assert done.returncode == 2, done.stderr
+    assert json.loads(done.stdout)["summary"]["completed"] == 0
+    (run,) = Store(tmp_path / "home").runs("measure")
+    assert run.summary["completed"] == 0
+
+
 def test_a_server_is_held_against_its_prediction(serving, well, membound, asked, tmp_path) -> None:
     with serving(well) as server:
         done = membound("compare", asked, "--endpoint", server.url, "--json")
