@@ -23,7 +23,9 @@ T = Translate("en")
 
 @pytest.fixture(params=["H100-SXM5", "A10G", "local"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> hardware.HardwareSpec:
-    monkeypatch.setattr(hardware, "local_calibration_path", lambda: Path(__file__).with_name("calibration.json"))
+    monkeypatch.setattr(
+        hardware.devices, "local_calibration_path", lambda: Path(__file__).with_name("calibration.json")
+    )
     return hardware.get_hardware(request.param)
 
 
