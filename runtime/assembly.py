@@ -22,7 +22,7 @@ from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.decoders import Decoders
 from membound.runtime.executor import TorchExecutor
 from membound.runtime.kv.block_moves import BlockMover
-from membound.runtime.nvml import Nvml
+from membound.runtime.nvml import EnergyMeter
 from membound.runtime.offload.experts import ExpertOffload
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.plain import generate_plain
@@ -44,7 +44,7 @@ EMULATED_STORE = "the KV cache is emulated: its quality is that of the format, i
 
 @dataclass
 class Assembly:
-    """All parts of an engine that is warm and has served nobody."""
+    """All parts of an engine that is warm and has served nobody; `begin` comes before the first request."""
 
     scenario: Scenario
     hardware: HardwareSpec
@@ -59,16 +59,20 @@ class Assembly:
     executor: TorchExecutor
     recorder: Recorder
     notes: list[str]
-    stalls_before: int = 0
-    meter: _EnergyMeter = field(init=False)
+    stalls_before: int = field(init=False)
+    meter: EnergyMeter = field(init=False)
     offload: ExpertOffload | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.meter = _EnergyMeter(self.decoders.device)
-        self.stalls_before = self.decoders.kernels.stalls()
+        self.meter = EnergyMeter.of(self.decoders.device, self.scenario.setup.parallel.tp)
         self.offload = self.decoders.offload(self.scenario)
+
+    def begin(self) -> None:
+        """The run's clock begins: energy, stalls and experts that are fetched count from here on."""
         if self.offload is not None:
             self.offload.reset()
+        self.stalls_before = self.decoders.kernels.stalls()
+        self.meter.begin()
 
     def result(
         self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, devices: int | None = None
@@ -82,7 +86,7 @@ class Assembly:
             raise MemboundError(f"every request was turned away; request {id}, because {reason}")
         emulated = [EMULATED_STORE] if any(getattr(layer, "emulated", False) for layer in self.kv) else []
         emulated += [EMULATED_WEIGHTS] if self.decoder.emulated else []
-        output_tokens = sum(request.output_tokens for request in self.requests)
+        output_tokens = sum(map(len, recorder.outputs.values()))
         provenance = Provenance(
             producer="runtime",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,22 +203,3 @@ def _conditions(kernels: Kernels, stalls: int) -> list[str]:
     if kernels.name == "torch" and (reason := why_not_cpp() if on_cpu else why_not_triton()):
         notes.append(f"plain PyTorch kernels: {reason}")
     return notes
-
-
-class _EnergyMeter:
-    """What a GPU takes and how it is clocked while a run is measured; on a CPU it knows nothing."""
-
-    def __init__(self, device: str) -> None:
-        self._nvml = Nvml.of(device)
-        self._before = self._nvml.read() if self._nvml else None
-
-    def notes(self, output_tokens: int) -> list[str]:
-        """The GPU's state at the end, and the energy of each output token since the meter was made."""
-        if self._nvml is None or self._before is None:
-            return []
-        after = self._nvml.read()
-        notes = [f"GPU at the end: {after.describe()}"]
-        if after.energy_j is not None and self._before.energy_j is not None:
-            joules = after.energy_j - self._before.energy_j
-            notes.append(f"{joules:.0f} J by the GPU's counter, {joules / output_tokens:.3g} J for each output token")
-        return notes

@@ -111,6 +111,7 @@ class Runtime:
         assembly = self.assemble(scenario, clock, hardware, recorder)
         if isinstance(clock, WallClock):
             clock.begin()
+        assembly.begin()
         executor: Executor = wrap(assembly.executor) if wrap else assembly.executor
         client = client_for(scenario.workload.arrivals, assembly.requests)
         for until_s in serve(assembly.scheduler, client, executor, clock, recorder):

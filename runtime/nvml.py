@@ -6,6 +6,7 @@ The functions and constants are those of NVIDIA's NVML API reference (`nvml.h`),
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_uint, c_ulonglong, c_void_p
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -87,6 +88,40 @@ class Nvml:
         except AttributeError:
             return None
         return None if failed else int(value.value)
+
+
+class EnergyMeter:
+    """What the GPUs of a run take from `begin` on, and how they are clocked; without GPUs it knows nothing."""
+
+    def __init__(self, gpus: Sequence[Nvml]) -> None:
+        self._gpus = gpus
+        self._before: list[GpuState] = []
+
+    @classmethod
+    def of(cls, device: str, count: int) -> EnergyMeter:
+        """Of `device`, or where a model is divided among several GPUs of the first `count`, if NVML knows them all."""
+        names = [device] if count == 1 or not device.startswith("cuda") else [f"cuda:{rank}" for rank in range(count)]
+        gpus = [gpu for name in names if (gpu := Nvml.of(name)) is not None]
+        return cls(gpus if len(gpus) == len(names) else [])
+
+    def begin(self) -> None:
+        self._before = [gpu.read() for gpu in self._gpus]
+
+    def notes(self, output_tokens: int) -> list[str]:
+        """Each GPU's state at the end, and the energy that all have taken for each output token."""
+        after = [gpu.read() for gpu in self._gpus]
+        named = [f"GPU {i}" for i in range(len(after))] if len(after) > 1 else ["GPU"]
+        notes = [f"{name} at the end: {state.describe()}" for name, state in zip(named, after, strict=False)]
+        taken = [
+            end.energy_j - begin.energy_j
+            for begin, end in zip(self._before, after, strict=True)
+            if begin.energy_j is not None and end.energy_j is not None
+        ]
+        if taken and len(taken) == len(after) and output_tokens:
+            counters = "the GPU's counter" if len(taken) == 1 else f"the counters of {len(taken)} GPUs"
+            joules = sum(taken)
+            notes.append(f"{joules:.0f} J by {counters}, {joules / output_tokens:.3g} J for each output token")
+        return notes
 
 
 def _of(name: str, value: float | None, most: float | None, unit: str) -> str:

@@ -262,6 +262,7 @@ def _serve(assembly: Assembly, prefill: PrefillProcess, clock: WallClock) -> Rou
     router = Router(users, prefill, clock, assembly.scheduler, assembly.recorder, assembly.mover)
     prefill.answer(prefill.lines.get())  # it is ready
     clock.begin()
+    assembly.begin()
     prefill.say(repr(clock.began))
     router.start()
     for until_s in serve(assembly.scheduler, router, assembly.executor, clock, assembly.recorder):
