@@ -109,9 +109,8 @@ def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t
     asked = t(f"techniques.ask_{question}", **words)
     gains = {name: gain for name, effect in effects.items() if (gain := effect.gain(choice.metric)) is not None}
     if not gains:
-        makes_fit = next((name for name, effect in effects.items() if effect.after is not None), None)
-        if makes_fit is not None:
-            return f"{asked} {t('techniques.reply_fits', technique=technique_title(makes_fit, t))}"
+        if fits := [technique_title(name, t) for name, effect in effects.items() if effect.after is not None]:
+            return f"{asked} {t('techniques.reply_fits', techniques=', '.join(fits))}"
         reason = next((effect.reason for effect in effects.values() if effect.reason), "")
         return f"{asked} {t('techniques.reply_refused', reason=text.plain(reason))}"
     best = max(gains, key=gains.__getitem__)

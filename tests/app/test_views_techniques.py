@@ -350,6 +350,11 @@ def test_the_page_says_together_against_multiplied_and_where_the_bottleneck_went
     assert "What binds moves: ● reading weights" in _words(at)
 
 
+def test_what_several_techniques_make_fit_is_not_said_to_need_one_of_them(store: Store) -> None:
+    words = _words(_page("techniques", model="Llama-3.1-70B", hw="H100-SXM5", batch="1", ctx="1024"))
+    assert words.count(T("techniques.makes_fit")) > 1 and "only possible" not in words.lower()
+
+
 def test_techniques_that_exclude_each_other_are_refused_in_one_sentence(store: Store) -> None:
     at = _page("stack", stack="weight_quantization,w8a8,eagle,medusa")
     assert len(at.warning) == 2

@@ -74,9 +74,7 @@ def test_a_server_is_measured_and_kept(serving, well, membound, asked, tmp_path)
     assert run.comparison()["provenance"]["endpoint"]["url"] == f"{server.url}/v1"
 
 
-def test_a_run_that_served_nobody_is_kept_and_says_so_by_its_exit_code(
-    serving, well, membound, asked, tmp_path
-) -> None:
+def test_a_run_that_served_nobody_is_kept_and_ends_with_exit_code_2(serving, well, membound, asked, tmp_path) -> None:
     probes = 2
 
     async def breaks(exchange) -> None:
