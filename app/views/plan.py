@@ -239,7 +239,17 @@ def _conditions(plan: Mapping[str, Any], t: Translate) -> str:
         error=text.percent(origin["relative_error"]),
         scopes=", ".join(origin["inherited_from"]),
     )
-    return said
+    return said + _at_upper_end(best, t)
+
+
+def _at_upper_end(best: Mapping[str, Any], t: Translate) -> str:
+    """Whether the answer holds where its times are as long as their interval allows, and else what would."""
+    end = best.get("upper_end")
+    if end is None:
+        return ""
+    holds = "holds" if end["meets_slo"] else "more" if end["gpus_that_meet_it"] else "never"
+    words = {"error": text.percent(end["relative_error"]), "gpus": end["gpus_that_meet_it"], "device": best["device"]}
+    return " " + t(f"plan.upper_end_{holds}", **words)
 
 
 def _with_loss(plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any], objective: str, t: Translate) -> str:
@@ -307,10 +317,22 @@ def _deployments(rows: Sequence[Mapping[str, Any]], t: Translate) -> pd.DataFram
             t("plan.c_energy"): _number(one["energy_j_per_token_at_board_power"], "J"),
             t("plan.c_ttft"): _p99(one, "ttft_s"),
             t("plan.c_tpot"): _p99(one, "tpot_s"),
+            t("plan.c_upper_end"): _holds(one, t),
             t("plan.c_quality"): t("plan.as_published" if one["deployment"]["lossless"] else "plan.lossy"),
         }
         for one in rows
     )
+
+
+def _holds(one: Mapping[str, Any], t: Translate) -> str:
+    """`✓`, or how many devices keep the objective at the upper end of the times."""
+    end = one.get("upper_end")
+    if end is None:
+        return "–"
+    if end["meets_slo"]:
+        return "✓"
+    enough = end["gpus_that_meet_it"]
+    return f"✕ {t('plan.gpus', gpus=enough)}" if enough else "✕"
 
 
 def _money(usd: float | None) -> str:

@@ -16,7 +16,7 @@ from membound.app import jobs, text, uploads
 from membound.app.i18n import Translate
 from membound.app.store import Job, Store
 from membound.app.tasks import run_max_rate, run_plan, run_policies, run_validate
-from membound.app.views import asked, scenario_choice, traffic
+from membound.app.views import asked, plan, scenario_choice, traffic
 from membound.app.worker import JobContext
 from membound.roofline.errors import MemboundError
 from membound.roofline.reading.plain_yaml import parse_yaml
@@ -171,6 +171,32 @@ def test_a_plan_says_how_many_of_each_device(store: Store) -> None:
     best = (store.runs("plan")[0].comparison() or {})["devices"][0]["best"]
     assert at.header[0].value.startswith(f"{best['gpus']} × H100-SXM5, ${best['usd_per_h']:.2f} an hour")
     assert [(card.label, card.value) for card in at.metric] == [("H100-SXM5", f"{best['gpus']} GPUs")]
+
+
+def test_a_plan_says_whether_it_holds_at_the_upper_end_of_its_times(store: Store) -> None:
+    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    _work(store, store.jobs("plan")[0])
+    at = _page("plan", **SMALL_PLAN)
+    end = (store.runs("plan")[0].comparison() or {})["devices"][0]["best"]["upper_end"]
+    held = "holds" if end["meets_slo"] else "more" if end["gpus_that_meet_it"] else "never"
+    error = text.percent(end["relative_error"])
+    assert T(f"plan.upper_end_{held}", error=error, gpus=end["gpus_that_meet_it"], device="H100-SXM5") in _words(at)
+    assert any(T("plan.c_upper_end") in frame.value for frame in at.dataframe)
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "cell"),
+    [
+        (None, "", "–"),
+        ({"relative_error": 0.2, "meets_slo": True, "gpus_that_meet_it": 4}, "also holds", "✓"),
+        ({"relative_error": 0.2, "meets_slo": False, "gpus_that_meet_it": 6}, "it takes 6 × H100", "✕ 6 GPUs"),
+        ({"relative_error": 0.2, "meets_slo": False, "gpus_that_meet_it": None}, "no number of H100", "✕"),
+    ],
+)
+def test_each_case_of_the_upper_end_has_its_words(end: dict[str, Any] | None, words: str, cell: str) -> None:
+    deployed = {"device": "H100", "upper_end": end}
+    said = plan._at_upper_end(deployed, T)
+    assert words in said and bool(said) == bool(end) and plan._holds(deployed, T) == cell
 
 
 def test_nothing_chosen_is_said_not_asked(store: Store) -> None:
