@@ -231,8 +231,9 @@ class _Parts:
     def __init__(self, times: StepTimes, micro_batches: float) -> None:
         self._times = times
         self._micro_batches = micro_batches
+        self._cp = times.setup.parallel.cp  # a decoding token is as much work on a device as so many of prompts
         largest = int(micro_batches) if times.whole_prompts else 1  # a prompt counts in all, as all wait for it
-        most = max(times.most_tokens * largest + times.most_sequences, DENSE_TOKENS)
+        most = max(times.most_tokens * largest + times.most_sequences * self._cp, DENSE_TOKENS)
         nodes = np.arange(0.0, DENSE_TOKENS + 1)
         if most > DENSE_TOKENS:
             nodes = np.concatenate((nodes, np.unique(np.geomspace(DENSE_TOKENS + 64, most + 64, 512).round())))
@@ -252,6 +253,8 @@ class _Parts:
 
     def seconds(self, sums: tuple[float, ...]) -> float:
         tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs = sums
+        if self._cp > 1:
+            tokens = prompt_tokens + self._cp * (tokens - prompt_tokens)
         device_s = self._of_tokens[int(tokens)] if tokens <= DENSE_TOKENS else self._beyond(tokens)
         device_s += self._of_rows[int(rows)]
         decoding = int(sequences - prompts)
@@ -278,7 +281,8 @@ class _Parts:
             near, shape = decode_grid(sequences)
             device_s = np.broadcast_to(self._device(shape), np.shape(shape.tokens)).reshape(len(near), -1)
             for n, row in zip(near, device_s, strict=True):
-                tokens_s = self._of_tokens[n] if n <= DENSE_TOKENS else self._beyond(n)
+                tokens = n * self._cp
+                tokens_s = self._of_tokens[tokens] if tokens <= DENSE_TOKENS else self._beyond(tokens)
                 rest = row - tokens_s - self._of_rows[min(n, len(self._of_rows) - 1)]
                 self._attention[n] = ((CONTEXTS * n).tolist(), rest.tolist())
             found = self._attention[sequences]

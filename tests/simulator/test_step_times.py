@@ -110,6 +110,8 @@ DIVIDED = {
     "stages one after the other": ("Llama-3.1-70B", {"parallel": Parallelism(tp=2, pp=4, micro_batches=1)}),
     "more micro-batches than stages": ("Llama-3.1-70B", {"parallel": Parallelism(pp=2, micro_batches=8)}),
     "whole prompts in stages": ("Llama-3.1-70B", {"parallel": Parallelism(tp=2, pp=4)}),
+    "a shared context": ("Llama-3.1-70B", {"parallel": Parallelism(tp=2, cp=4)}),
+    "experts in columns": ("DeepSeek-V3", {"parallel": Parallelism(tp=2, dp=4, ep=1)}),
     "skewed experts": ("DeepSeek-V3", {"parallel": Parallelism(dp=8, ep=8), "expert_skew": 0.5}),
     "balanced experts": (
         "DeepSeek-V3",
