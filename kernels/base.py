@@ -102,6 +102,11 @@ class RaggedBatch:
         return self.positions.shape[0]
 
     @property
+    def queries_at_most(self) -> int:
+        """The most tokens that a sequence brings, or may: where the host does not know, the others bring one each."""
+        return self.most_queries or max(1, self.num_tokens - self.num_sequences + 1)
+
+    @property
     def num_sequences(self) -> int:
         return self.context_len.shape[0]
 

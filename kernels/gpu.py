@@ -303,7 +303,7 @@ class TritonKernels(ComposedKernels):
         return q
 
     def latent_attention(self, q: Tensor, blocks: Tensor, batch: RaggedBatch, scale: float, rank: int) -> Tensor:
-        most = _most_queries(batch)
+        most = batch.queries_at_most
         if most > LARGEST_TREE or not latents_fit(rank, q.shape[2] - rank):
             return self._torch.latent_attention(q, blocks, batch, scale, rank)
         where = q, blocks.squeeze(2), batch.block_table, batch.context_len, scale
@@ -328,7 +328,7 @@ class TritonKernels(ComposedKernels):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if softcap is not None or (window is not None and _most_queries(batch) > 1):
+        if softcap is not None or (window is not None and batch.queries_at_most > 1):
             return super().attention_kivi(q, kv, batch, scale, window=window, softcap=softcap)
         return kivi_attention(q, kv, batch, scale, window=window).flatten(1)
 
@@ -416,7 +416,7 @@ class TritonKernels(ComposedKernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """By the most tokens that a sequence brings: one is decode; a few share a split context, as drafts do."""
-        most = _most_queries(batch)
+        most = batch.queries_at_most
         if most == 1:
             where = q, kv, batch.block_table, batch.context_len, scale
             return decode_attention(*where, window=window, softcap=softcap, sinks=sinks).flatten(1)
@@ -436,11 +436,6 @@ class TritonKernels(ComposedKernels):
         if self._chains is None or self._chains[0] is not batch:
             self._chains = batch, chain_of(batch.query_start, batch.num_tokens)
         return self._chains[1]
-
-
-def _most_queries(batch: RaggedBatch) -> int:
-    """The most tokens that a sequence brings, or may: where nobody said, the others bring at least one each."""
-    return batch.most_queries or batch.num_tokens - batch.num_sequences + 1
 
 
 def _steps(batch: RaggedBatch) -> Steps:

@@ -298,7 +298,7 @@ def kivi_attention(
     check.require(head_dim == kv.head_dim, "q", f"head_dim is {head_dim}, should be the cache's {kv.head_dim}")
     check.require(heads % kv.kv_heads == 0, "q", f"{heads} heads are not a multiple of {kv.kv_heads} KV heads")
     _check(kv, batch, q)
-    most = batch.most_queries or batch.num_tokens - batch.num_sequences + 1
+    most = batch.queries_at_most
     one = window is None or (window > 0 and most == 1)
     check.require(one, "window", f"is {window} for up to {most} tokens of a sequence, should be positive and for one")
     machine = machine_for(q)

@@ -54,8 +54,7 @@ class KiviKv:
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
-        most = batch.most_queries or batch.num_tokens
-        if most > self.kv.most_new:
+        if batch.queries_at_most > self.kv.most_new:
             return self._attend_to_copy(qkv, rope, batch, scale, softcap)
         kv, kernels = self.kv, self.kernels
         kernels.kivi_make_room(kv, batch)

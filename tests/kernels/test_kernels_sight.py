@@ -146,3 +146,10 @@ def test_a_window_of_a_long_context_shared_among_threads_has_the_bits_of_one_thr
             assert (results[0] - expected).abs().max() < 2e-5
     finally:
         torch.set_num_threads(threads)
+
+
+@given(new=st.lists(st.integers(1, 9), min_size=1, max_size=5))
+def test_a_batch_bounds_what_its_sequences_bring_and_knows_a_step_of_decode(make_step, new):
+    batch = make_step([(tokens, tokens + 3) for tokens in new], 1, 16, 4).batch
+    assert batch.queries_at_most >= max(new) and (batch.queries_at_most == 1) == (max(new) == 1)
+    assert replace(batch, most_queries=max(new)).queries_at_most == max(new)
