@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 SPEAKERS = [
     *(ROOT / "app" / name for name in ("compare.py", "deployments.py", "serving.py", "tasks.py", "worker.py")),
     *sorted((ROOT / "app" / "experiments").glob("*.py")),
-    *(ROOT / "runtime" / name for name in ("calibrate.py", "passes.py")),
-    *(ROOT / "simulator" / name for name in ("planner.py", "stacking.py", "sweep.py")),
+    *(ROOT / "runtime" / "calibration" / name for name in ("calibrate.py", "passes.py")),
+    *(ROOT / "simulator" / name for name in ("planning/planner.py", "stacking/stacking.py", "sweeping/sweep.py")),
 ]
 SAYS = {"progress", "report", "Part", "LiveObserver", "_measure"}
 EN, ZH = Translate("en"), Translate("zh")
