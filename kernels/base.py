@@ -202,6 +202,9 @@ class Kernels(RecurrentKernels, Protocol):
         A measurement during which it grew was disturbed; kernels that cannot tell return 0.
         """
 
+    def compilations(self) -> int:
+        """How many kernels were made ready in this process when they were first called, which that call waited for."""
+
     def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
         """Lays out a [n, k] weight, rounded to nearest; raises ValueError for what these kernels do not have.
 

@@ -63,6 +63,9 @@ class ComposedKernels(ABC):
     ) -> Tensor:
         """See `Kernels.attention`."""
 
+    def compilations(self) -> int:
+        return 0
+
     def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
         if rounds_inputs or scale.dim() == 2:
             return None

@@ -28,6 +28,7 @@ from membound.kernels.triton.decode_attention import decode_attention
 from membound.kernels.triton.kivi_attention import kivi_attention, kivi_round
 from membound.kernels.triton.kv_blocks import KvBlocks
 from membound.kernels.triton.latent_store import latent_store
+from membound.kernels.triton.launch import compiled
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
 from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
@@ -159,6 +160,9 @@ class TritonKernels(ComposedKernels):
 
     def stalls(self) -> int:
         return 0
+
+    def compilations(self) -> int:
+        return compiled()
 
     def describe(self) -> str:
         if INTERPRETED:

@@ -17,6 +17,7 @@ from membound.roofline.parallel import SINGLE
 from membound.roofline.results.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.times.known import Times, times_for
+from membound.runtime.clock import WallClock
 from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.decoders import Decoders
@@ -26,6 +27,7 @@ from membound.runtime.nvml import EnergyMeter
 from membound.runtime.offload.experts import ExpertOffload
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.plain import generate_plain
+from membound.runtime.rehearsal import compiles_when_called, rehearsal_of, rehearse, rehearsed
 from membound.runtime.speculation.build import DraftHost, proposer_for, sampler_of, undividable_drafts
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
@@ -60,6 +62,7 @@ class Assembly:
     recorder: Recorder
     notes: list[str]
     stalls_before: int = field(init=False)
+    compilations_before: int = field(init=False)
     meter: EnergyMeter = field(init=False)
     offload: ExpertOffload | None = field(init=False)
 
@@ -72,6 +75,7 @@ class Assembly:
         if self.offload is not None:
             self.offload.reset()
         self.stalls_before = self.decoders.kernels.stalls()
+        self.compilations_before = self.decoders.kernels.compilations()
         self.meter.begin()
 
     def result(
@@ -99,6 +103,7 @@ class Assembly:
                 self.decoders.model(asked).weights.origin,
                 "the bounds of steps are attributed by the roofline of their shapes",
                 *emulated,
+                *self._compiled(),
                 *self.notes,
                 *([self.offload.note()] if self.offload is not None else []),
                 *(self.decoder.routing_notes if isinstance(self.decoder, Decoder) else []),
@@ -108,6 +113,12 @@ class Assembly:
         )
         blocks = self.memory.num_blocks
         return run_result(asked, self.decoder.spec, self.times, blocks, recorder, provenance, devices)
+
+    def _compiled(self) -> list[str]:
+        """In words, how many kernels were compiled on the way, which is time that no step takes again."""
+        count = self.decoders.kernels.compilations() - self.compilations_before
+        said = "kernels were compiled while requests waited for them; another run in this process is free of that"
+        return [f"{count} {said}"] if count else []
 
 
 def assemble(
@@ -148,9 +159,6 @@ def assemble(
     assert scheduler.tables is not None, "blocks are numbered"
     for _ in generate_plain(decoder, [1] * 16, WARM_UP_STEPS):
         pass
-    if isinstance(decoder, Decoder):
-        for statistics in decoder.router_statistics.values():
-            statistics.reset()
     drafts, most_blocks = scenario.setup.drafts, -(-longest // block_size) + memory.fixed_blocks
     graphs, capture_note = decode_graphs(
         decoder, kv, most_blocks, scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
@@ -159,6 +167,17 @@ def assemble(
     mover = BlockMover(kv, scheduler.tables, decoders.kernels) if moves else None
     sampler = sampler_of(scenario, decoders.device, decoders.kernels)
     executor = TorchExecutor(decoder, kv, block_size, sampler, clock, graphs, proposer, mover)
+    if compiles_when_called(decoder.device):
+        warm = build_scheduler(
+            rehearsed(as_one), decoder.spec, times, memory, content_known=True, numbered_blocks=True, drafter=proposer
+        )
+        again = sampler_of(scenario, decoders.device, decoders.kernels)
+        limits = memory.seats, scenario.engine.max_batched_tokens, decoder.spec.max_context
+        unheard = TorchExecutor(decoder, kv, block_size, again, WallClock(), graphs, proposer)
+        rehearse(rehearsal_of(requests, *limits), warm, unheard)
+    if isinstance(decoder, Decoder):
+        for statistics in decoder.router_statistics.values():
+            statistics.reset()
     recorder.bounds = recorder.bounds or bounds_of(decoder.spec, as_one.setup, times)
     return Assembly(
         scenario,

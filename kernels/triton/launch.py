@@ -79,6 +79,15 @@ def machine_for(tensor: torch.Tensor) -> Machine:
     return machine_of(tensor.device) if record is None else record.machine
 
 
+_launched: dict[str, Any] = {}
+
+
+def compiled() -> int:
+    """How many variants of the launched kernels Triton has compiled, or found in its cache, in this process."""
+    caches = (getattr(kernel, "device_caches", {}).values() for kernel in list(_launched.values()))
+    return sum(len(cache[0]) for of_kernel in caches for cache in of_kernel)
+
+
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, config: Config, **constants: Any) -> None:
     """Starts `kernel` on every point of `grid`; an empty grid starts nothing."""
     record = _recording.get()
@@ -86,6 +95,7 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, config: Config, **
         record.launches.append(Launch(kernel, tuple(grid), arguments, {**config.tiles, **constants}, config))
     elif all(grid):
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+        _launched[kernel.__name__] = kernel
         kernel[tuple(grid)](*arguments, **config.tiles, **constants, **options)
 
 

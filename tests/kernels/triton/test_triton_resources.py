@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from membound.kernels.triton.launch import configure
+from membound.kernels.triton import launch as launching
+from membound.kernels.triton.launch import Config, configure
 from membound.kernels.triton.machine import REFERENCE_MACHINES, Machine
 from membound.kernels.triton.production import CASES, launches
 
@@ -86,6 +87,28 @@ def test_a_launch_needs_no_data_and_one_that_streams_keeps_every_multiprocessor_
         for launch in launches(case, machine):
             if any(word in launch.name for word in STREAMING) and not case.endswith((" m 64", " m 512")):
                 assert math.prod(launch.grid) >= machine.multiprocessors, launch
+
+
+class CompiledKernel:
+    """What Triton's kernels are to `launch`: compiled anew for each number of rows."""
+
+    __name__ = "rows"
+
+    def __init__(self):
+        self.device_caches = {0: ({}, None)}
+
+    def __getitem__(self, grid):
+        return lambda rows, **options: self.device_caches[0][0].setdefault(rows)
+
+
+def test_what_was_compiled_by_launches_is_counted(monkeypatch):
+    monkeypatch.setattr(launching, "_launched", {})
+    kernel = CompiledKernel()
+    counts = []
+    for rows in (1, 16, 16, 1):
+        launching.launch(kernel, (1,), rows, config=Config({}))
+        counts.append(launching.compiled())
+    assert counts == [1, 2, 2, 2]
 
 
 def test_a_machine_that_no_rule_names_gets_the_general_one():
