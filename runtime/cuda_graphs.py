@@ -15,6 +15,7 @@ from torch import Tensor
 
 from membound.kernels.base import RaggedBatch, chain_of
 from membound.runtime.decoder import Decoder, KvCache
+from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.ragged import MOST_IN_TREE
 
@@ -209,9 +210,7 @@ def decode_graphs(
         return None, "decode without CUDA graphs: the host decides which tokens the KV cache keeps or reads"
     if decoder.kernels.name != "triton":
         return None, f"decode without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
-    exact = not decoder.ignores_padding
-    guesses = min(guesses, MOST_IN_TREE - 1)
-    queries = (1, 1 + guesses) if guesses and decoder.verifies_in_one_shape and not exact else (1,)
+    exact, queries = not decoder.ignores_padding, captured_queries(decoder, kv, guesses)
     try:
         buckets = batch_buckets(max_num_seqs, exact=exact)
         graphs = DecodeGraphs(decoder, kv, max_blocks, buckets, queries=queries, exact=exact)
@@ -221,4 +220,15 @@ def decode_graphs(
     for statistics in decoder.router_statistics.values():
         statistics.reset()  # of the captures' warm-up
     note = f"decode by CUDA graphs for batches of {', '.join(map(str, graphs.buckets))}"
-    return graphs, note if len(queries) == 1 else f"{note}, each also with up to {guesses} drafts a sequence"
+    return graphs, note if len(queries) == 1 else f"{note}, each also with up to {queries[-1] - 1} drafts a sequence"
+
+
+def captured_queries(decoder: Decoder, kv: KvCache, guesses: int) -> tuple[int, ...]:
+    """The most tokens that a sequence may bring to each kind of captured step, where it has up to `guesses` drafts.
+
+    Drafts of all numbers share a step as trees, which not every attention and no cache in KIVI's codes knows.
+    """
+    trees = (
+        decoder.verifies_in_one_shape and decoder.ignores_padding and not any(isinstance(part, KiviKv) for part in kv)
+    )
+    return (1, 1 + min(guesses, MOST_IN_TREE - 1)) if guesses and trees else (1,)

@@ -17,7 +17,7 @@ from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.roofline.hardware import get_hardware  # noqa: E402
 from membound.roofline.models import get_model  # noqa: E402
 from membound.roofline.scenario import load_scenario, parse_scenario  # noqa: E402
-from membound.runtime.cuda_graphs import DecodeGraphs, batch_buckets  # noqa: E402
+from membound.runtime.cuda_graphs import DecodeGraphs, batch_buckets, captured_queries  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
 from membound.runtime.engine import Runtime  # noqa: E402
 from membound.runtime.kv.build import store_problem  # noqa: E402
@@ -49,13 +49,15 @@ LATENT = {
     "v_head_dim": 16,
 }
 STATE = {"kind": "mamba2", "heads": 4, "head_dim": 16, "d_state": 8}
+KIVI4 = {"name": "kv_quantization", "format": "kivi4"}
 # What of the model, and what of the scenario.
 CASES = {
     "drafts": ({}, {"techniques": [{"name": "ngram_speculation", "gamma": 3}]}),
     "a tree of a head's drafts": ({}, {"techniques": [{"name": "medusa", "heads": 2, "tree_size": 4}]}),
     "latents and experts": ({"attention": LATENT, "ffn": MIXTURE}, {}),
     "states": ({"overrides": [{"layers": "1::2", "attention": STATE}]}, {}),
-    "kivi": ({}, {"techniques": [{"name": "kv_quantization", "format": "kivi4"}]}),
+    "kivi": ({}, {"techniques": [KIVI4]}),
+    "kivi and drafts": ({}, {"techniques": [KIVI4, {"name": "ngram_speculation", "gamma": 3}]}),
 }
 
 
@@ -64,8 +66,7 @@ def replaying(steps):
 
     def graphs_of(decoder, kv, max_blocks, max_num_seqs, guesses):
         assert decoder.graph_problem is None and not any(getattr(layer, "on_host", False) for layer in kv)
-        exact = not decoder.ignores_padding
-        queries = (1, 1 + guesses) if guesses else (1,)
+        exact, queries = not decoder.ignores_padding, captured_queries(decoder, kv, guesses)
         buckets = batch_buckets(max_num_seqs, exact=exact)
 
         def capture(function):
