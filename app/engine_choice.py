@@ -34,7 +34,10 @@ WORKLOAD: dict[str, Any] = {
 }
 # Formats of quantized weights and caches: weights alone, or with the activations that are multiplied with them.
 AUTO = "auto"
-WEIGHTS = (AUTO, "int4", "awq", "q4_k_m", "nvfp4", "mxfp4", "fp8", "int8", "int3", "nvfp4/nvfp4", "mxfp4/mxfp4")
+WEIGHTS = (
+    *(AUTO, "int4", "awq", "q4_k_m", "nvfp4", "mxfp4", "fp8", "int8", "int3"),
+    *("int4/int8", "nvfp4/nvfp4", "mxfp4/mxfp4"),
+)
 CACHES = (AUTO, "fp8", "int8", "nvfp4", "int4", "kivi4", "kivi2")
 # Guesses are right as often as each technique's default says.
 ANY_TASK = "any"

@@ -52,9 +52,10 @@ def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
 
 
 def about(technique: Technique, t: Translate) -> str:
-    """What a technique does in plain words, else in those of its declaration."""
+    """What a technique does in plain words, those for formats with activations where it has them."""
+    multiplied = "_multiplied" if technique.model_dump().get("activations") else ""
     try:
-        return t(f"techniques.about_{technique.name}")
+        return t(f"techniques.about_{technique.name}{multiplied}")
     except KeyError:
         return (type(technique).__doc__ or "").partition("\n")[0]
 

@@ -206,6 +206,20 @@ def test_every_format_that_a_page_offers_is_costed_or_refused_in_a_sentence(devi
             assert effect.gain("tpot_s") or (effect.reason and "\n" not in effect.reason)
 
 
+def test_weights_that_are_multiplied_with_narrow_activations_are_named_and_said_to_be_faster(store: Store) -> None:
+    """int4 weights with int8 activations: on a device with an int8 rate a prompt is not slower than with bf16 ones."""
+    words = _words(_page("techniques", hw="A10G", weights="int4/int8"))
+    assert "weight quantization, int4 + int8" in words
+    assert T("techniques.about_weight_quantization_multiplied") in words
+    assert T("techniques.about_weight_quantization") in _words(_page("techniques", hw="A10G", weights="int4"))
+    base = EngineChoice("Llama-3.1-8B", "A10G", 1, "graphs", 32, 2048, "output_tokens_per_s")
+    alone, multiplied = (
+        effects_of(replace(base, weights=name), ["weight_quantization"])["weight_quantization"]
+        for name in ("int4", "int4/int8")
+    )
+    assert (multiplied.gain("output_tokens_per_s") or 0) > (alone.gain("output_tokens_per_s") or 0)
+
+
 def test_the_sweep_says_where_fixed_drafts_stop_to_pay(store: Store) -> None:
     assert "pays up to batch" in _words(_page("techniques", sweep="eagle"))
     assert "pays up to batch" in _words(_page("techniques", sweep="weight_quantization"))
