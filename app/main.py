@@ -18,6 +18,7 @@ from membound.app.views import (
     stack,
     start,
     techniques,
+    tour,
     validate,
 )
 from membound.app.views.session import language, translate
@@ -73,6 +74,7 @@ page = st.navigation(list(pages.values()), position="top")
 linked.arrive(page.url_path)
 choose_language()
 if getattr(st.user, "is_logged_in", True):  # unknown where the deployment names no OIDC provider
+    tour.tour(next(name for name, known in pages.items() if known.url_path == page.url_path))
     page.run()
 else:
     st.title(t("login.title"))

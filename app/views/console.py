@@ -91,7 +91,8 @@ def _live(job: Job) -> None:
     left, right = st.columns([3, 2], gap="medium")
     with left:
         figure = live_figure(watched.points, t)
-        chart(figure, key=f"live_{job.id}", alt=describe(figure), keeps_zoom=True)
+        table = tables.live_table(watched.points, t)
+        chart(figure, key=f"live_{job.id}", alt=describe(figure), table=table, keeps_zoom=True)
     with right:
         st.markdown(t("live.text"))
         with st.container(height=TEXT_HEIGHT, border=True, autoscroll=True):

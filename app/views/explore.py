@@ -172,6 +172,7 @@ def _memory(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:
             capacity=text.gib(capacity),
             whole=text.gib(whole),
         ),
+        table=tables.memory_table(point, t),
     )
     if point.fits:
         st.caption(t("explore.still_fits", batch=f"{point.largest_batch():,}", context=f"{point.largest_context():,}"))

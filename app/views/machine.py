@@ -10,7 +10,7 @@ from membound.app import jobs, text
 from membound.app.figures import roofline
 from membound.app.i18n import Translate
 from membound.app.store import Job
-from membound.app.views import states
+from membound.app.views import states, tables
 from membound.app.views.charts import chart
 from membound.app.views.console import console
 from membound.app.views.session import has_torch, store, this_machine, translate
@@ -93,6 +93,7 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
             key="machine",
             alt=roofline.alt_text(steps, t),
             caption=t("machine.caption", source=_measured(machine, t), model=MODEL, context=CONTEXT),
+            table=tables.steps_table(points, t),
         )
     with right:
         for level, rate in roofline.roofs_of(machine).bandwidths.items():

@@ -45,6 +45,7 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
             key=f"{key}_baseline",
             alt=t("comparison.baseline_alt", points=len(baselines)),
             caption=captions.of_baseline(scenario_yaml, conditions, t),
+            table=tables.baseline_table(baselines, t),
         )
     if gains:
         with right:
@@ -54,6 +55,7 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
                 key=f"{key}_gains",
                 alt=comparison.alt_text(rows, t),
                 caption=captions.of_gains(scenario_yaml, gains, conditions, t),
+                table=tables.gains_table(gains, t),
             )
     st.dataframe(tables.baseline_table(baselines, t), hide_index=True, key=f"{key}_baselines")
     if gains:

@@ -6,7 +6,7 @@ import streamlit as st
 
 from membound.app import jobs
 from membound.app.store import Job
-from membound.app.views import results, states
+from membound.app.views import results, states, tour
 from membound.app.views.console import console
 from membound.app.views.machine import machine_card
 from membound.app.views.session import has_torch, show_job, shown_job, store, this_machine, translate
@@ -23,9 +23,9 @@ def page() -> None:
     t = translate()
     st.title(t("start.title"))
     st.markdown(t("start.intro"))
+    _questions()
     job = _measurement()
     _measure(job)
-    _questions()
     machine_card()
 
 
@@ -34,6 +34,7 @@ def _questions() -> None:
         return
     t = translate()
     with st.container(horizontal=True, vertical_alignment="center"):
+        tour.begin(t)
         for page, choices in QUESTIONS.items():
             st.page_link(
                 st.session_state["pages"][page],

@@ -9,6 +9,8 @@ import pandas as pd
 
 from membound.app import text
 from membound.app.figures import comparison
+from membound.app.figures.live import SERIES, thinned
+from membound.app.figures.memory import memory_parts
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.roofline.operating_point import OperatingPoint, SweepPoint
@@ -33,6 +35,43 @@ def operator_table(point: OperatingPoint, t: Translate) -> pd.DataFrame:
         }
         for group in sorted(point.groups, key=lambda group: -group.time_s)
         for op in sorted(group.operators, key=lambda op: -float(op.total_s))
+    )
+
+
+def steps_table(points: Sequence[OperatingPoint], t: Translate) -> pd.DataFrame:
+    """Steps of one model on one device, as they lie under its roofs."""
+    return pd.DataFrame(
+        {
+            t("column.weights"): point.setup.weights.name,
+            t("column.batch"): point.batch,
+            t("column.time"): text.seconds(float(point.cost.time_s)),
+            t("column.interval"): f"{text.seconds(float(point.cost.low_s))} – {text.seconds(float(point.cost.high_s))}",
+            t("column.intensity"): f"{text.digits(float(point.cost.arithmetic_intensity))} FLOP/byte",
+            t("column.reached"): text.flop_rate(float(point.cost.flops / point.cost.time_s)),
+            t("column.bound"): _bound(point.bottleneck, t),
+        }
+        for point in points
+    )
+
+
+def memory_table(point: OperatingPoint, t: Translate) -> pd.DataFrame:
+    """What fills the memory, and what is left of it."""
+    parts = memory_parts(point.memory, point.usable_bytes)
+    return pd.DataFrame(
+        {
+            t("column.part"): t(f"memory.{part}"),
+            t("column.memory"): text.gib(held),
+            t("column.share"): text.percent(held / point.usable_bytes),
+        }
+        for part, held in parts.items()
+    )
+
+
+def live_table(points: Sequence[tuple[float, Mapping[str, Any]]], t: Translate) -> pd.DataFrame:
+    """What is drawn of a run that goes on."""
+    return pd.DataFrame(
+        {t("live.x"): round(at, 3)} | {t(f"live.{key}"): payload[key] for key in SERIES if key in payload}
+        for at, payload in thinned(points)
     )
 
 
