@@ -105,7 +105,7 @@ def _checked(yaml_text: str, t: Translate) -> Scenario | None:
 
 
 def _summary(scenario: Scenario, t: Translate) -> str:
-    techniques = ", ".join(variant.title for variant in scenario.compared()) or t("live.no_techniques")
+    techniques = text.plain(", ".join(variant.title for variant in scenario.compared())) or t("live.no_techniques")
     arrivals = scenario.workload.arrivals.model_dump()
     kind = arrivals.pop("kind")
     return t(

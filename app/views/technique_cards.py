@@ -96,4 +96,5 @@ def _reason(effect: Effect, t: Translate) -> str:
     """Why a technique has no gain here."""
     if effect.reason is None:
         return ""
-    return t("techniques.without", reason=effect.reason) if effect.after is not None else effect.reason
+    reason = text.plain(effect.reason)
+    return t("techniques.without", reason=reason) if effect.after is not None else reason

@@ -5,20 +5,31 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import yaml
 from streamlit.testing.v1 import AppTest
 
-from membound.app import jobs
-from membound.app.i18n import Translate
+from membound.app import jobs, text
+from membound.app.i18n import LANGUAGES, Translate, sentences
 from membound.app.store import Store
 from membound.app.views import machine, session
+from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import load_scenario
+from membound.roofline.scenario.workload import Arrivals
 
 MAIN = Path(__file__).parents[2] / "app" / "main.py"
 T = Translate("en")
 LIVE_CPU = load_scenario("live-cpu").to_yaml()
+ARRIVALS: list[dict[str, Any]] = [
+    {"kind": "constant", "rate_rps": 2},
+    {"kind": "gamma", "rate_rps": 2, "cv": 2},
+    {"kind": "mmpp", "states": [{"rate_rps": 9, "dwell_s": 1}, {"rate_rps": 1, "dwell_s": 9}]},
+    {"kind": "sine", "rate_rps": 2, "swing": 0.5},
+    {"kind": "hourly", "rates_rps": [1, 2]},
+]
+VARIANT = {"name": "![x](//evil.example/p)", "techniques": ["int8_weights"]}
 
 
 @pytest.fixture
@@ -252,6 +263,18 @@ def test_a_running_job_shows_progress_text_and_predictions(calibrated: Store) ->
     assert any(frame.value[T("column.predicted")].tolist() == ["1.80× (1.62–1.98)"] for frame in at.dataframe)
     at.button(key=f"cancel_{job_id}").click().run()
     assert calibrated.job(job_id).cancel_requested is not None
+
+
+def test_what_arrives_is_said_of_every_kind_and_names_of_variants_are_no_markdown(calibrated: Store) -> None:
+    for arrivals in ARRIVALS:
+        document = parse_yaml(LIVE_CPU, "live") | {"techniques": [], "variants": [VARIANT], "sweep": []}
+        document["workload"] |= {"arrivals": arrivals}
+        at = _page("live", scenario="own")
+        at.text_area(key="draft_live").set_value(yaml.safe_dump(document)).run()
+        assert not at.exception and not at.error
+        assert text.plain(VARIANT["name"]) in _words(at) and VARIANT["name"] not in _words(at)
+    kinds = {get_args(kind.model_fields["kind"].annotation)[0] for kind in get_args(get_args(Arrivals)[0])}
+    assert all(f"arrivals.{kind}" in sentences(language) for kind in kinds for language in LANGUAGES)
 
 
 @pytest.mark.parametrize(
