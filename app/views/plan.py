@@ -407,6 +407,6 @@ def _sensitivity(plan: Mapping[str, Any], t: Translate) -> None:
     changes = found["answer_changes"]
     if changes:
         listed = "; ".join(f"{change} → {answer}" for change, answer in changes.items())
-        st.write(t("plan.changes", answer=found["screened_answer"], changes=listed))
+        st.write(text.plain(t("plan.changes", answer=found["screened_answer"], changes=listed)))
     else:
-        st.write(t("plan.no_changes", answer=found["screened_answer"]))
+        st.write(text.plain(t("plan.no_changes", answer=found["screened_answer"])))
