@@ -10,6 +10,7 @@ import shutil
 import time
 from contextlib import suppress
 
+from membound.app import uploads
 from membound.app.home import StoreError
 from membound.app.store import Run, Store
 from membound.roofline.scenario import shipped_scenarios
@@ -34,7 +35,8 @@ def looked_at(run: Run) -> None:
 def make_room(store: Store, most: int = MOST_ANSWERS, days: float = MOST_DAYS) -> list[str]:
     """Deletes the answers that nobody looked at for so many days, and all but the `most` looked at last.
 
-    Returns the ids of what was deleted, with which the logs of their jobs go. Several processes may do so at once.
+    Returns the ids of what was deleted, with which the logs of their jobs go, and old uploads that only they named.
+    Several processes may do so at once.
     """
     answers = [run for kind in ANSWERS for run in store.runs(kind)]
     active = {job.id for job in store.jobs(active=True)}
@@ -49,6 +51,7 @@ def make_room(store: Store, most: int = MOST_ANSWERS, days: float = MOST_DAYS) -
                 deleted.append(run.id)
                 assert run.job_id is not None, "what came by no job is kept"
                 shutil.rmtree(store.job_log_path(run.job_id).parent, ignore_errors=True)
+    uploads.remove_unused(store)
     return deleted
 
 
