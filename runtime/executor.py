@@ -81,11 +81,12 @@ class TorchExecutor:
             normed, logits = self.graphs.run(token_ids, batch, rows)
             # The next replay writes there, and a proposer may look back further.
             return normed.clone() if reads_hidden else None, logits
-        if not reads_hidden:
-            device = self.decoder.device
-            return None, self.decoder.forward(token_ids.to(device), batch.to(device), self.kv, rows.to(device))
-        assert isinstance(self.decoder, Decoder), "hidden states are those of one process"
+        if not isinstance(self.decoder, Decoder):
+            assert not reads_hidden, "hidden states are those of one process"
+            return None, self.decoder.forward(token_ids, batch, self.kv, rows)
         device = self.decoder.device
+        if not reads_hidden:
+            return None, self.decoder.forward(token_ids.to(device), batch.to(device), self.kv, rows.to(device))
         normed = self.decoder.hidden(token_ids.to(device), batch.to(device), self.kv).normed
         return normed, self.decoder.logits(normed[rows.to(device)])
 

@@ -77,11 +77,13 @@ class DividedDecoder:
         return cache
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, logits_rows: Tensor) -> Tensor:
+        """As of `Decoder`; what lies on the host is told from there, without waiting for a device that it went to."""
         assert isinstance(cache, DividedCache), "made by new_cache"
         self.in_step = True
         self._tell(Message(Command.FORWARD, cache.number, (0, 0, 0), token_ids, batch, logits_rows))
         try:
-            logits = self.part.forward(token_ids, batch, cache, logits_rows)
+            device = self.device
+            logits = self.part.forward(token_ids.to(device), batch.to(device), cache, logits_rows.to(device))
         except GroupError as error:
             raise self.followers.reason() or error from None
         self.in_step = False

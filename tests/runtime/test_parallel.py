@@ -8,19 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from membound.kernels.base import RaggedBatch
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, load_scenario
+from membound.runtime.clock import WallClock
+from membound.runtime.decoder import KvCache
 from membound.runtime.engine import Runtime
+from membound.runtime.executor import TorchExecutor
 from membound.runtime.loading.weights import Weights, random_weights
 from membound.runtime.parallel.group import GroupError
+from membound.runtime.parallel.leader import DividedCache, DividedDecoder
 from membound.runtime.parallel.shards import Share, shard_spec, shard_weights
 from membound.runtime.plain import generate_plain
 from membound.runtime.ragged import Part, ragged_batch
+from membound.runtime.sampling import GreedySampler
+from membound.simulator.scheduling.request import Request, Work
+from membound.simulator.scheduling.request import Sequence as RequestSequence
 
 
 def scenario_of(folder: Path, tp: int, exact: bool = False) -> Scenario:
@@ -34,6 +43,43 @@ def scenario_of(folder: Path, tp: int, exact: bool = False) -> Scenario:
             "sweep": (),
         }
     )
+
+
+class OnMeta:
+    """A part on a device from which nothing comes back to the host."""
+
+    device = torch.device("meta")
+    kernels = None
+
+    def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, logits_rows: Tensor) -> Tensor:
+        assert {t.device.type for t in (token_ids, batch.positions, batch.block_table, logits_rows)} == {"meta"}
+        return torch.ones(len(logits_rows), 5)
+
+
+class Told:
+    """A group and its followers, who are all there."""
+
+    def __init__(self) -> None:
+        self.messages: list[Tensor] = []
+
+    def reason(self) -> None:
+        return None
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        self.messages.append(x)
+        return x
+
+
+def test_a_step_is_told_to_the_others_before_its_inputs_go_to_the_device() -> None:
+    told = Told()
+    decoder = DividedDecoder(get_model("Llama-3.2-1B"), OnMeta(), told, told)  # type: ignore[arg-type]
+    executor = TorchExecutor(decoder, DividedCache([], 1), 16, GreedySampler(), WallClock())
+    sequence = RequestSequence(Request(0, 0.0, 3, 2, (7, 8, 9)), [7, 8, 9])
+    sequence.blocks = [4]
+    executor.seats.of[0] = 0
+    normed, logits = executor._computed((Work(0, 0, 3),), {0: sequence})
+    assert normed is None and logits.shape == (1, 5)
+    assert told.messages[1][:3].tolist() == [7, 8, 9] and told.messages[1][6:9].tolist() == [64, 65, 66]
 
 
 @pytest.mark.parametrize("tp", [2, 4])
