@@ -229,8 +229,11 @@ class Kernels(RecurrentKernels, Protocol):
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         """Lays out a GGUF tensor's bytes, in the order of the file, without rounding: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K."""
 
-    def emulates(self, format: WeightFormat) -> bool:
-        """Whether `linear` in this format means what it should but takes a time that says nothing about the format."""
+    def emulates(self, weight: PackedWeight) -> bool:
+        """Whether `linear` with a packed weight means what it should but takes a time that says nothing about it.
+
+        It depends on more than the format: on its groups, and on where its numbers come from.
+        """
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """x [m, k] times weight [n, k] transposed, accumulated in fp32: [m, n]."""

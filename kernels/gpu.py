@@ -19,7 +19,7 @@ from membound.kernels.base import BlockCopier, Mamba2Vectors, PackedWeight, Ragg
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.kv_formats import QuantizedKv
-from membound.kernels.quantize import Packer, dequantize, rounded_inputs
+from membound.kernels.quantize import Packer, codes_of, dequantize, rounded_inputs
 from membound.kernels.recurrent import seats_of
 from membound.kernels.reference import TorchKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -51,9 +51,6 @@ from membound.kernels.triton.steps import Steps
 from membound.kernels.triton.verify_attention import LARGEST_TREE, verify_attention
 from membound.kernels.triton.verify_sampling import verify_sampling
 
-# The formats that Triton kernels or the vendor's library multiply; the others are widened first.
-NATIVE: tuple[WeightFormat, ...] = ("fp32", "bf16", "int8", "int4", "w8a8", "fp8", "sparse24")
-
 
 @dataclass(frozen=True, eq=False)
 class TritonWeight(PackedWeight):
@@ -71,7 +68,7 @@ class TritonFp8(PackedWeight):
 
 
 class TritonPacker(Packer):
-    """Plain layouts, but int4 and 2:4 as their Triton kernels read them."""
+    """Plain layouts, but int4 and 2:4 as their Triton kernels read them where they can."""
 
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         n, k = codes.shape
@@ -82,6 +79,13 @@ class TritonPacker(Packer):
         zeros = None if zero is None else zero.to(torch.uint8)
         own = Int4Weight.pack(codes.to(torch.uint8), scale.half(), zeros)
         return TritonWeight("int4", own.data, own.scale, own.zero, group_size, (n, k))
+
+    def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
+        plain = super().pack_gguf(raw, type, shape)
+        if type != "Q4_0":
+            return plain
+        assert plain.scale is not None, "Q4_0 has a scale for each 32 codes"
+        return self.pack_codes(codes_of(plain), plain.scale, None, "int4")
 
     def _sparse24(self, weight: Tensor) -> PackedWeight:
         own = SparseWeight.prune(weight.to(torch.bfloat16))
@@ -138,8 +142,10 @@ class TritonCopier:
 
 
 class TritonKernels(ComposedKernels):
-    """bf16 activations, K and V in bf16 or quantized; all weight formats, those of NATIVE read as they are packed.
+    """bf16 activations, K and V in bf16 or quantized; all weight formats.
 
+    Weights in a byte are read as they are packed where a row has one scale, fp8 also where a block has one, int4 in
+    GROUPS of which zero is a code, and 2:4; the others are widened in each call, which `emulates` says.
     Rows of a batch whose `context_len` is 0 and whose slots are negative are padding: they store nothing and attend
     to nothing. On device "cpu" it runs where Triton was imported with TRITON_INTERPRET=1.
     """
@@ -186,8 +192,9 @@ class TritonKernels(ComposedKernels):
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         return self._packer.pack_gguf(raw, type, shape)
 
-    def emulates(self, format: WeightFormat) -> bool:
-        return format not in NATIVE
+    def emulates(self, weight: PackedWeight) -> bool:
+        read = isinstance(weight, TritonWeight | TritonFp8) or _is_rows_of_bytes(weight)
+        return not read and weight.format not in ("fp32", "bf16")
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         if isinstance(weight, TritonWeight):
@@ -197,7 +204,8 @@ class TritonKernels(ComposedKernels):
             return linear_int4(x, Int4Weight(weight.data, weight.scale, weight.offset))
         if isinstance(weight, TritonFp8):
             return self._linear_fp8(x, weight)
-        if weight.format in ("int8", "fp8", "w8a8") and weight.group_size is None and weight.scale is not None:
+        if _is_rows_of_bytes(weight):
+            assert weight.scale is not None
             rows = ByteWeight("fp8" if weight.format == "fp8" else "int8", weight.data, weight.scale)
             if weight.format == "w8a8":
                 return linear_w8a8(round_rows(x, "int8"), rows, self.activation_dtype)
@@ -440,6 +448,11 @@ class TritonKernels(ComposedKernels):
         if self._chains is None or self._chains[0] is not batch:
             self._chains = batch, chain_of(batch.query_start, batch.num_tokens)
         return self._chains[1]
+
+
+def _is_rows_of_bytes(weight: PackedWeight) -> bool:
+    """Whether a weight is int8 or e4m3 with a scale a row."""
+    return weight.format in ("int8", "fp8", "w8a8") and weight.group_size is None and weight.scale is not None
 
 
 def _steps(batch: RaggedBatch) -> Steps:

@@ -212,12 +212,11 @@ def dequantize(weight: PackedWeight) -> Tensor:
         dense = torch.zeros(n, k, device=weight.data.device)
         dense[bits.view(n, k).bool()] = weight.data.float().flatten()
         return dense
-    rows = _deinterleave(weight.data, n).view(torch.uint8) if weight.interleaved else weight.data.view(torch.uint8)
     if weight.format == "q4_k":
-        return _q4_k(rows.reshape(n, k // 256, 144)).reshape(n, k)
+        return _q4_k(_row_bytes(weight).reshape(n, k // 256, 144)).reshape(n, k)
     if weight.format == "q6_k":
-        return _q6_k(rows.reshape(n, k // 256, 212)).reshape(n, k)
-    codes = _CODES[weight.format](rows)[:, :k].float()
+        return _q6_k(_row_bytes(weight).reshape(n, k // 256, 212)).reshape(n, k)
+    codes = codes_of(weight).float()
     assert weight.scale is not None
     if weight.group_size is None:
         return codes * weight.scale[:n, None].float()
@@ -233,6 +232,11 @@ def dequantize(weight: PackedWeight) -> Tensor:
     return (codes - middle) * spread(weight.scale)
 
 
+def codes_of(weight: PackedWeight) -> Tensor:
+    """The codes [n, k] of a weight of one of CODE_BITS, as `Kernels.pack_codes` takes them."""
+    return _CODES[weight.format](_row_bytes(weight))[:, : weight.shape[1]]
+
+
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     """x [m, k] as w4a8 multiplies it: rounded to int8, a scale for 128, 64 or 32 elements, as many as a group allows.
 
@@ -244,6 +248,12 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
     scale = steps.abs().amax(dim=-1, keepdim=True) / 127
     codes = (steps * torch.where(scale > 0, 1 / scale, 0)).round()
     return (codes * scale).flatten(1)
+
+
+def _row_bytes(weight: PackedWeight) -> Tensor:
+    """uint8 [n, bytes]"""
+    rows = _deinterleave(weight.data, weight.shape[0]) if weight.interleaved else weight.data
+    return rows.view(torch.uint8)
 
 
 def _two_largest(sizes: list[Tensor]) -> list[Tensor]:

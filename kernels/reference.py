@@ -42,8 +42,8 @@ class TorchKernels(ComposedKernels):
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         return self._packer.pack_gguf(raw, type, shape)
 
-    def emulates(self, format: WeightFormat) -> bool:
-        return format not in ("fp32", "bf16", "int8", "w8a8")
+    def emulates(self, weight: PackedWeight) -> bool:
+        return weight.format not in ("fp32", "bf16", "int8", "w8a8") or weight.group_size is not None
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         if weight.format == "fp32":

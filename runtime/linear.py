@@ -35,7 +35,7 @@ class KernelLinear:
 
     def __init__(self, kernels: Kernels, weight: PackedWeight) -> None:
         self.weight = weight
-        self.emulated = kernels.emulates(weight.format)
+        self.emulated = kernels.emulates(weight)
         self._linear = kernels.linear
 
     @property

@@ -47,7 +47,7 @@ class LinearCalls(LibraryCalls):
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         return self._packer.pack_gguf(raw, type, shape)
 
-    def emulates(self, format: WeightFormat) -> bool:
+    def emulates(self, weight: PackedWeight) -> bool:
         return False
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:

@@ -53,9 +53,10 @@ class LinearProbe:
         return tuple(format for format in self.grid.formats if self._has(format))
 
     def _has(self, format: WeightFormat) -> bool:
-        if self.kernels.emulates(format):
+        if not all(PackedLayout.fits(self.kernels, format, k) for k in self.grid.k):
             return False
-        return all(PackedLayout.fits(self.kernels, format, k) for k in self.grid.k)
+        packed = (PackedLayout.of(self.kernels, format, self.grid.n[0], k).like for k in self.grid.k)
+        return not any(self.kernels.emulates(weight) for weight in packed)
 
     def one_s(self, format: WeightFormat, n: int, k: int, m: int, cached: bool) -> float:
         """Seconds of one linear call at a shape."""

@@ -14,6 +14,7 @@ from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.roofline.techniques import W8A8, WeightQuantization, engine_setup  # noqa: E402
+from membound.runtime.linear import KernelLinear  # noqa: E402
 from membound.runtime.quantization.recipes import RoundingRecipe  # noqa: E402
 
 
@@ -72,6 +73,62 @@ def test_fp8_of_every_granularity_is_multiplied_as_it_is_stored(device, techniqu
         linear(x.to(device))
     assert [launch.name for launch in record.launches if launch.name != "split_k_sum_kernel"] == launched
     assert linear.nbytes == plan.weights.matrix_bytes(200, 300) + (4 * 199 if technique.format == "fp8" else 0)
+
+
+NUMBERS = torch.Generator().manual_seed(5)
+BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+
+
+def gguf_blocks(type):
+    """32 rows of 128 numbers whose scales, and for Q4_1 minima, are near 1."""
+    raw = torch.randint(0, 256, (32, 4, BYTES[type]), generator=NUMBERS, dtype=torch.uint8)
+    raw[..., 1] = 0x3C  # fp16 from 1 to 1.25
+    raw[..., 3] = 0x3C if type == "Q4_1" else raw[..., 3]
+    return raw.flatten(1)
+
+
+def plain_numbers():
+    return torch.randn(32, 128, generator=NUMBERS).bfloat16().float()
+
+
+def codes_in_groups(bits, group, zero=None):
+    signed = bits == 8
+    codes = torch.randint(0, 2**bits, (32, 2 * group), generator=NUMBERS) - 128 * signed
+    scale = torch.rand(32, 2, generator=NUMBERS) + 0.1
+    return codes, scale, None if zero is None else torch.full((32, 2), zero)
+
+
+@pytest.mark.parametrize(
+    ("made", "emulated"),
+    [
+        (lambda kernels, on: kernels.pack_gguf(on(gguf_blocks("Q4_0")), "Q4_0", (32, 128)), False),
+        (lambda kernels, on: kernels.pack_gguf(on(gguf_blocks("Q4_1")), "Q4_1", (32, 128)), True),
+        (lambda kernels, on: kernels.pack_gguf(on(gguf_blocks("Q8_0")), "Q8_0", (32, 128)), True),
+        (lambda kernels, on: kernels.pack_codes(*map(on, codes_in_groups(8, 64)), "int8"), True),
+        (lambda kernels, on: kernels.pack_codes(*map(on, codes_in_groups(4, 64)), "int4"), False),
+        (lambda kernels, on: kernels.pack_codes(*map(on, codes_in_groups(4, 64, 7.0)), "int4"), False),
+        (lambda kernels, on: kernels.pack_codes(*map(on, codes_in_groups(4, 64, 7.25)), "int4"), True),
+        (lambda kernels, on: kernels.pack_codes(*map(on, codes_in_groups(4, 96)), "int4"), True),
+        (lambda kernels, on: kernels.pack(on(plain_numbers()), "int8"), False),
+        (lambda kernels, on: kernels.pack(on(plain_numbers()), "fp8"), False),
+        (lambda kernels, on: kernels.pack(on(plain_numbers()), "int3"), True),
+        (lambda kernels, on: kernels.pack(on(plain_numbers()), "sparse24"), False),
+    ],
+)
+def test_what_no_triton_kernel_multiplies_is_emulated_whatever_its_format(device, made, emulated):
+    kernels, plain = TritonKernels(str(device)), TorchKernels()
+    state = NUMBERS.get_state()
+    weight = made(kernels, lambda tensor: None if tensor is None else tensor.to(device))
+    NUMBERS.set_state(state)
+    same = made(plain, lambda tensor: tensor)
+    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(6)).bfloat16()
+    assert KernelLinear(kernels, weight).emulated is kernels.emulates(weight) is emulated
+    expected = plain.linear(x.float(), same)
+    y = kernels.linear(x.to(device), weight).float().cpu()
+    assert (y - expected).abs().max() < 0.02 * expected.abs().max()
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        kernels.linear(x.to(device), weight)
+    assert bool(record.launches) is not emulated
 
 
 @pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
