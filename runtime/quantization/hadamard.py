@@ -34,6 +34,10 @@ class Rotation:
         """Whether all entries have the same magnitude, which spreads an outlier over all channels alike."""
         return bool(torch.allclose(self.factor.abs(), torch.tensor(len(self.factor) ** -0.5)))
 
+    def to(self, device: torch.device) -> Rotation:
+        """The same on a device; applied to what lies there, it copies nothing, so that a GPU need not be waited for."""
+        return Rotation(self.signs.to(device), self.sylvester.to(device), self.factor.to(device))
+
     def apply(self, x: Tensor) -> Tensor:
         """x [..., k] times the matrix, in fp32."""
         p, q = len(self.sylvester), len(self.factor)

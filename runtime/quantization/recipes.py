@@ -256,7 +256,7 @@ class QuarotRecipe(RoundingRecipe):
         linear = super().linear(name, weight)
         if not name.endswith(".down"):
             return linear
-        return ChangedInput(linear, Changed(online_rotation(weight.shape[1]).apply))
+        return ChangedInput(linear, Changed(online_rotation(weight.shape[1]).to(weight.device).apply))
 
 
 class FoundRecipe(RoundingRecipe):

@@ -6,11 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from membound.kernels.reference import TorchKernels
+from membound.roofline.techniques import engine_setup
 from membound.runtime.quantization.fp8 import LARGEST, round_fp8_per_tensor, round_fp8_per_token, to_fp8
 from membound.runtime.quantization.hadamard import rotation
 from membound.runtime.quantization.magnitude import prune_by_magnitude
 from membound.runtime.quantization.quantized import QuantizationError
+from membound.runtime.quantization.recipes import QuarotRecipe, RoundingRecipe
 from membound.runtime.quantization.sparsegpt import sparsegpt
 from membound.runtime.quantization.sparsity import Pruned
 from membound.runtime.quantization.wanda import wanda
@@ -73,6 +77,32 @@ def test_an_outlier_is_spread_over_all_channels() -> None:
     x = torch.zeros(1, 1536)
     x[0, 77] = 100
     assert rotation(1536).apply(x).abs().max() == pytest.approx(100 / 1536**0.5, rel=1e-4)
+
+
+class CopiesBetweenDevices(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.device] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        devices = {each.device for each in (*args, out) if isinstance(each, torch.Tensor) and each.dim()}
+        self.found += [] if len(devices) < 2 else list(devices)
+        return out
+
+
+def test_the_rotation_of_a_step_lies_where_its_matrix_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph can capture no copy from the host; the meta device stands for the GPU."""
+    monkeypatch.setattr(RoundingRecipe, "linear", lambda self, name, weight: weight)
+    recipe = QuarotRecipe(TorchKernels(), engine_setup(()).precision)
+    turned = recipe.linear("layers.0.down", torch.empty(8, 96, device="meta"))
+    x = torch.empty(3, 96, device="meta")
+    with CopiesBetweenDevices() as copies:
+        rotation(96).apply(x)
+    assert copies.found
+    with CopiesBetweenDevices() as copies:
+        assert turned.change.apply(x).shape == x.shape
+    assert not copies.found
 
 
 def test_what_cannot_be_rotated_is_one_sentence() -> None:
