@@ -163,6 +163,7 @@ def assemble(
     graphs, capture_note = decode_graphs(
         decoder, kv, most_blocks, scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
     )
+    drafts_note = proposer.capture(most_blocks, scenario.engine.max_num_seqs) if proposer is not None else None
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
     mover = BlockMover(kv, scheduler.tables, decoders.kernels) if moves else None
     sampler = sampler_of(scenario, decoders.device, decoders.kernels)
@@ -192,7 +193,7 @@ def assemble(
         mover,
         executor,
         recorder,
-        [capture_note] if capture_note else [],
+        [note for note in (capture_note, drafts_note) if note],
     )
 
 

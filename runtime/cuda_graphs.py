@@ -8,6 +8,7 @@ and attend to nothing, which the Triton kernels understand; all other steps run 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,24 @@ from membound.runtime.ragged import MOST_IN_TREE
 LARGEST_BUCKET = 512  # beyond it the host keeps ahead of the kernels without graphs
 LARGEST_EXACT = 32  # as many graphs at most where each is of one batch size alone
 
-Outputs = tuple[Tensor, Tensor]  # the normed hidden states and the logits of all of a step's rows
-Replay = Callable[[], Outputs]
+Replay = Callable[[], Tensor]  # the normed hidden states of all of a step's rows
 Capture = Callable[[Replay], Replay]
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+# what a layer makes of states [tokens, hidden] and the tokens behind them: the next states, normed
+Continue = Callable[[Tensor, Tensor, RaggedBatch], Tensor]
 NOTHING = {"token_ids": 0, "positions": 0, "slots": -1, "context_len": 0, "seats": 0, "tree": 0}  # what padding holds
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter's step: the first `layers` of its decoder, or how it `continues` states that it is given.
+
+    A sequence brings up to `tokens` of them, in each of a few kinds of step.
+    """
+
+    tokens: tuple[int, ...] = (1, 2)  # the newest, and a guess before it that was accepted but is yet unread
+    layers: int | None = None
+    continues: Continue | None = None
 
 
 def batch_buckets(largest: int, *, exact: bool = False) -> list[int]:
@@ -44,7 +58,8 @@ class DecodeGraphs:
     """Steps of up to `max(buckets)` sequences of up to `max_blocks` blocks, on one decoder and KV cache.
 
     `queries` are the most tokens that a sequence may bring to each kind of step; with `exact` buckets a step must fill
-    one to be replayed.
+    one to be replayed. With `drafting` it is a drafter's step. A graph ends with the hidden states: logits of all rows
+    would be the most of its memory, and each graph would keep its own.
     """
 
     def __init__(
@@ -57,23 +72,28 @@ class DecodeGraphs:
         *,
         queries: Sequence[int] = (1,),
         exact: bool = False,
+        drafting: Drafting | None = None,
     ) -> None:
         """`capture` records what a function launches and returns what repeats it; a test's may just call it again."""
         capture = capture or CudaCapture(decoder.device)
+        self._decoder = decoder
         self.max_blocks = max_blocks
         self.buckets = sorted(buckets)
         self.queries = sorted(queries)
         self.exact = exact
+        drafting = drafting or Drafting()
+        states = decoder.embed.new_empty(0, decoder.spec.hidden, dtype=decoder.kernels.activation_dtype)
         self._inputs = {
-            (most, bucket): _Inputs(bucket, most, max_blocks, decoder.device)
+            (most, bucket): _Inputs(bucket, most, max_blocks, decoder.device, states if drafting.continues else None)
             for most in self.queries
             for bucket in self.buckets
         }
 
         def replay_of(inputs: _Inputs) -> Replay:
-            def step() -> Outputs:
-                normed = decoder.hidden(inputs.token_ids, inputs.batch, kv).normed
-                return normed, decoder.logits(normed)
+            def step() -> Tensor:
+                if drafting.continues is None:
+                    return decoder.hidden(inputs.token_ids, inputs.batch, kv, drafting.layers).normed
+                return drafting.continues(inputs.states, inputs.token_ids, inputs.batch)
 
             return capture(step)
 
@@ -84,18 +104,24 @@ class DecodeGraphs:
         """Whether a step is one that was captured."""
         return batch.block_table.shape[1] <= self.max_blocks and self._key(batch) is not None
 
-    def run(self, token_ids: Tensor, batch: RaggedBatch, logits_rows: Tensor) -> Outputs:
+    def run(self, token_ids: Tensor, batch: RaggedBatch, logits_rows: Tensor) -> tuple[Tensor, Tensor]:
         """The normed states [tokens, hidden] of a step, given on the host, and logits at `logits_rows` [rows].
 
-        Both are valid until the next one.
+        The states are valid until the next one.
         """
-        key, tokens = self._key(batch), batch.num_tokens
+        tokens, normed = batch.num_tokens, self.states(token_ids, batch)
+        wanted = normed if logits_rows.shape[0] == tokens else normed[logits_rows.to(normed.device)]
+        return normed, self._decoder.logits(wanted)
+
+    def states(self, token_ids: Tensor, batch: RaggedBatch, states: Tensor | None = None) -> Tensor:
+        """The normed states alone; `states` [tokens, hidden], which lie on the device, are those that are continued."""
+        key = self._key(batch)
         assert key is not None, "takes said so"
-        self._inputs[key].fill(token_ids, batch)
-        normed, logits = self._replays[key]()
-        if logits_rows.shape[0] == tokens:
-            return normed[:tokens], logits[:tokens]
-        return normed[:tokens], logits[logits_rows.to(logits.device)]
+        inputs = self._inputs[key]
+        inputs.fill(token_ids, batch)
+        if states is not None:
+            inputs.states[: batch.num_tokens] = states
+        return self._replays[key]()[: batch.num_tokens]
 
     def _key(self, batch: RaggedBatch) -> tuple[int, int] | None:
         """The tokens a sequence and the sequences of the smallest captured step that this one fits."""
@@ -112,8 +138,12 @@ class DecodeGraphs:
 class _Inputs:
     """One kind of step's inputs: all that changes from step to step lies in one buffer, so that one copy brings it."""
 
-    def __init__(self, bucket: int, queries: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, bucket: int, queries: int, max_blocks: int, device: torch.device, states: Tensor | None = None
+    ) -> None:
+        """`states` has the width and the type of those that a step continues, if it does."""
         tokens = bucket * queries
+        self.states = torch.empty(0) if states is None else states.new_zeros(tokens, states.shape[1])
         fields: Fields = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (tokens,)))
         fields |= {"seats": (torch.int64, (bucket,))}
         if queries > 1:
@@ -186,7 +216,7 @@ class CudaCapture:
                 outputs = run()
         self._pool = graph.pool()
 
-        def replay() -> Outputs:
+        def replay() -> Tensor:
             graph.replay()
             return outputs
 
@@ -194,33 +224,45 @@ class CudaCapture:
 
 
 def decode_graphs(
-    decoder: Decoder | DividedDecoder, kv: KvCache, max_blocks: int, max_num_seqs: int, guesses: int = 0
+    decoder: Decoder | DividedDecoder,
+    kv: KvCache,
+    max_blocks: int,
+    max_num_seqs: int,
+    guesses: int = 0,
+    drafting: Drafting | None = None,
 ) -> tuple[DecodeGraphs | None, str | None]:
     """The graphs of a run's decode steps, which verify up to `guesses` drafts a sequence, and in words what was done.
 
-    On a CPU there are neither.
+    With `drafting` those of its drafter. On a CPU there are neither.
     """
     if decoder.device.type != "cuda":
         return None, None
+    what = "decode" if drafting is None else "drafts"
     if isinstance(decoder, DividedDecoder):
-        return None, "decode without CUDA graphs: the processes of a divided model are told of every step"
+        return None, f"{what} without CUDA graphs: the processes of a divided model are told of every step"
     if problem := decoder.graph_problem:
-        return None, f"decode without CUDA graphs: {problem}"
+        return None, f"{what} without CUDA graphs: {problem}"
     if any(getattr(layer, "on_host", False) for layer in kv):
-        return None, "decode without CUDA graphs: the host decides which tokens the KV cache keeps or reads"
+        return None, f"{what} without CUDA graphs: the host decides which tokens the KV cache keeps or reads"
     if decoder.kernels.name != "triton":
-        return None, f"decode without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
+        return None, f"{what} without CUDA graphs: the {decoder.kernels.name} kernels wait for lengths on the host"
     exact, queries = not decoder.ignores_padding, captured_queries(decoder, kv, guesses)
+    if drafting is not None:
+        several = len(captured_queries(decoder, kv, max(drafting.tokens))) > 1
+        queries = tuple(sorted({min(count, MOST_IN_TREE) for count in drafting.tokens})) if several else (1,)
     try:
         buckets = batch_buckets(max_num_seqs, exact=exact)
-        graphs = DecodeGraphs(decoder, kv, max_blocks, buckets, queries=queries, exact=exact)
+        graphs = DecodeGraphs(decoder, kv, max_blocks, buckets, queries=queries, exact=exact, drafting=drafting)
     except RuntimeError as error:
         torch.cuda.empty_cache()
-        return None, f"decode without CUDA graphs: the capture failed ({str(error).splitlines()[0]})"
+        return None, f"{what} without CUDA graphs: the capture failed ({str(error).splitlines()[0]})"
     for statistics in decoder.router_statistics.values():
         statistics.reset()  # of the captures' warm-up
-    note = f"decode by CUDA graphs for batches of {', '.join(map(str, graphs.buckets))}"
-    return graphs, note if len(queries) == 1 else f"{note}, each also with up to {queries[-1] - 1} drafts a sequence"
+    note = f"{what} by CUDA graphs for batches of {', '.join(map(str, graphs.buckets))}"
+    if len(queries) > 1:
+        most = f"{queries[-1] - 1} drafts" if drafting is None else f"{queries[-1]} tokens"
+        note = f"{note}, each also with up to {most} a sequence"
+    return graphs, note
 
 
 def captured_queries(decoder: Decoder, kv: KvCache, guesses: int) -> tuple[int, ...]:

@@ -19,6 +19,12 @@ class Proposer(Drafter, Protocol):
 
     reads_hidden: bool
 
+    def capture(self, max_blocks: int, max_num_seqs: int) -> str | None:
+        """Captures its steps for up to so many sequences of so many blocks, as CUDA graphs; in words what was done.
+
+        On a CPU nothing is.
+        """
+
     def drawn_from(self, sequence: int) -> Tensor | None:
         """The distributions [guesses, vocab] that the last draft of a sequence was drawn from; None: it is certain."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import ModelSpec
 from membound.roofline.speculation.draft_models import one_layer
+from membound.runtime.cuda_graphs import DecodeGraphs, Drafting, decode_graphs
 from membound.runtime.decoder import Decoder, Hidden, KvCache
 from membound.runtime.linear import KernelLinear
 from membound.runtime.loading.weights import Weights
@@ -106,7 +107,19 @@ class EagleProposer:
         # A pass computes the guesses that were continued so far once more, rather than mask them in its cache.
         self.branches = min(self.branches, (MOST_IN_TREE - 1) // max(depth - 1, 1))
         self.computed_guesses = max(guesses, self.branches * (depth - 1), 1)
+        self.graphs: DecodeGraphs | None = None
         self._unread: dict[int, _Unread] = {}
+
+    def capture(self, max_blocks: int, max_num_seqs: int) -> str | None:
+        """What was accepted is read in one kind of step, and there is one for the guesses of each depth."""
+
+        def continues(states: Tensor, token_ids: Tensor, batch: RaggedBatch) -> Tensor:
+            return self.head(states, token_ids, batch, self.cache).normed
+
+        tokens = (1, self.depth + 1, *(self.branches * depth for depth in range(1, self.depth)))
+        step = Drafting(tokens, continues=continues)
+        self.graphs, note = decode_graphs(self.head.layer, self.cache, max_blocks, max_num_seqs, drafting=step)
+        return note
 
     def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
         growing = [
@@ -159,7 +172,7 @@ class EagleProposer:
             self._unread[one.sequence.id] = _Unread(unread.end)
         found, batch = self._pass(torch.cat(states), token_ids, parts)
         last = (batch.query_start[1:] - 1).long()
-        self._add(growing, [[-1]] * len(growing), found[last])
+        self._add(growing, [[-1]] * len(growing), found[last.to(found.device)])
 
     def _continue(self, growing: list[_Growing]) -> None:
         """Continues the most likely of each sequence's newest guesses."""
@@ -182,9 +195,11 @@ class EagleProposer:
         self._add(growing, chosen, found[torch.tensor(rows, device=found.device)])
 
     def _pass(self, states: Tensor, token_ids: list[int], parts: list[Part]) -> tuple[Tensor, RaggedBatch]:
-        batch = ragged_batch(parts, self.block_size).to(states.device)
-        ids = torch.tensor(token_ids, device=states.device)
-        return self.head(states, ids, batch, self.cache).normed, batch
+        """The states that follow, valid until the next pass, and the batch on the host."""
+        ids, batch, device = torch.tensor(token_ids), ragged_batch(parts, self.block_size), states.device
+        if self.graphs is not None and self.graphs.takes(batch):
+            return self.graphs.states(ids, batch, states), batch
+        return self.head(states, ids.to(device), batch.to(device), self.cache).normed, batch
 
     def _add(self, growing: list[_Growing], parents: list[list[int]], states: Tensor) -> None:
         """Adds the best guesses behind each of `parents`, whose predicted states are `states` [rows, hidden]."""

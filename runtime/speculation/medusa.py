@@ -73,6 +73,10 @@ class MedusaProposer:
             drafts.append(independent_draft(ranked, min(self.guesses, room.guesses)))
         return drafts
 
+    def capture(self, max_blocks: int, max_num_seqs: int) -> str | None:
+        on_gpu = self.heads.tokens.device.type == "cuda"
+        return "drafts without CUDA graphs: all heads together are a few kernels" if on_gpu else None
+
     def drawn_from(self, sequence: int) -> Tensor | None:
         return None
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from membound.runtime.cuda_graphs import DecodeGraphs, Drafting, decode_graphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import Part, ragged_batch
 from membound.runtime.speculation.base import Chooser, Paths
@@ -41,6 +42,7 @@ class ModelProposer:
         self.computed_guesses = gamma
         self.choose = choose
         self.layers = layers
+        self.graphs: DecodeGraphs | None = None
         self._read: dict[int, _Read] = {}
         self._drawn_from: dict[int, Tensor] = {}
 
@@ -60,6 +62,11 @@ class ModelProposer:
         self._drawn_from = {id: torch.stack(rows) for id, rows in drawn.items() if rows}
         return [Draft(tuple(written[sequence.id])) for sequence in sequences]
 
+    def capture(self, max_blocks: int, max_num_seqs: int) -> str | None:
+        step = Drafting(layers=self.layers)
+        self.graphs, note = decode_graphs(self.decoder, self.cache, max_blocks, max_num_seqs, drafting=step)
+        return note
+
     def drawn_from(self, sequence: int) -> Tensor | None:
         return self._drawn_from.get(sequence)
 
@@ -78,10 +85,12 @@ class ModelProposer:
             token_ids += [*sequence.token_ids[start:], *guesses[max(start - sequence.tokens, 0) :]]
             parts.append(Part(start, end - start, sequence.blocks))
             self._read[sequence.id] = _Read(end, sequence.preemptions)
-        device = self.decoder.device
-        batch = ragged_batch(parts, self.block_size).to(device)
-        normed = self.decoder.hidden(torch.tensor(token_ids, device=device), batch, self.cache, self.layers).normed
-        return self.decoder.logits(normed[(batch.query_start[1:] - 1).long()])
+        ids, batch = torch.tensor(token_ids), ragged_batch(parts, self.block_size)
+        rows, device = (batch.query_start[1:] - 1).long(), self.decoder.device
+        if self.graphs is not None and self.graphs.takes(batch):
+            return self.graphs.run(ids, batch, rows)[1]
+        normed = self.decoder.hidden(ids.to(device), batch.to(device), self.cache, self.layers).normed
+        return self.decoder.logits(normed[rows.to(device)])
 
     def _first_unread(self, sequence: Sequence) -> int:
         """The first token of which the drafter has no K and V; a guess that was accepted is one of those it has."""
