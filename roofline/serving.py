@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
-from membound.roofline.shape import StepShape
+from membound.roofline.shape import Count, StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.engines import get_profile
 from membound.roofline.times.known import RoofTimes, times_for
@@ -36,6 +38,11 @@ def chunks(prompt_tokens: float, chunk_tokens: float) -> Iterator[tuple[float, f
         yield float(chunk_tokens), (index * like_it + (like_it - 1.0) / 2.0) * chunk_tokens, like_it
     if rest:
         yield rest, whole * chunk_tokens, 1.0
+
+
+def mean_context(prompt_tokens: float, output_tokens: float) -> float:
+    """Tokens that a decode step attends to for a sequence, on average over its output."""
+    return prompt_tokens + (output_tokens + 1.0) / 2.0
 
 
 @dataclass(frozen=True)
@@ -68,18 +75,41 @@ class Deployment:
     def step(self, shape: StepShape) -> StepCost:
         return step_cost(self.model, self.setup, self.times, shape)
 
-    def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step of a micro-batch through all stages of the replica."""
-        return float(self.step(shape).time_s)
+    def steps_s(self, shape: StepShape) -> Count:
+        """Seconds of one step of a micro-batch through all stages of the replica, or of each of many."""
+        return self.step(shape).time_s
 
-    def decode_s(self, batch: float, context: float) -> float:
-        """Seconds between two tokens of each of `batch` sequences of `context` tokens.
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of one step."""
+        return float(self.steps_s(shape))
+
+    def token_s(self, batch: Count, context: float) -> Count:
+        """Seconds between two tokens of each of `batch` sequences of `context` tokens, at each of many batches.
 
         A pipeline's micro-batches each pass all stages once (`cost.pipelined_cost`).
         """
-        micro = self._micro_batches(batch)
-        turns = max(micro / self.setup.parallel.pp, 1.0)
-        return self.step_s(StepShape.decode(batch / micro, context)) * turns
+        micro = self.setup.parallel.micro_batches_of(batch)
+        turns = np.maximum(micro / self.setup.parallel.pp, 1.0)
+        return self.steps_s(StepShape.decode(batch / micro, context)) * turns
+
+    def decode_s(self, batch: float, context: float) -> float:
+        """Seconds between two tokens at one batch."""
+        return float(self.token_s(batch, context))
+
+    def joining_s(self, batch: Count, prompt_tokens: float, output_tokens: float) -> Count:
+        """Seconds that a prompt adds to the steps that it joins, with the others that join the same ones.
+
+        One in which `batch` sequences of these lengths are served, or each of many.
+        """
+        chunk_tokens, context = float(self.chunk_tokens), mean_context(prompt_tokens, output_tokens)
+        most_together = max(chunk_tokens // prompt_tokens, 1.0)
+        together = np.clip(np.asarray(batch) / max(output_tokens, 1.0), 1.0, most_together)[()]
+        others = StepShape.decode(np.maximum(np.asarray(batch) - 1.0, 1e-3)[()], context)
+        plain_s, total_s = self.steps_s(others), np.zeros(np.shape(batch))[()]
+        for chunk, cached, times in chunks(prompt_tokens, chunk_tokens):
+            joined = others + StepShape.prefill(together, chunk, cached)
+            total_s = total_s + times * (self.steps_s(joined) - plain_s)
+        return np.maximum(total_s, 0.0) / together
 
     def _micro_batches(self, batch: float) -> float:
         return float(self.setup.parallel.micro_batches_of(batch))
@@ -128,7 +158,7 @@ class StaticBatch:
     @cached_property
     def tpot_s(self) -> float:
         """Seconds a token at the mean context; a step's time is nearly linear in it."""
-        return self.deployment.decode_s(self.batch, self.prompt_tokens + (self.output_tokens + 1.0) / 2.0)
+        return self.deployment.decode_s(self.batch, mean_context(self.prompt_tokens, self.output_tokens))
 
     @property
     def latency_s(self) -> float:
@@ -161,7 +191,7 @@ class SteadyLoad:
 
     @property
     def _context(self) -> float:
-        return self.prompt_tokens + (self.output_tokens + 1.0) / 2.0
+        return mean_context(self.prompt_tokens, self.output_tokens)
 
     @cached_property
     def decode_s(self) -> float:
@@ -171,16 +201,7 @@ class SteadyLoad:
     @cached_property
     def prompt_s(self) -> float:
         """Seconds that a prompt adds to the steps that it joins, with the others that join the same ones."""
-        chunk_tokens = float(self.deployment.chunk_tokens)
-        together = min(
-            max(self.batch / max(self.output_tokens, 1.0), 1.0), max(chunk_tokens // self.prompt_tokens, 1.0)
-        )
-        others = StepShape.decode(max(self.batch - 1.0, 1e-3), self._context)
-        plain_s = self.deployment.step_s(others)
-        total_s = 0.0
-        for chunk, cached, times in chunks(self.prompt_tokens, chunk_tokens):
-            total_s += times * (self.deployment.step_s(others + StepShape.prefill(together, chunk, cached)) - plain_s)
-        return max(total_s, 0.0) / together
+        return float(self.deployment.joining_s(self.batch, self.prompt_tokens, self.output_tokens))
 
     @property
     def busy_s(self) -> float:

@@ -27,8 +27,8 @@ from membound.roofline.scenario.workload import (
     SessionPrompts,
     Workload,
 )
-from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
-from membound.roofline.shape import StepShape
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, mean_context
+from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.steps import Speculation, checked_speculation
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.scheduling.policies import BATCHINGS, Batching
@@ -92,7 +92,7 @@ class Lengths:
     @property
     def context(self) -> float:
         """Tokens that a decode step attends to for a sequence, on average over its output."""
-        return self.prompt_tokens + (self.output_tokens + 1.0) / 2.0
+        return mean_context(self.prompt_tokens, self.output_tokens)
 
     def longest_output_of(self, batch: float) -> float:
         """The mean of the longest of `batch` outputs: how many steps a static batch takes."""
@@ -129,13 +129,11 @@ class SpeculatingDeployment(Deployment):
         """Tokens that a decode step emits for each sequence."""
         return 1.0 if self.speculation is None else self.speculation.expected_tokens
 
-    def step_s(self, shape: StepShape) -> float:
-        if self.speculation is None:
-            return super().step_s(shape)
-        return float(self.speculation.step_s(self.times, shape))
+    def steps_s(self, shape: StepShape) -> Count:
+        return super().steps_s(shape) if self.speculation is None else self.speculation.step_s(self.times, shape)
 
-    def decode_s(self, batch: float, context: float) -> float:
-        return super().decode_s(batch, context) / self.tokens_per_step
+    def token_s(self, batch: Count, context: float) -> Count:
+        return super().token_s(batch, context) / self.tokens_per_step
 
     @cached_property
     def footprint(self) -> Footprint:

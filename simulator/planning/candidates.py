@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,8 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, Slo
 from membound.roofline.scenario.engine import BatchingName
-from membound.roofline.serving import chunks
-from membound.roofline.shape import StepShape
 from membound.roofline.techniques import W8A8, ContinuousBatching, KvQuantization, Technique, WeightQuantization
-from membound.simulator.steady import Lengths, SpeculatingDeployment, deployment_of
+from membound.simulator.steady import Lengths, deployment_of
 
 Values = NDArray[np.float64]
 
@@ -359,33 +357,10 @@ def replica_of(
     batches = np.unique(np.round(np.geomspace(1.0, most, BATCHES)))
     limits = {"max_num_seqs": int(batches[-1]), "batching": scenario.engine.batching or USUAL_BATCHING}
     built = built.model_copy(update={"engine": built.engine.model_copy(update=limits)})
-    decode_s = _decode_s(deployment, batches, lengths.context)
-    prompt_s = _prompt_s(deployment, batches, lengths)
+    decode_s = np.broadcast_to(np.asarray(deployment.token_s(batches, lengths.context)), batches.shape)
+    joining_s = deployment.joining_s(batches, lengths.prompt_tokens, lengths.output_tokens)
+    prompt_s = joining_s / parallel.busy_stages(batches)
     return Replica(built, hardware, precision, parallel, lengths, batches, decode_s, prompt_s)
-
-
-def _seconds(deployment: SpeculatingDeployment, shape: StepShape) -> Any:
-    if deployment.speculation is not None:
-        return deployment.speculation.step_s(deployment.times, shape)
-    return deployment.step(shape).time_s
-
-
-def _decode_s(deployment: SpeculatingDeployment, batches: Values, context: float) -> Values:
-    """Seconds a token; each stage of a pipeline works on a micro-batch of its own."""
-    parallel = deployment.setup.parallel
-    micro = parallel.micro_batches_of(batches)
-    seconds = _seconds(deployment, StepShape.decode(batches / micro, np.full(len(batches), context)))
-    turns = np.maximum(micro / parallel.pp, 1.0)
-    return np.broadcast_to(np.asarray(seconds), batches.shape) * turns / deployment.tokens_per_step
-
-
-def _prompt_s(deployment: SpeculatingDeployment, batches: Values, lengths: Lengths) -> Values:
-    """Seconds that a prompt of mean length adds to the steps that it joins; a pipeline's stages share them."""
-    others = StepShape.decode(batches, np.full(len(batches), lengths.context))
-    plain, total = _seconds(deployment, others), np.zeros(len(batches))
-    for chunk, cached, times in chunks(lengths.prompt_tokens, float(deployment.chunk_tokens)):
-        total = total + times * (_seconds(deployment, others + StepShape.prefill(1.0, chunk, cached)) - plain)
-    return np.maximum(total, 0.0) / deployment.setup.parallel.busy_stages(batches)
 
 
 def replicas_on(

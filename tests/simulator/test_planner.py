@@ -15,8 +15,9 @@ from membound.app.reports.plan import plan as report
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
-from membound.roofline.parallel import SINGLE
+from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
+from membound.roofline.serving import SteadyLoad
 from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of, replicas_on
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
@@ -27,7 +28,7 @@ from membound.simulator.scheduling.loop import Executor
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
 from membound.simulator.scheduling.workload import request_stream
-from membound.simulator.steady import Lengths
+from membound.simulator.steady import Lengths, deployment_of
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
 
@@ -176,6 +177,33 @@ def busy_hour(path: Path, mean: float, peak: float) -> None:
     times_s = np.cumsum(gaps_s * np.random.default_rng(3).exponential(size=len(gaps_s)))
     rows = [f"{time_s:.6f},512,64" for time_s in times_s]
     path.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), "utf-8")
+
+
+@pytest.mark.parametrize("parallel", [SINGLE, Parallelism(tp=2), Parallelism(pp=2)])
+@pytest.mark.parametrize(("prompt", "output"), [(512, 64), (200, 8), (20_000, 100)])
+def test_the_curves_of_a_replica_are_those_of_a_steady_load(prompt, output, parallel):
+    one = replica_of(
+        scenario(), get_hardware("H100-SXM5"), Precision("given", ()), parallel, Lengths.fixed(prompt, output)
+    )
+    deployment = deployment_of(one.scenario, resolve_model("Llama-3.1-8B"), one.hardware)
+    for index in (0, len(one.batches) // 2, -1):
+        load = SteadyLoad(deployment, float(one.batches[index]), prompt, output)
+        assert load.batch == one.batches[index]
+        assert one.decode_s[index] == pytest.approx(load.decode_s, rel=1e-9)
+        assert one.prompt_s[index] == pytest.approx(load.busy_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(512, 64), (200, 8), (2000, 200)])
+def test_closed_forms_at_a_rate_are_near_a_run(prompt, output):
+    """At six tenths of what a replica serves at most: means within a seventh, also where many prompts share a step."""
+    one = replica("H100-SXM5", prompt, output)
+    rate = 0.6 * one.most_rps
+    estimate = one.at_rates(np.array([rate]))
+    asked = scenario(rate).with_value("workload.requests", 1500).with_value("engine", one.scenario.engine.model_dump())
+    asked = asked.with_value("workload.prompts.tokens.tokens", prompt)
+    served = run(asked.with_value("workload.output_tokens.tokens", output)).summary
+    assert float(estimate.tpot_s[0]) == pytest.approx(served.tpot_s.mean, rel=1 / 7)
+    assert float(estimate.ttft_s[0]) == pytest.approx(served.ttft_s.mean, rel=1 / 7)
 
 
 MEAN, PEAK = 12.0, 21.6
