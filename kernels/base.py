@@ -330,8 +330,9 @@ class Kernels(RecurrentKernels, Protocol):
     ) -> Tensor:
         """What H2O and SnapKV evict by: the attention that the last new tokens pay to each token of their sequence.
 
-        Returns fp32 [sequences, kv_heads, longest context]: the attention probabilities, summed over the last
-        `queries` new tokens of a sequence (all, where it brings fewer) and over the heads of the group.
+        Returns fp32 [sequences, kv_heads, longest context or more]: the attention probabilities, summed over the last
+        `queries` new tokens of a sequence (all, where it brings fewer) and over the heads of the group; 0 behind its
+        context.
         """
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

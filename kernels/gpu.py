@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from membound.kernels.attention_received import attention_received
 from membound.kernels.base import BlockCopier, Mamba2Vectors, PackedWeight, RaggedBatch, WeightFormat, chain_of
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.kivi import KiviBlocks
@@ -298,7 +299,10 @@ class TritonKernels(ComposedKernels):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        return self._torch.attention_scores(q, keys, batch, scale, queries=queries, window=window, softcap=softcap)
+        if isinstance(keys, QuantizedKv) or batch.tree is not None:
+            return self._torch.attention_scores(q, keys, batch, scale, queries=queries, window=window, softcap=softcap)
+        most = batch.queries_at_most
+        return attention_received(q, keys, batch, scale, queries=queries, most=most, window=window, softcap=softcap)
 
     def latent_rope_and_store(
         self,

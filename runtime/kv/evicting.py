@@ -126,7 +126,7 @@ class EvictingKv:
         seen = self.kernels.attention_scores(
             q, scratch.k_blocks, scratch.batch, scale, queries=self.policy.queries(new), softcap=softcap
         )
-        scores = self.policy.scores(seen[0])
+        scores = self.policy.scores(seen[0, :, :end])
         scores[:, :held] += self.scores[seat, :, :held]
         positions = torch.cat(
             [self.positions[seat, :, :held], scratch.batch.positions.int().expand(self.heads, -1)], dim=1
