@@ -29,7 +29,8 @@ SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = d
 # Streamlit leaves a third of the first screen empty, and writes chosen options in a colour of too little contrast
 DENSER = """<style>
 .stMainBlockContainer {padding-top: 4.6rem}
-@media (min-width: 1440px) {.st-key-language_row {margin-bottom: -3.4rem; z-index: 1}}
+@media (min-width: 1440px) {.st-key-language_row {margin-bottom: -3.4rem; z-index: 1}
+.st-key-tour_box {margin-top: 3.2rem}}
 h1 {font-size: 2rem !important}
 h2 {font-size: 1.5rem !important}
 .stButtonGroup button[data-selected=true] {color: inherit !important}

@@ -21,8 +21,13 @@ SUMMARY = (
 )
 # More of these is neither better nor worse.
 NEUTRAL = ("kv_utilization",)
+MOST_SHOWN = 120  # characters of a part of a scenario that only one of the runs has
 BASELINE = "baseline"
 _KERNELS = re.compile(r"kernels (?P<kernels>.+), (?P<threads>\d+) threads")
+
+
+# Where two documents differ, and what the first and the second have there.
+Difference = tuple[str, str | None, str | None]
 
 
 @dataclass(frozen=True)
@@ -91,82 +96,100 @@ def pairs(a: Run, b: Run) -> list[Pair]:
 def values_of(run: Run) -> dict[Key, Value]:
     """The numbers of a run: of a comparison its gains and its baselines' times, else those of its summary."""
     document = run.comparison() or {}
-    given = flattened(parse_yaml(run.scenario_yaml(), f"scenario of run {run.id}"))
+    users = _users(_scenario(run))
     if document.get("metrics"):
-        return dict(_at_a_server(document["metrics"], given))
+        return dict(_at_a_server(document["metrics"], users))
     if document.get("comparisons"):
-        return dict(_compared(document["comparisons"], given))
-    return dict(_summarised(document.get("summary") or run.summary, given, run.kind != "simulate"))
+        return dict(_compared(document["comparisons"], users))
+    return dict(_summarised(document.get("summary") or run.summary, users, run.kind != "simulate"))
 
 
-def _summarised(summary: Mapping[str, Any], given: Mapping[str, str], measured: bool) -> Iterator[tuple[Key, Value]]:
+def _summarised(summary: Mapping[str, Any], users: str | None, measured: bool) -> Iterator[tuple[Key, Value]]:
     for metric, statistic, unit in SUMMARY:
         value = summary.get(metric)
         number = value.get(statistic) if isinstance(value, Mapping) else value
         if number is not None:
-            yield Key(metric, statistic, BASELINE, _point({}, given)), Value(number, unit, None, measured)
+            yield Key(metric, statistic, BASELINE, _point({}, users)), Value(number, unit, None, measured)
 
 
-def _compared(rows: list[Mapping[str, Any]], given: Mapping[str, str]) -> Iterator[tuple[Key, Value]]:
+def _compared(rows: list[Mapping[str, Any]], users: str | None) -> Iterator[tuple[Key, Value]]:
     for row in rows:
         is_time = row["technique"] == BASELINE
-        key = Key(row["metric"], "mean" if is_time else None, row["technique"], _point(row["point"], given))
+        key = Key(row["metric"], "mean" if is_time else None, row["technique"], _point(row["point"], users))
         number = row["predicted"] if row["measured"] is None else row["measured"]
         yield key, Value(number, row["unit"], row["spread"], row["measured"] is not None)
 
 
-def _at_a_server(rows: list[Mapping[str, Any]], given: Mapping[str, str]) -> Iterator[tuple[Key, Value]]:
+def _at_a_server(rows: list[Mapping[str, Any]], users: str | None) -> Iterator[tuple[Key, Value]]:
     for row in rows:
-        key = Key(row["metric"], row["statistic"], BASELINE, _point(row["point"], given))
+        key = Key(row["metric"], row["statistic"], BASELINE, _point(row["point"], users))
         yield key, Value(row["measured"], row["unit"], row["spread"], True)
 
 
-def _point(point: Mapping[str, Any], given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def _users(scenario: Any) -> str | None:
+    """The users of a closed loop; None of other arrivals."""
+    for name in USERS.split("."):
+        scenario = scenario.get(name) if isinstance(scenario, Mapping) else None
+    return None if scenario is None else str(scenario)
+
+
+def _point(point: Mapping[str, Any], users: str | None) -> tuple[tuple[str, str], ...]:
     """A point as all runs name it, so that one of a sweep is found in a run of that point alone.
 
     Of a closed loop these are its users: how many requests they send changes only how well the numbers are known.
     """
-    users = point.get(USERS, given.get(USERS))
+    users = point.get(USERS, users)
     if users is None:
         return tuple(sorted((path, str(value)) for path, value in point.items()))
     others = {path: str(value) for path, value in point.items() if path not in (USERS, "workload.requests")}
     return (USERS, str(users)), *sorted(others.items())
 
 
-def scenario_differences(a: Run, b: Run) -> list[tuple[str, str | None, str | None]]:
+def scenario_differences(a: Run, b: Run) -> list[Difference]:
     """Each field in which the scenarios differ, with what both have there."""
-    return differences(*(flattened(parse_yaml(run.scenario_yaml(), f"scenario of run {run.id}")) for run in (a, b)))
+    return document_differences(_scenario(a), _scenario(b))
 
 
-def flattened(node: Any, path: str = "") -> dict[str, str]:
-    """The leaves of a document by their dotted paths."""
+def _scenario(run: Run) -> Any:
+    return parse_yaml(run.scenario_yaml(), f"scenario of run {run.id}")
+
+
+def document_differences(a: Any, b: Any, path: str = "") -> list[Difference]:
+    """The smallest parts of two documents in which they differ, by their paths; None where one has no such part."""
+    if a == b and type(a) is type(b):
+        return []
+    of_a, of_b = _children(a), _children(b)
+    if of_a is None or of_b is None:
+        return [(path, _shortly(a), _shortly(b))]
+    names = [*of_a, *(name for name in of_b if name not in of_a)]
+    found = [document_differences(of_a.get(name), of_b.get(name), f"{path}{name}") for name in names]
+    return [(where.removeprefix("."), *values) for parts in found for where, *values in parts]
+
+
+def _children(node: Any) -> dict[str, Any] | None:
+    """The parts of a node by what they add to its path; an item of a list by its name, where all have one."""
     if isinstance(node, Mapping):
-        items = [(f"{path}.{key}" if path else str(key), inner) for key, inner in node.items()]
-    elif isinstance(node, list) and any(isinstance(item, Mapping | list) for item in node):
-        items = [(f"{path}[{_name(item, at)}]", inner) for at, item in enumerate(node) for inner in (_unnamed(item),)]
-    else:
-        return {path: node if isinstance(node, str) else json.dumps(node, ensure_ascii=False)}
-    if not items:
-        return {path: "{}"} if path else {}
-    return {leaf: value for inner_path, inner in items for leaf, value in flattened(inner, inner_path).items()}
+        return {f".{key}": inner for key, inner in node.items()}
+    if isinstance(node, list) and node and all(isinstance(item, Mapping) for item in node):
+        names = [str(item.get("name", at)) for at, item in enumerate(node)]
+        if len(set(names)) == len(names):
+            return {f"[{name}]": item for name, item in zip(names, node, strict=True)}
+    return None
 
 
-def _name(item: Any, at: int) -> str:
-    """An item of a list by its name where it has one, so that one more does not move all that follow."""
-    return str(item["name"]) if isinstance(item, Mapping) and "name" in item else str(at)
+def _shortly(node: Any) -> str | None:
+    """A part of a document in one line."""
+    if node is None or isinstance(node, str):
+        return node
+    words = json.dumps(node, ensure_ascii=False)
+    return words if len(words) <= MOST_SHOWN else f"{words[: MOST_SHOWN - 1]}…"
 
 
-def _unnamed(item: Any) -> Any:
-    if isinstance(item, Mapping) and "name" in item:
-        return {key: value for key, value in item.items() if key != "name"}
-    return item
-
-
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    """What two mappings do not share, with what both have there; None where one has nothing."""
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """What two mappings do not share, with what both have there."""
     names = [*a, *(name for name in b if name not in a)]
     told = [(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
-    return [(name, *(None if value is None else str(value) for value in values)) for name, *values in told]
+    return [(name, None if x is None else str(x), None if y is None else str(y)) for name, x, y in told]
 
 
 def conditions_of(run: Run) -> dict[str, Any]:

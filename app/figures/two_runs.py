@@ -25,7 +25,7 @@ ROW_PX, LEAST_PX, MOST_ROWS = 26, 220, 40
 def named(key: Key, t: Translate) -> str:
     """What a number is of."""
     if key.technique != BASELINE:
-        words = t("two.gain", technique=technique_title(key.technique, t), metric=t(f"metric.{key.metric}"))
+        words = t("two.gain", technique=technique_title(key.technique, t), metric=t(f"short.{key.metric}"))
     else:
         words = t(f"metric.{key.metric}")
         if key.statistic is not None:

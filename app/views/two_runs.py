@@ -92,11 +92,15 @@ def _compared(a: Run, b: Run, t: Translate) -> None:
     pairs = two_runs.pairs(a, b)
     if any(pair.ratio is not None for pair in pairs):
         table = _numbers(pairs, t)
+        both = sum(pair.ratio is not None for pair in pairs)
+        caption = t("two.caption", a=title(a, t), b=title(b, t))
+        if both > figures.MOST_ROWS:
+            caption += " " + t("two.cut", shown=figures.MOST_ROWS, numbers=both)
         chart(
             figures.ratio_figure(pairs, t),
             key="two",
             alt=figures.alt_text(pairs, t),
-            caption=t("two.caption", a=title(a, t), b=title(b, t)),
+            caption=caption,
             table=table,
         )
         st.dataframe(table, hide_index=True, key="two_numbers")

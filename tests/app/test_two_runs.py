@@ -148,7 +148,14 @@ documents = some.recursive(
 @given(some.dictionaries(some.text("abc", min_size=1), documents, max_size=3))
 def test_a_document_does_not_differ_from_itself(document: dict[str, Any]) -> None:
     copied = json.loads(json.dumps(document))
-    assert two_runs.differences(two_runs.flattened(document), two_runs.flattened(copied)) == []
+    assert two_runs.document_differences(document, copied) == []
+
+
+@given(some.dictionaries(some.text("abc", min_size=1), documents, max_size=3), documents)
+def test_a_part_that_only_one_has_is_one_difference(document: dict[str, Any], part: Any) -> None:
+    more = document | {"new": part}
+    expected = [] if part is None else ["new"]
+    assert [path for path, _, _ in two_runs.document_differences(document, more)] == expected
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
