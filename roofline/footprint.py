@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from membound.roofline.memory import MEMORY_SHARE, CacheTerms, cache_terms, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.techniques import EngineSetup
+from membound.roofline.times.engines import get_profile
 
-# What engines need beside weights and caches: activations, captured graphs, the libraries' own; of a small device a
-# smaller part (assumed), as its batches and graphs are smaller too.
+# What engines that capture graphs need beside weights and caches: the graphs, activations, the libraries' own; of a
+# small device a smaller part (assumed), as its batches and graphs are smaller too. Without graphs what is not used of
+# the device is enough: the vLLM of 2023 gave 12 of 40 GiB to the cache beside OPT-13B, which with the weights are nine
+# tenths (Kwon et al., SOSP 2023, table 1, from memory).
 RESERVED_BYTES = 2e9
 RESERVED_SHARE = 1 / 16
 
 
-def cache_room(memory_bytes: float) -> float:
-    """Bytes of a device that weights and caches may take together."""
-    return memory_bytes * MEMORY_SHARE - min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes)
+def cache_room(memory_bytes: float, profile: str) -> float:
+    """Bytes of a device that weights and caches may take together in an engine of a profile."""
+    reserved = min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes) if get_profile(profile).graphs else 0.0
+    return memory_bytes * MEMORY_SHARE - reserved
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Footprint:
 
     weights_bytes: float
     cache: CacheTerms
+    profile: str
     drafter_weights_bytes: float = 0.0
 
     @classmethod
@@ -33,16 +38,17 @@ class Footprint:
         """Raises MemboundError where the model cannot have the set-up's drafter."""
         weights, cache = weights_bytes(model, setup), cache_terms(model, setup)
         if setup.drafts is None:
-            return cls(weights, cache)
+            return cls(weights, cache, setup.profile)
         # Only set-ups that draft import what drafters cost.
         from membound.roofline.speculation.drafters import drafter_of
 
         drafter = drafter_of(model, setup.drafts, replace(setup, drafts=None))
-        return cls(weights + drafter.weights_bytes(), cache + drafter.cache_terms(), drafter.weights_bytes())
+        own = drafter.weights_bytes()
+        return cls(weights + own, cache + drafter.cache_terms(), setup.profile, own)
 
     def room(self, memory_bytes: float) -> float:
         """Bytes that the weights leave for caches; below 0 where they do not fit."""
-        return cache_room(memory_bytes) - self.weights_bytes
+        return cache_room(memory_bytes, self.profile) - self.weights_bytes
 
     def sequence_bytes(self, tokens: float) -> float:
         """Bytes of the caches of one sequence."""

@@ -246,7 +246,12 @@ class Steady:
         if self.deployment.largest_batch(context) >= 1.0:
             return
         held, memory = self.deployment.footprint.weights_bytes / 2**30, self.deployment.hardware.memory_bytes
-        advice = remedies(model, self.deployment.setup, cache_room(memory), lambda held: held.sequence_bytes(context))
+        advice = remedies(
+            model,
+            self.deployment.setup,
+            cache_room(memory, self.deployment.setup.profile),
+            lambda held: held.sequence_bytes(context),
+        )
         raise MemboundError(
             f"'{self.deployment.model.name}' does not fit on '{self.deployment.hardware.name}': its weights take "
             f"{held:.1f} GiB of {memory / 2**30:.1f} GiB, and one sequence needs "

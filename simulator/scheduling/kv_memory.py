@@ -48,7 +48,7 @@ def kv_memory(
     """
     engine, setup = scenario.engine, scenario.setup
     reach = longest or reach or model.max_context
-    held, room = Footprint.of(model, setup), cache_room(memory_bytes)
+    held, room = Footprint.of(model, setup), cache_room(memory_bytes, setup.profile)
     spare = held.room(memory_bytes)
     token_bytes, fixed_bytes = _growth(held.cache, reach)
 

@@ -63,7 +63,7 @@ def test_blocks_and_what_sequences_take_besides_fill_the_memory(model, hardware)
     """As many sequences of the full context as the blocks hold take no more bytes than there are, and nearly all."""
     chosen, spec = scenario(model, hardware, max_num_seqs=1_000_000), resolve_model(model)
     memory = kv_memory(chosen, spec, get_hardware(hardware).memory_bytes)
-    spare = cache_room(get_hardware(hardware).memory_bytes) - weights_bytes(spec, chosen.setup)
+    spare = cache_room(get_hardware(hardware).memory_bytes, chosen.setup.profile) - weights_bytes(spec, chosen.setup)
     context = spec.max_context
     one = float(kv_bytes(spec, chosen.setup, float(context), 1.0))
     fitting = min(memory.num_blocks // memory.pool().blocks_for(context), memory.seats)
@@ -131,7 +131,7 @@ def test_a_drafter_takes_the_place_of_sequences(drafts):
         seated("Llama-3.1-8B", "H100-SXM5", total)[0]
         - seated("Llama-3.1-8B", "H100-SXM5", total, drafting.techniques)[0]
     )
-    room = cache_room(get_hardware("H100-SXM5").memory_bytes)
+    room = cache_room(get_hardware("H100-SXM5").memory_bytes, plain.setup.profile)
     expected = (room - alone.weights_bytes) / alone.sequence_bytes(total)
     expected -= (room - both.weights_bytes) / both.sequence_bytes(total)
     assert lost == pytest.approx(expected, abs=1)
