@@ -22,6 +22,7 @@ from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.roofline.models.recurrent import Mamba2  # noqa: E402
+from membound.roofline.techniques import KvEviction, engine_setup  # noqa: E402
 from membound.runtime.calibration.calibrate import KINDS, Plan, _Calibrator  # noqa: E402
 from membound.runtime.calibration.host import HostGrid  # noqa: E402
 from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid, LayerProbe  # noqa: E402
@@ -29,8 +30,9 @@ from membound.runtime.calibration.linears import LinearGrid  # noqa: E402
 from membound.runtime.calibration.operators import Heads, Load, OperatorGrid  # noqa: E402
 from membound.runtime.calibration.stopwatch import Stopwatch  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
+from membound.runtime.kv.build import store_for  # noqa: E402
 from membound.runtime.loading.weights import load_safetensors  # noqa: E402
-from membound.runtime.plain import generate_plain  # noqa: E402
+from membound.runtime.plain import generate_plain, single_sequence  # noqa: E402
 
 REFERENCE = Path(__file__).parents[3] / "data" / "reference"
 TYPICAL, LARGEST = 0.06, 0.5
@@ -98,6 +100,29 @@ def test_plain_generation_goes_the_plain_way(kernels, device):
     spec, weights = load_safetensors(REFERENCE / "tiny_llama3")
     tokens = list(generate_plain(Decoder(spec, weights, ExactKernels(), "fp32"), [5, 9, 77, 3], 5))
     assert list(generate_plain(Decoder(spec, weights.to(device), kernels, "fp32"), [5, 9, 77, 3], 5)) == tokens
+
+
+class OneByOne(TritonKernels):
+    """Finds the attention that tokens receive sequence by sequence, as plain PyTorch does."""
+
+    def attention_scores(self, *arguments, **options):
+        return self._torch.attention_scores(*arguments, **options)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_a_cache_that_evicts_keeps_the_tokens_that_it_would_keep_sequence_by_sequence(policy, kernels, device):
+    spec, weights = load_safetensors(REFERENCE / "tiny_llama3")
+    setup = engine_setup((KvEviction(policy=policy, budget=12, recent=4),))
+    found = []
+    for set_ in (kernels, OneByOne(device.type)):
+        decoder = Decoder(spec, weights.to(device), set_, "bf16").storing(store_for(setup, set_, device))
+        kv, start = decoder.new_cache(4, BLOCK_SIZE), 0
+        for end in (20, 21, 22, 23):
+            ids, batch = torch.arange(5 + start, 5 + end, device=device), single_sequence(start, end, 4, device)
+            logits = decoder.forward(ids, batch, kv, torch.arange(end - start, device=device))
+            start = end
+        found.append((logits, torch.stack([layer.positions for layer in kv])))
+    assert torch.equal(found[0][1], found[1][1]) and torch.allclose(found[0][0], found[1][0], atol=0.05)
 
 
 def test_every_probe_of_the_calibration_runs_on_them(kernels, device):
