@@ -76,6 +76,15 @@ def test_a_link_with_a_picture_of_another_host_asks_for_none_and_shows_its_words
     tab.check()
 
 
+def test_marks_of_markdown_and_of_streamlit_are_shown_as_they_were_written(session: Session) -> None:
+    marks = ":red[hot] $x$ and $y$ **b** _i_ `c` <b>u</b> ~~s~~ [a](b) &lt; | #1 :material/error:"
+    text = re.sub("(?m)^model: .*", f"model: '{marks}'", shipped_scenarios()["live-cpu"], count=1)
+    tab = session().open(f"/simulate?from=own&yaml={packed(text)}")
+    alert = tab.page.locator("[data-testid=stAlert]")
+    alert.wait_for(timeout=TIMEOUT_MS)
+    assert marks[:70] in alert.inner_text()
+
+
 def test_pages_may_not_ask_another_host_for_a_picture(session: Session) -> None:
     tab = session().open("/simulate")
     refused = """() => new Promise(resolve => {
