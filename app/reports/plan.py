@@ -18,6 +18,7 @@ def plan(document: dict[str, Any]) -> RenderableType:
     """The answer with its numbers, what comes next to it, the front, and what the answer depends on."""
     demand, best = document["demand"], document["best"]
     load = f"{demand['rate_rps']:g} requests/s" if demand["rate_rps"] else f"{demand['concurrency']:g} clients"
+    load += f" who think for {text.seconds(demand['think_s'])}" if demand["concurrency"] and demand["think_s"] else ""
     bounds = ", ".join(
         f"p99 {name.removesuffix('_s').upper()} {text.seconds(v)}" for name, v in demand["slo"].items() if v
     )

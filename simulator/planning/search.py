@@ -124,9 +124,14 @@ def share_of(scenario: Scenario, replicas: int) -> Scenario:
     if requests is not None and arrivals.get("think"):
         requests = max(requests, REQUESTS_OF_A_CLIENT * arrivals["concurrency"])
     workload = scenario.workload.model_dump(mode="json") | {"arrivals": arrivals, "requests": requests}
-    share = scenario.with_value("workload", workload)
-    part = None if requests is None else busiest_of(share.workload, requests)
-    return share if part is None else share.with_value("workload.arrivals", part.arrivals.model_dump(mode="json"))
+    return at_its_busiest(scenario.with_value("workload", workload))
+
+
+def at_its_busiest(scenario: Scenario) -> Scenario:
+    """The scenario with its requests around the busiest moment, where they are a part of how arrivals vary."""
+    requests = scenario.workload.requests
+    part = None if requests is None else busiest_of(scenario.workload, requests)
+    return scenario if part is None else scenario.with_value("workload.arrivals", part.arrivals.model_dump(mode="json"))
 
 
 def denser(scenario: Scenario, by: float) -> dict[str, Any]:

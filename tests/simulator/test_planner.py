@@ -249,6 +249,13 @@ def test_a_plan_says_for_which_part_it_is_sized_and_takes_the_cost_of_tokens_fro
     assert middle_s == pytest.approx(14 * 3600.0, abs=0.2 * times[-1])
 
 
+def test_a_day_is_served_at_most_at_the_rate_of_its_peak():
+    """A sine of swing 0.8 has its bounds met at 14:00 up to a mean of 1 / 1.8 of the rate of steady arrivals."""
+    steady, _ = max_rate(scenario(), tolerance=0.1)
+    day = scenario().with_value("workload.arrivals", {"kind": "sine", "rate_rps": 10.0, "swing": 0.8})
+    assert max_rate(day, tolerance=0.1)[0] * 1.8 == pytest.approx(steady, rel=0.2)
+
+
 def test_clients_who_think_need_fewer_devices():
     users, think_s = {"kind": "closed_loop", "concurrency": 100}, 10.0
     options = {"devices": ["L40S"], "precisions": ["given"], "confirm": 0}
