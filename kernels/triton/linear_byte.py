@@ -57,13 +57,13 @@ class ByteWeight:
 
 @triton.jit
 def linear_byte_kernel(x, data, scale, out, rows, columns, k_size, x_stride, split_stride,
-                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2), SPLITS)
+    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2))
     row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
     data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
@@ -80,7 +80,7 @@ def linear_byte_kernel(x, data, scale, out, rows, columns, k_size, x_stride, spl
         wide = int8_to(byte, token.dtype) if FORMAT == "int8" else fp8_to(byte, token.dtype, FP8_NATIVE)
         acc = dot(wide, tl.trans(token), acc)
     acc *= tl.load(scale + row)[:, None]
-    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+    store_tile(out, acc, m, n, rows, columns, split_stride)
 
 
 def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
@@ -112,7 +112,6 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
             FORMAT=weight.format,
             FP8_NATIVE=machine.has_fp8,
             EVEN_K=k % block_k == 0,
-            SPLITS=grid[2],
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]

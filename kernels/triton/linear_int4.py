@@ -110,7 +110,7 @@ def _words(by_group: Tensor, count: int) -> Tensor:
 @triton.jit
 def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_stride, split_stride,
                        GROUP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr, EVEN: tl.constexpr,
-                       SPLITS: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                       STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the pairs of groups)."""
     HALF: tl.constexpr = GROUP // 2
@@ -118,7 +118,7 @@ def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_strid
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, HALF)
-    begin, end = split_range(tl.cdiv(groups, 2), tl.program_id(2), SPLITS)
+    begin, end = split_range(tl.cdiv(groups, 2), tl.program_id(2))
     # Rows behind the last are read again from the last: no mask on the weights, and their results are not stored.
     row = tl.minimum(n, columns - 1)
     bytes_at = data + ((row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N)[:, None] * HALF + j[None, :]
@@ -148,7 +148,7 @@ def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_strid
             part = dot(low_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_low), nothing)
             part = dot(high_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_high), part)
             acc += part * half_of(word, i, SCALE)[:, None]
-    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+    store_tile(out, acc, m, n, rows, columns, split_stride)
 
 
 def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
@@ -183,7 +183,6 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
             PACK_N=PACK_ROWS,
             SCALE_BF16=weight.scale.dtype == torch.bfloat16,
             EVEN=groups % 2 == 0,
-            SPLITS=grid[2],
             STAGES=config.num_stages,
         )
 

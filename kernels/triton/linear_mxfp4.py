@@ -86,14 +86,14 @@ class Mxfp4Weight:
 
 @triton.jit
 def linear_mxfp4_kernel(x, data, scale, out, rows, columns, groups, x_stride, split_stride,
-                        SPLITS: tl.constexpr, SIZE: tl.constexpr, PACK_N: tl.constexpr, STEP: tl.constexpr,
+                        SIZE: tl.constexpr, PACK_N: tl.constexpr, STEP: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the steps of STEP groups)."""
     HALF: tl.constexpr = SIZE // 2
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, HALF)
-    begin, end = split_range(tl.cdiv(groups, STEP), tl.program_id(2), SPLITS)
+    begin, end = split_range(tl.cdiv(groups, STEP), tl.program_id(2))
     row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
     tile = (row // PACK_N).to(tl.int64)
     packed = tile * groups * PACK_N + row % PACK_N
@@ -113,7 +113,7 @@ def linear_mxfp4_kernel(x, data, scale, out, rows, columns, groups, x_stride, sp
             x_high = tl.load(x_at + group * SIZE + HALF, mask=inside, other=0.0)
             acc = dot(mxfp4_to_bf16(byte & 0xF, exponent), tl.trans(x_low), acc)
             acc = dot(mxfp4_to_bf16(byte >> 4, exponent), tl.trans(x_high), acc)
-    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+    store_tile(out, acc, m, n, rows, columns, split_stride)
 
 
 def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
@@ -140,7 +140,6 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
             x.stride(0),
             m * n,
             config=config,
-            SPLITS=grid[2],
             SIZE=GROUP,
             PACK_N=PACK_ROWS,
         )

@@ -78,14 +78,14 @@ def unpruned_dot(first, second, code, x, acc, PLACE: tl.constexpr):
 
 @triton.jit
 def linear_sparse_kernel(x, values, places, out, rows, columns, k_size, chunks, x_stride, split_stride,
-                         EVEN_K: tl.constexpr, SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+                         EVEN_K: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the chunks)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     g = tl.arange(0, HALF)
     column = tl.arange(0, 4 * HALF)
-    begin, end = split_range(chunks, tl.program_id(2), SPLITS)
+    begin, end = split_range(chunks, tl.program_id(2))
     row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
     chunk_at = row[:, None].to(tl.int64) * chunks
     values_at = values + chunk_at * (4 * HALF) + g[None, :]
@@ -111,7 +111,7 @@ def linear_sparse_kernel(x, values, places, out, rows, columns, k_size, chunks, 
             acc = unpruned_dot(first, second, code, x1, acc, 1)
             acc = unpruned_dot(first, second, code, x2, acc, 2)
             acc = unpruned_dot(first, second, code, x3, acc, 3)
-    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+    store_tile(out, acc, m, n, rows, columns, split_stride)
 
 
 def linear_sparse(
@@ -142,7 +142,6 @@ def linear_sparse(
             m * n,
             config=config,
             EVEN_K=k % (4 * CHUNK) == 0,
-            SPLITS=grid[2],
             HALF=HALF_CHUNK,
         )
 

@@ -40,13 +40,13 @@ def fp8_dot(a, b, acc, NATIVE: tl.constexpr):
 
 @triton.jit
 def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, split_stride,
-                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2), SPLITS)
+    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2))
     row = tl.minimum(n, columns - 1)
     token = tl.minimum(m, rows - 1)  # what lies behind the last row or token is not stored
     data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
@@ -66,7 +66,7 @@ def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, spli
         else:
             acc = fp8_dot(weight, tl.trans(activation), acc, FP8_NATIVE)
     result = acc.to(tl.float32) * tl.load(scale + row)[:, None] * tl.load(x_scale + token)[None, :]
-    store_tile(out, result, m, n, rows, columns, split_stride, SPLITS)
+    store_tile(out, result, m, n, rows, columns, split_stride)
 
 
 def linear_w8a8(
@@ -103,7 +103,6 @@ def linear_w8a8(
             FORMAT=weight.format,
             FP8_NATIVE=machine.has_fp8,
             EVEN_K=k % block_k == 0,
-            SPLITS=grid[2],
         )
 
     tiles, steps = (config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]), -(-k // block_k)
@@ -154,14 +153,14 @@ class Fp8Blocks:
 
 @triton.jit
 def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, x_stride, split_stride,
-                             FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+                             FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
                              SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
                              BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the blocks of k); without `x_scale`, x and the products are halves."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, SCALE_BLOCK)
-    begin, end = split_range(blocks, tl.program_id(2), SPLITS)
+    begin, end = split_range(blocks, tl.program_id(2))
     row = tl.minimum(n, columns - 1)
     token = tl.minimum(m, rows - 1)
     data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
@@ -184,7 +183,7 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size
         else:
             a_scale = tl.load(x_scale + token * blocks + block)
             acc += fp8_dot(weight, tl.trans(activation), nothing, FP8_NATIVE) * w_scale[:, None] * a_scale[None, :]
-    store_tile(out, acc, m, n, rows, columns, split_stride, SPLITS)
+    store_tile(out, acc, m, n, rows, columns, split_stride)
 
 
 def linear_fp8_blocks(
@@ -234,7 +233,6 @@ def linear_fp8_blocks(
             config=config,
             FP8_NATIVE=machine.has_fp8,
             EVEN_K=k % BLOCK == 0,
-            SPLITS=grid[2],
             SCALE_BLOCK=BLOCK,
             STAGES=config.num_stages,
         )

@@ -21,27 +21,27 @@ MOST_PART_ROWS = 512
 
 
 @triton.jit
-def split_range(steps, split, SPLITS: tl.constexpr):
-    """The part of `steps` that belongs to a split."""
-    part = tl.cdiv(steps, SPLITS)
+def split_range(steps, split):
+    """The part of `steps` that belongs to a split, of as many as the grid has: none needs a variant of its own."""
+    part = tl.cdiv(steps, tl.num_programs(2))
     return tl.minimum(split * part, steps), tl.minimum(split * part + part, steps)
 
 
 @triton.jit
-def store_tile(out, acc, m, n, rows, columns, SPLIT_STRIDE, SPLITS: tl.constexpr):
+def store_tile(out, acc, m, n, rows, columns, split_stride):
     """Writes acc [N, M], a tile of y [rows, columns] transposed, to its split's part of `out`."""
-    where = out + tl.program_id(2).to(tl.int64) * SPLIT_STRIDE + m[:, None].to(tl.int64) * columns + n[None, :]
+    where = out + tl.program_id(2).to(tl.int64) * split_stride + m[:, None].to(tl.int64) * columns + n[None, :]
     tl.store(where, tl.trans(acc).to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < columns))
 
 
 @triton.jit
-def split_k_sum_kernel(parts, out, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program adds up BLOCK elements of all parts."""
+def split_k_sum_kernel(parts, out, size, splits, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program adds up BLOCK elements of all parts, of which there are up to PADDED, a power of two."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     part = parts + at
-    for _ in tl.static_range(SPLITS):
-        total += tl.load(part, mask=at < size, other=0.0)
+    for split in tl.static_range(PADDED):
+        total += tl.load(part, mask=(at < size) & (split < splits), other=0.0)
         part += size
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
@@ -71,5 +71,6 @@ def with_split_k(
     start((*grid, splits), parts)
     config = configure("split_k_sum", machine)
     blocks = triton.cdiv(out.numel(), config.tiles["BLOCK"])
-    launch(split_k_sum_kernel, (blocks,), parts, out, out.numel(), config=config, SPLITS=splits)
+    padded = triton.next_power_of_2(splits)
+    launch(split_k_sum_kernel, (blocks,), parts, out, out.numel(), splits, config=config, PADDED=padded)
     return out

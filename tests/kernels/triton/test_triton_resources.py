@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 from membound.kernels.triton import launch as launching
+from membound.kernels.triton import production
 from membound.kernels.triton.launch import Config, configure
 from membound.kernels.triton.machine import REFERENCE_MACHINES, Machine
 from membound.kernels.triton.production import CASES, launches
@@ -87,6 +88,18 @@ def test_a_launch_needs_no_data_and_one_that_streams_keeps_every_multiprocessor_
         for launch in launches(case, machine):
             if any(word in launch.name for word in STREAMING) and not case.endswith((" m 64", " m 512")):
                 assert math.prod(launch.grid) >= machine.multiprocessors, launch
+
+
+def test_how_a_product_is_split_compiles_no_variant_of_its_kernel():
+    seen, splits = set(), set()
+    for m in range(1, 600):
+        with launching.recording(REFERENCE_MACHINES["sm90"]) as record:
+            production._linear_int4(m, zero=False)
+        splits.add(record.launches[0].grid[2])
+        seen |= {(one.name, tuple(one.constants.items()), one.config.num_warps) for one in record.launches}
+    assert len(splits) > 4
+    assert len([name for name, *_ in seen if name == "linear_int4_kernel"]) == 3  # a rule each in launch.json
+    assert len([name for name, *_ in seen if name == "split_k_sum_kernel"]) <= 6  # powers of two up to 64
 
 
 class CompiledKernel:
