@@ -196,24 +196,7 @@ class MemoryTerms:
     cache: CacheTerms
     activations: ActivationTerms
 
-    @classmethod
-    def of(cls, model: ModelSpec, setup: EngineSetup, activation_width: float) -> MemoryTerms:
-        activations = activation_terms(model, setup, activation_width)
-        return cls(weights_bytes(model, setup), cache_terms(model, setup), activations)
-
     def at(self, kv_tokens: float, step_tokens: float, sequences: float) -> MemoryBreakdown:
         """With `kv_tokens` tokens of `sequences` sequences cached and `step_tokens` in the largest step."""
         cached = float(self.cache.bytes(kv_tokens, sequences))
         return MemoryBreakdown(self.weights_bytes, cached, self.activations.bytes(step_tokens))
-
-
-def memory_breakdown(
-    model: ModelSpec,
-    setup: EngineSetup,
-    kv_tokens: float,
-    step_tokens: float,
-    activation_width: float = 4.0,
-    sequences: float = 1.0,
-) -> MemoryBreakdown:
-    """What one device holds with `kv_tokens` tokens cached and `step_tokens` in its largest step."""
-    return MemoryTerms.of(model, setup, activation_width).at(kv_tokens, step_tokens, sequences)

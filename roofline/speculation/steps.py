@@ -181,10 +181,6 @@ class Speculation:
         """Whether the drafter reads prompts into a cache of its own before it guesses."""
         return self._drafter.reads
 
-    def drafter_kv_bytes(self, kv_tokens: Count, sequences: Count = 1.0) -> Count:
-        """Bytes that the drafter adds to the caches of one device."""
-        return self._drafter.cache_terms().bytes(kv_tokens, sequences)
-
     @cached_property
     def _drafter(self) -> Drafter:
         return drafter_of(self.model, self.drafts, self.plain)

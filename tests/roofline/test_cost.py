@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membound.roofline.cost import step_cost
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import catalog as devices
 from membound.roofline.hardware import get_hardware
-from membound.roofline.memory import memory_breakdown
 from membound.roofline.models import catalog as models
 from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
@@ -93,9 +93,9 @@ def test_eight_bits_halve_the_weights_but_for_the_scales():
 
 def test_the_kv_cache_of_llama_takes_128_kib_a_token():
     """Llama-3.1-8B: 2 x 8 heads x 128 x 2 bytes x 32 layers; models.csv of the facts gives 131072."""
-    memory = memory_breakdown(LLAMA, PLAIN, kv_tokens=1, step_tokens=1)
-    assert memory.kv_bytes == 131072
-    assert memory.weights_bytes == pytest.approx(16.06e9, rel=0.001)
+    held = Footprint.of(LLAMA, PLAIN)
+    assert held.sequence_bytes(1) == 131072
+    assert held.weights_bytes == pytest.approx(16.06e9, rel=0.001)
 
 
 def test_batching_moves_the_bottleneck_and_prefill_computes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.shape import StepShape
@@ -31,7 +32,8 @@ def speculation(technique) -> Speculation:
 
 def test_the_models_own_layers_add_no_weights_and_no_cache():
     own = speculation(SelfSpeculation(gamma=2, layers=8))
-    assert own.drafter_weights_bytes == 0 and own.drafter_kv_bytes(1000.0) == 0
+    assert own.drafter_weights_bytes == 0
+    assert Footprint.of(MODEL, own.setup) == Footprint.of(MODEL, own.plain)
 
 
 def test_a_guess_of_more_layers_costs_more_and_of_all_but_one_almost_a_step():
