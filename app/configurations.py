@@ -57,7 +57,8 @@ def read(text: str, devices: Sequence[str]) -> Configuration | None:
     found = next((one for one in PHASES if one == phase), None)
     if not known or found is None or len(counts) != 4 or not all(0 < count <= MOST_NUMBER for count in counts):
         return None
-    return Configuration(model, device, found, *counts, named)
+    context, batch, tp, gamma = counts
+    return Configuration(model, device, found, context, batch, tp, gamma, named)
 
 
 def told_apart(configurations: Sequence[Configuration]) -> list[str]:

@@ -163,7 +163,7 @@ def document_differences(a: Any, b: Any, path: str = "") -> list[Difference]:
         return [(path, _shortly(a), _shortly(b))]
     names = [*of_a, *(name for name in of_b if name not in of_a)]
     found = [document_differences(of_a.get(name), of_b.get(name), f"{path}{name}") for name in names]
-    return [(where.removeprefix("."), *values) for parts in found for where, *values in parts]
+    return [(where.removeprefix("."), in_a, in_b) for parts in found for where, in_a, in_b in parts]
 
 
 def _children(node: Any) -> dict[str, Any] | None:

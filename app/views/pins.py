@@ -37,7 +37,8 @@ class Row:
 def pinned() -> list[Configuration]:
     """What was pinned, as the session or the URL holds it."""
     devices = device_names()
-    found = linked.seed(PINS, lambda held: _read(held, devices), [])
+    none: list[str] = []
+    found = linked.seed(PINS, lambda held: _read(held, devices), none)
     linked.keep(PINS, [])
     return [one for text in found if (one := read(text, devices)) is not None]
 
