@@ -33,6 +33,8 @@ from membound.kernels.triton.launch import compiled
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
 from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
+from membound.kernels.triton.linear_w4a8 import GROUPS as W4A8_GROUPS
+from membound.kernels.triton.linear_w4a8 import linear_w4a8, step_of
 from membound.kernels.triton.linear_w8a8 import BLOCK as FP8_BLOCK
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.machine import INTERPRETED, machine_of
@@ -44,7 +46,7 @@ from membound.kernels.triton.moe_routing import MOST_EXPERTS, route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
-from membound.kernels.triton.round_rows import round_blocks, round_rows
+from membound.kernels.triton.round_rows import round_blocks, round_rows, round_steps
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -75,11 +77,12 @@ class TritonPacker(Packer):
         n, k = codes.shape
         group_size = k // scale.shape[1] if scale.dim() == 2 and scale.shape[1] else 0
         whole = zero is None or bool((zero == zero.round()).all() and (zero >= 0).all() and (zero <= 15).all())
-        if format != "int4" or group_size not in GROUPS or group_size * scale.shape[1] != k or not whole:
+        groups = {"int4": GROUPS, "w4a8": W4A8_GROUPS}.get(format, ())
+        if group_size not in groups or group_size * scale.shape[1] != k or not whole:
             return super().pack_codes(codes, scale, zero, format)
         zeros = None if zero is None else zero.to(torch.uint8)
         own = Int4Weight.pack(codes.to(torch.uint8), scale.half(), zeros)
-        return TritonWeight("int4", own.data, own.scale, own.zero, group_size, (n, k))
+        return TritonWeight(format, own.data, own.scale, own.zero, group_size, (n, k))
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         plain = super().pack_gguf(raw, type, shape)
@@ -202,7 +205,10 @@ class TritonKernels(ComposedKernels):
             if weight.kept is not None:
                 return linear_sparse(x, SparseWeight(weight.data, weight.kept, weight.shape[1]))
             assert weight.scale is not None
-            return linear_int4(x, Int4Weight(weight.data, weight.scale, weight.offset))
+            int4 = Int4Weight(weight.data, weight.scale, weight.offset)
+            if weight.format == "w4a8":
+                return linear_w4a8(round_steps(x, step_of(int4.group)), int4, self.activation_dtype)
+            return linear_int4(x, int4)
         if isinstance(weight, TritonFp8):
             return self._linear_fp8(x, weight)
         if _is_rows_of_bytes(weight):

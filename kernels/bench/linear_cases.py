@@ -36,6 +36,7 @@ from membound.kernels.triton.linear_sparse import (
     linear_sparse_bytes,
     linear_sparse_reference,
 )
+from membound.kernels.triton.linear_w4a8 import linear_w4a8, linear_w4a8_bytes, linear_w4a8_reference, step_of
 from membound.kernels.triton.linear_w8a8 import (
     Fp8Blocks,
     linear_fp8_blocks,
@@ -54,6 +55,7 @@ from membound.kernels.triton.moe_linear import (
     moe_linear_reference,
 )
 from membound.kernels.triton.moe_routing import Routing, route, route_reference
+from membound.kernels.triton.round_rows import round_steps
 
 Shape = tuple[int, int]  # n, k
 DOWN_8B: Shape = (4096, 14336)  # Llama-3.1-8B's down projection
@@ -74,6 +76,18 @@ def _int4(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) 
         "Marlin": partial(peers.marlin_int4, x, n, group),
     }
     return Trial(lambda: linear_int4(x, weight), compare, linear_int4_bytes(m, weight), 2 * m * n * k, peers=beside)
+
+
+def _w4a8(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) -> Trial:
+    (n, k), step = shape, step_of(group)
+    x = round_steps(inputs.normal(m, k), step)
+    weight = Int4Weight.quantize(inputs.normal(n, k), group, symmetric=symmetric)
+
+    def compare(y: Tensor) -> list[Comparison]:
+        return [product(y, linear_w4a8_reference(x, weight))]
+
+    nbytes, flops = linear_w4a8_bytes(x, weight), 2 * m * n * k
+    return Trial(lambda: linear_w4a8(x, weight, torch.bfloat16), compare, nbytes, flops, "int8")
 
 
 def _byte(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
@@ -227,6 +241,15 @@ CASES = [
         for f in BYTE_FORMATS
         for m in (3, 40)
     ),
+    *(
+        Case(
+            "linear_w4a8",
+            f"group {group}, m {m}",
+            partial(_w4a8, m=m, shape=(130, 768), group=group, symmetric=m == 3),
+            True,
+        )
+        for group, m in ((64, 3), (128, 40), (256, 3))
+    ),
     Case("linear_mxfp4", "m 5", partial(_mxfp4, m=5, shape=ODD), True),
     Case("linear_sparse", "m 5", partial(_sparse, m=5, shape=(70, 300)), True),
     *(Case("linear_w8a8", f"{f}, m 5", partial(_w8a8, format=f, m=5, shape=(130, 150)), True) for f in BYTE_FORMATS),
@@ -258,6 +281,14 @@ CASES = [
     *(
         Case("linear_byte", f"{f} 4096x14336, m {m}", partial(_byte, format=f, m=m, shape=DOWN_8B))
         for f, m in LARGE_BYTE
+    ),
+    *(
+        Case(
+            "linear_w4a8",
+            f"4096x14336, group 128, m {m}",
+            partial(_w4a8, m=m, shape=DOWN_8B, group=128, symmetric=True),
+        )
+        for m in (1, 16, 64, 512)
     ),
     *(Case("linear_mxfp4", f"4096x14336, m {m}", partial(_mxfp4, m=m, shape=DOWN_8B)) for m in (1, 64)),
     *(Case("linear_sparse", f"4096x14336, m {m}", partial(_sparse, m=m, shape=DOWN_8B)) for m in (1, 64)),

@@ -21,6 +21,7 @@ from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_b
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
 from membound.kernels.triton.linear_sparse import HALF_CHUNK, SparseWeight, linear_sparse
+from membound.kernels.triton.linear_w4a8 import linear_w4a8, step_of
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.machine import Machine
 from membound.kernels.triton.mamba1_update import mamba1_update
@@ -31,7 +32,7 @@ from membound.kernels.triton.moe_routing import route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import kv_store, rope_store
-from membound.kernels.triton.round_rows import round_blocks, round_rows
+from membound.kernels.triton.round_rows import QuantizedSteps, round_blocks, round_rows, round_steps
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -108,6 +109,15 @@ def _linear_int4(m: int, *, zero: bool) -> None:
     data = _of(n // PACK_ROWS, k // group, PACK_ROWS, group // 2, dtype=torch.uint8)
     zeros = _of(k // group // 8, n, 4, dtype=torch.uint8) if zero else None
     linear_int4(_of(m, k), Int4Weight(data, _of(k // group // 2, n, 2), zeros))
+
+
+def _linear_w4a8(m: int, *, zero: bool = False, group: int = 128) -> None:
+    n, k, step = 4096, 14336, step_of(group)
+    data = _of(n // PACK_ROWS, k // group, PACK_ROWS, group // 2, dtype=torch.uint8)
+    zeros = _of(-(-k // group // 8), n, 4, dtype=torch.uint8) if zero else None
+    x = QuantizedSteps(_of(m, k, dtype=torch.int8), _of(m, k // step, dtype=torch.float32), step)
+    weight = Int4Weight(data, _of(k // group // 2, n, 2, dtype=torch.float16), zeros)
+    linear_w4a8(x, weight, torch.bfloat16)
 
 
 def _linear_byte(format: ByteFormat, m: int) -> None:
@@ -298,6 +308,11 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_w8a8 fp8 m 64": lambda: _linear_w8a8("fp8", 64),
     "linear_w8a8 int8 m 4096": lambda: _linear_w8a8("int8", 4096),
     "linear_w8a8 fp8 m 4096": lambda: _linear_w8a8("fp8", 4096),
+    "linear_w4a8 m 1": lambda: _linear_w4a8(1),
+    "linear_w4a8 m 16 with zeros": lambda: _linear_w4a8(16, zero=True),
+    "linear_w4a8 m 64": lambda: _linear_w4a8(64),
+    "linear_w4a8 m 512": lambda: _linear_w4a8(512),
+    "linear_w4a8 groups of 256 m 16": lambda: _linear_w4a8(16, group=256),
     "linear_fp8_blocks m 16": lambda: _linear_fp8_blocks(16),
     "linear_fp8_blocks m 4096": lambda: _linear_fp8_blocks(4096),
     "linear_fp8_blocks of halves m 16": lambda: _linear_fp8_blocks(16, rounded=False),
@@ -332,6 +347,7 @@ CASES: dict[str, Callable[[], object]] = {
     "round_rows to int8": lambda: round_rows(_of(SEQUENCES, 14336), "int8"),
     "round_rows to fp8": lambda: round_rows(_of(SEQUENCES, 4096), "fp8"),
     "round_rows wider than a program holds": lambda: round_rows(_of(SEQUENCES, 53248), "int8"),
+    "round_rows in steps": lambda: round_steps(_of(SEQUENCES, 4096), 128),
     "round_rows in blocks": lambda: round_blocks(_of(SEQUENCES, 7168)),
     "rope_store bf16": lambda: _rope_store("bf16"),
     "rope_store fp8": lambda: _rope_store("fp8"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,23 @@ from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
 
 WIDEST = 32768  # a row up to it is held in one program's registers
 PART = 8192  # of a wider one a program holds so much at a time, and reads it again, from the cache
+
+
+@dataclass(frozen=True)
+class QuantizedSteps:
+    """Activations [tokens, width] in int8, with a `scale` [tokens, width / step] (fp32) for each `step` elements."""
+
+    data: Tensor
+    scale: Tensor
+    step: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+    def dequantized(self) -> Tensor:
+        """The rows in fp32."""
+        return (self.data.float().unflatten(1, (-1, self.step)) * self.scale[..., None]).flatten(1)
 
 
 @triton.jit
@@ -69,6 +88,18 @@ def round_blocks(x: Tensor) -> Fp8Blocks:
     return Fp8Blocks(data, scale, 1)
 
 
+def round_steps(x: Tensor, step: int) -> QuantizedSteps:
+    """x [tokens, width] in int8, with a scale for each `step` (32, 64 or 128) numbers of a token."""
+    check.strided("x", x, [None, None], [*check.HALVES, torch.float32])
+    tokens, width = x.shape
+    check.require(step in (32, 64, 128) and width % step == 0, "step", f"is {step} for rows of {width}")
+    data = torch.empty(tokens, width, dtype=torch.int8, device=x.device)
+    scale = torch.empty(tokens, width // step, dtype=torch.float32, device=x.device)
+    config = configure("round_blocks", machine_for(x)).with_tiles(BLOCK=step)
+    _round(x, data, scale, width // step, step, "int8", config)
+    return QuantizedSteps(data, scale, step)
+
+
 def _round(
     x: Tensor, data: Tensor, scale: Tensor, spans: int, span: int, format: ActivationFormat, config: Config
 ) -> None:
@@ -88,6 +119,6 @@ def _round(
     )
 
 
-def round_rows_bytes(x: Tensor, rounded: QuantizedRows | Fp8Blocks) -> int:
+def round_rows_bytes(x: Tensor, rounded: QuantizedRows | QuantizedSteps | Fp8Blocks) -> int:
     """Bytes that must move: x in, the codes and their scales out."""
     return x.nbytes + rounded.nbytes

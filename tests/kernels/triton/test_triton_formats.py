@@ -18,7 +18,7 @@ from membound.runtime.linear import KernelLinear  # noqa: E402
 from membound.runtime.quantization.recipes import RoundingRecipe  # noqa: E402
 
 
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "fp8", "sparse24"])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "w4a8", "fp8", "sparse24"])
 def test_a_weight_packed_for_triton_multiplies_as_the_plain_kernels_do(device, format):
     random = torch.Generator().manual_seed(0)
     x, w = torch.randn(3, 128, generator=random), torch.randn(40, 128, generator=random).bfloat16().float()
@@ -29,6 +29,20 @@ def test_a_weight_packed_for_triton_multiplies_as_the_plain_kernels_do(device, f
     expected = plain.linear(x.bfloat16().float(), plain.pack(w, format))
     assert y.dtype is torch.bfloat16
     assert torch.allclose(y.float().cpu(), expected, atol=0.3, rtol=0.02)
+
+
+@pytest.mark.parametrize("group", [64, 128, 256])
+def test_4_bits_times_8_is_one_launch_that_rounds_and_one_product_in_integers(device, group):
+    random = torch.Generator().manual_seed(4)
+    w, x = torch.randn(70, 512, generator=random), torch.randn(3, 512, generator=random).bfloat16()
+    kernels, plain = TritonKernels(str(device)), TorchKernels()
+    weight = kernels.pack(w.to(device), "w4a8", group)
+    assert not kernels.emulates(weight) and kernels.emulates(kernels.pack(w.to(device), "w4a8", 32))
+    expected = plain.linear(x.float(), plain.pack(w, "w4a8", group))
+    assert torch.allclose(kernels.linear(x.to(device), weight).float().cpu(), expected, atol=0.3, rtol=0.02)
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        kernels.linear(x.to(device), weight)
+    assert [launch.name for launch in record.launches][:2] == ["round_rows_kernel", "linear_w4a8_kernel"]
 
 
 @pytest.mark.parametrize("zero", [None, 3.0, 7.25])

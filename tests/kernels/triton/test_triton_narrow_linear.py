@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.base import PackedWeight  # noqa: E402
 from membound.kernels.bench.trial import FP8_SUMS  # noqa: E402
+from membound.kernels.quantize import rounded_inputs  # noqa: E402
 from membound.kernels.triton import lang  # noqa: E402
 from membound.kernels.triton.activation import QuantizedRows  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.kernels.triton.linear_byte import ByteWeight  # noqa: E402
+from membound.kernels.triton.linear_int4 import Int4Weight  # noqa: E402
 from membound.kernels.triton.linear_mxfp4 import (  # noqa: E402
     Mxfp4Weight,
     linear_mxfp4,
@@ -24,6 +27,12 @@ from membound.kernels.triton.linear_sparse import (  # noqa: E402
     linear_sparse_bytes,
     linear_sparse_reference,
 )
+from membound.kernels.triton.linear_w4a8 import (  # noqa: E402
+    linear_w4a8,
+    linear_w4a8_bytes,
+    linear_w4a8_reference,
+    step_of,
+)
 from membound.kernels.triton.linear_w8a8 import (  # noqa: E402
     Fp8Blocks,
     linear_fp8_blocks,
@@ -33,6 +42,7 @@ from membound.kernels.triton.linear_w8a8 import (  # noqa: E402
     linear_w8a8_bytes,
     linear_w8a8_reference,
 )
+from membound.kernels.triton.round_rows import round_steps  # noqa: E402
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
 # Of the result; products and sums are in fp32. Triton's interpreter cuts bf16 off where a GPU rounds it.
@@ -141,6 +151,38 @@ def test_bytes_times_bytes_give_the_product_of_what_both_mean(device, format, m,
     assert close(y, linear_w8a8_reference(x, weight), format == "fp8")
 
 
+@settings(deadline=None, max_examples=25)
+@given(
+    m=st.integers(1, 19),
+    n=st.sampled_from([1, 40, 130]),
+    group=st.sampled_from([64, 128, 256]),
+    groups=st.integers(1, 10),
+    symmetric=st.booleans(),
+    dtype=DTYPES,
+    splits=SPLITS,
+)
+def test_4_bits_times_8_give_the_product_of_what_both_mean(device, m, n, group, groups, symmetric, dtype, splits):
+    k = group * groups
+    sizes = torch.logspace(-1, 1, k)  # so that the groups' scales differ
+    weight = moved(Int4Weight.quantize(random(n, k) * sizes, group, symmetric=symmetric), device)
+    x = round_steps((random(m, k, seed=1) * sizes.flip(0)).to(device, dtype), step_of(group))
+    y = linear_w4a8(x, weight, dtype, splits=splits, config=Config({"BLOCK_N": 32, "BLOCK_M": 16}))
+    assert close(y, linear_w4a8_reference(x, weight))
+    assert close(linear_w4a8(x, weight, dtype), linear_w4a8_reference(x, weight))
+
+
+@settings(deadline=None, max_examples=20)
+@given(m=st.integers(0, 5), step=st.sampled_from([32, 64, 128]), steps=st.integers(1, 9), dtype=DTYPES)
+def test_steps_of_a_token_are_rounded_as_w4a8_means_it(device, m, step, steps, dtype):
+    x = random(m, step * steps).to(device, dtype)
+    meant = rounded_inputs(x, PackedWeight("w4a8", x, group_size=step))
+    found = round_steps(x, step)
+    # A number halfway between two codes may become either.
+    code = found.scale.repeat_interleave(step, 1)
+    assert ((found.dequantized() - meant).abs() <= 1.01 * code).all()
+    assert ((found.dequantized() - meant).abs() <= 1e-6 * code).float().mean() > 0.98 if m else True
+
+
 @settings(deadline=None, max_examples=15)
 @given(m=st.integers(1, 19), n=st.sampled_from([1, 100, 130]), k=st.sampled_from([128, 130, 300]), splits=SPLITS)
 def test_fp8_blocks_give_the_product_with_every_blocks_own_scale(device, m, n, k, splits):
@@ -168,7 +210,9 @@ def test_the_stored_configurations_give_the_same(device, m):
     assert close(y, linear_fp8_blocks_reference(blocks, weight), fp8=True)
 
 
-def test_declared_bytes_count_weights_scales_and_activations_once():
+def test_declared_bytes_count_weights_scales_and_activations_once(device):
+    int4, x = Int4Weight.quantize(random(64, 256), 128, symmetric=True), round_steps(random(3, 256).to(device), 128)
+    assert linear_w4a8_bytes(x, int4) == 64 * 128 + 64 * 2 * 2 + 3 * (256 + 2 * 4) + 3 * 64 * 2
     mxfp4 = Mxfp4Weight.quantize(random(48, 64))
     assert linear_mxfp4_bytes(3, mxfp4) == 48 * 64 * (4 + 8 / 32) / 8 + 3 * (48 + 64) * 2
     rows, weight = QuantizedRows.of(random(3, 64), "int8"), ByteWeight.quantize(random(48, 64), "int8")
@@ -195,6 +239,14 @@ def test_bad_arguments_are_named(device):
         linear_w8a8(rows, weight, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^dtype: is torch\.float32"):
         linear_w8a8(QuantizedRows.of(x, "fp8"), weight, torch.float32)
+    int4, steps = moved(Int4Weight.quantize(random(8, 64), 64, symmetric=True), device), round_steps(x, 64)
+    with pytest.raises(ValueError, match=r"^x\.step: is 32, for groups of 64 it should be 64"):
+        linear_w4a8(round_steps(x, 32), int4, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^weight: has groups of 32"):
+        narrow = moved(Int4Weight.quantize(random(8, 64), 32, symmetric=True), device)
+        linear_w4a8(steps, narrow, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^step: is 48 for rows of 64"):
+        round_steps(x, 48)
     with pytest.raises(ValueError, match=r"^x: dtype is torch\.float32"):
         linear_fp8_blocks(x.float(), moved(Fp8Blocks.quantize(x, 128), device), torch.bfloat16)
     with pytest.raises(ValueError, match=r"^weight\.rows_a_block: is 1, should be 128"):
