@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from membound.kernels.kivi import KiviBlocks
 
 # fp32 and bf16 as they are; int8 to int2: integer codes; w8a8 and w4a8: int8 and int4, multiplied with activations
-# rounded to int8; fp8: e4m3; sparse24: two of four numbers in bf16; q4_k and q6_k: GGUF's blocks.
+# rounded to int8; fp8: e4m3; sparse24: two of four numbers in bf16; q4_k and q6_k: GGUF's blocks; mxfp4: OCP's e2m1.
 WeightFormat = Literal[
-    "fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "w4a8", "fp8", "sparse24", "q4_k", "q6_k"
+    "fp32", "bf16", "int8", "int4", "int3", "int2", "w8a8", "w4a8", "fp8", "sparse24", "q4_k", "q6_k", "mxfp4"
 ]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
@@ -191,6 +191,7 @@ class Kernels(RecurrentKernels, Protocol):
     emulates_quantized_kv: bool  # whether quantized K and V take a time that says nothing about their format
     emulates_kivi: bool  # the same of KIVI's
     chain_verifier: ChainVerifier | None  # None: the host verifies drafts and draws
+    keeps_mxfp4: bool  # whether `pack` and `linear` have mxfp4
     interleaved: bool  # whether `pack` lays the words of 16 rows side by side
 
     def describe(self) -> str:

@@ -43,6 +43,7 @@ class ComposedKernels(ABC):
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
     emulates_kivi = True
+    keeps_mxfp4 = False
     chain_verifier: ChainVerifier | None = None
 
     @abstractmethod

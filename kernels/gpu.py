@@ -32,6 +32,7 @@ from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.launch import compiled
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
+from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
 from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w4a8 import GROUPS as W4A8_GROUPS
 from membound.kernels.triton.linear_w4a8 import linear_w4a8, step_of
@@ -57,7 +58,7 @@ from membound.kernels.triton.verify_sampling import verify_sampling
 
 @dataclass(frozen=True, eq=False)
 class TritonWeight(PackedWeight):
-    """A weight whose parts are those of Triton's `Int4Weight` (offset: its zero) or `SparseWeight` (kept: its places).
+    """The parts of Triton's `Int4Weight` (offset: its zero), `SparseWeight` (kept: its places) or `Mxfp4Weight`.
 
     They lie in another order than a plain weight's of the same format.
     """
@@ -90,6 +91,10 @@ class TritonPacker(Packer):
             return plain
         assert plain.scale is not None, "Q4_0 has a scale for each 32 codes"
         return self.pack_codes(codes_of(plain), plain.scale, None, "int4")
+
+    def _mxfp4(self, weight: Tensor) -> PackedWeight:
+        own = Mxfp4Weight.quantize(weight)
+        return TritonWeight("mxfp4", own.data, own.scale, size=own.shape)
 
     def _sparse24(self, weight: Tensor) -> PackedWeight:
         own = SparseWeight.prune(weight.to(torch.bfloat16))
@@ -159,6 +164,7 @@ class TritonKernels(ComposedKernels):
     kv_dtype = torch.bfloat16
     emulates_quantized_kv = False
     emulates_kivi = False
+    keeps_mxfp4 = True
     interleaved = False
 
     def __init__(self, device: str = "cuda") -> None:
@@ -205,6 +211,8 @@ class TritonKernels(ComposedKernels):
             if weight.kept is not None:
                 return linear_sparse(x, SparseWeight(weight.data, weight.kept, weight.shape[1]))
             assert weight.scale is not None
+            if weight.format == "mxfp4":
+                return linear_mxfp4(x, Mxfp4Weight(weight.data, weight.scale, weight.shape[0]))
             int4 = Int4Weight(weight.data, weight.scale, weight.offset)
             if weight.format == "w4a8":
                 return linear_w4a8(round_steps(x, step_of(int4.group)), int4, self.activation_dtype)

@@ -45,6 +45,8 @@ class Packer:
             return self._fp8(weight)
         if format == "sparse24":
             return self._sparse24(weight)
+        if format == "mxfp4":
+            return self._mxfp4(weight)
         if format in ("int8", "w8a8"):
             scale = weight.abs().amax(dim=1).float() / 127  # [n]
             return self.pack_codes(_rounded(weight, scale[:, None], None, -127, 127), scale, None, format)
@@ -140,6 +142,9 @@ class Packer:
             narrow = (weight[part].float() / divisor[part, None]).clamp_(-LARGEST_E4M3, LARGEST_E4M3)
             data[part] = narrow.to(torch.float8_e4m3fn).view(torch.uint8)
         return PackedWeight("fp8", data, scale)
+
+    def _mxfp4(self, weight: Tensor) -> PackedWeight:
+        raise ValueError("mxfp4 weights are multiplied by the Triton kernels on a GPU alone")
 
     def _sparse24(self, weight: Tensor) -> PackedWeight:
         n, k = weight.shape

@@ -81,7 +81,7 @@ class Decoders:
 
     def _key(self, scenario: Scenario) -> tuple[str, str, str]:
         """What its packed weights depend on; raises MemboundError for a set-up that does not run."""
-        if problem := unmeasured(scenario.setup):
+        if problem := unmeasured(scenario.setup, mxfp4=self.kernels.keeps_mxfp4):
             raise MemboundError(problem)
         plan = scenario.setup.precision
         chosen = [repr(technique) for technique in scenario.techniques if technique.layer == "weights"]

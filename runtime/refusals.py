@@ -11,10 +11,13 @@ from membound.runtime.speculation.build import RUNNING
 from membound.runtime.supported import recurrent
 
 
-def unmeasured(setup: EngineSetup) -> str | None:
-    """The first part of a set-up that is predicted but does not run here yet, in one sentence; None where all runs."""
+def unmeasured(setup: EngineSetup, *, mxfp4: bool = False) -> str | None:
+    """The first part of a set-up that is predicted but does not run here yet, in one sentence; None where all runs.
+
+    `mxfp4` says that the kernels multiply it.
+    """
     plan, drafts = setup.precision, setup.drafts
-    if problem := format_problem(plan):
+    if problem := format_problem(plan, mxfp4=mxfp4):
         return problem
     parts = (
         (

@@ -49,6 +49,7 @@ from membound.runtime.recipe import Recipe
 
 CLIP_BELOW_BITS, CLIP = 8, 0.9  # activations of fewer bits are clipped (QuaRot, section 4)
 _FP8: dict[str, Granularity] = {"fp8": "tensor", "fp8_row": "row", "fp8_block": "block"}
+MXFP4_GROUP = 32  # numbers that share a scale (OCP Microscaling Formats 1.0, section 5.3.3)
 _SCALED_PARTS = ("qkv", "o", "gate_up", "down")
 
 
@@ -77,7 +78,7 @@ class RoundingRecipe:
                 f"method '{self.method}' needs calibration text, and this model has no tokenizer; "
                 "give method 'rtn', or weights that come with one"
             )
-        if problem := format_problem(plan):
+        if problem := format_problem(plan, mxfp4=kernels.keeps_mxfp4):
             raise QuantizationError(problem)
         self.kernels = kernels
         self.plan = plan
@@ -109,7 +110,7 @@ class RoundingRecipe:
             linear = w4a8_linear(self.kernels, self.on_grid(name, weight, grid))
             if linear is not None:
                 return linear
-        if grid is None and rounded is not None and not format.sparse:
+        if _dense_name(format) in _FP8 and rounded is not None and not format.sparse:
             linear = fp8_w8a8_linear(self.kernels, to_fp8(weight, _FP8[_dense_name(format)]), self.plan.activations)
             if linear is not None:
                 return linear
@@ -127,6 +128,8 @@ class RoundingRecipe:
 
     def quantized(self, name: str, weight: Tensor, format: Precision) -> Linear:
         """The linear of a matrix whose weights are not kept in 16 bits."""
+        if format == PRECISIONS["mxfp4"]:
+            return self._mxfp4(name, weight)
         grid = grid_of(format)
         quantized = to_fp8(weight, _FP8[_dense_name(format)]) if grid is None else self.on_grid(name, weight, grid)
         if format.sparse:  # no kernel reads indices beside codes
@@ -134,6 +137,15 @@ class RoundingRecipe:
         if isinstance(quantized, Quantized):
             return integer_linear(self.kernels, quantized)
         return fp8_linear(self.kernels, quantized)
+
+    def _mxfp4(self, name: str, weight: Tensor) -> Linear:
+        """A matrix of a checkpoint in MXFP4 comes out as it was there: its numbers are rounded to themselves."""
+        if weight.shape[1] % MXFP4_GROUP:
+            raise QuantizationError(
+                f"{name} has rows of {weight.shape[1]}, and mxfp4 has a scale for each {MXFP4_GROUP} numbers; "
+                "give another format"
+            )
+        return KernelLinear(self.kernels, self.kernels.pack(weight, "mxfp4"))
 
     def on_grid(self, name: str, weight: Tensor, grid: Grid) -> Quantized:
         """A matrix in integers."""
@@ -327,11 +339,15 @@ def recipe_for(
     return PruningRecipe(recipe, pruning.method, calibrator)
 
 
-def format_problem(plan: PrecisionPlan) -> str | None:
-    """The first format of a plan's weights or activations that the runtime cannot make, in one sentence, or None."""
+def format_problem(plan: PrecisionPlan, *, mxfp4: bool = False) -> str | None:
+    """The first format of a plan's weights or activations that the runtime cannot make, in one sentence, or None.
+
+    `mxfp4` says that the kernels multiply it.
+    """
     for part in ("attention", "ffn", "experts", "shared_experts", "router", "lm_head"):
         format = plan.weights_of(part)
         known = grid_of(format) is not None or _dense_name(format) in {*_FP8, *GGML_BLOCKS, *GGML_MIXES}
+        known = known or (mxfp4 and format == PRECISIONS["mxfp4"])
         if format.width < 16 and not known:
             return (
                 f"weights in {format.name} is predicted, not measured yet: the runtime has integers of 2 to 8 bits "

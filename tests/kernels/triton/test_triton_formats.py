@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -12,9 +14,11 @@ from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.kv_formats import QuantizedKv  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
+from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.roofline.techniques import W8A8, WeightQuantization, engine_setup  # noqa: E402
 from membound.runtime.linear import KernelLinear  # noqa: E402
+from membound.runtime.quantization.quantized import QuantizationError  # noqa: E402
 from membound.runtime.quantization.recipes import RoundingRecipe  # noqa: E402
 
 
@@ -29,6 +33,36 @@ def test_a_weight_packed_for_triton_multiplies_as_the_plain_kernels_do(device, f
     expected = plain.linear(x.bfloat16().float(), plain.pack(w, format))
     assert y.dtype is torch.bfloat16
     assert torch.allclose(y.float().cpu(), expected, atol=0.3, rtol=0.02)
+
+
+@given(seed=st.integers(0, 2**31), n=st.sampled_from([1, 65]), low=st.integers(60, 120))
+@settings(deadline=None, max_examples=30)
+def test_the_numbers_of_an_mxfp4_checkpoint_are_rounded_to_themselves(seed, n, low):
+    random = torch.Generator().manual_seed(seed)
+    code = torch.randint(0, 16, (n, 96), dtype=torch.uint8, generator=random)
+    scale = torch.randint(low, low + 30, (n, 3), dtype=torch.uint8, generator=random)
+    numbers = Mxfp4Weight.pack(code, scale).dequantized()
+    assert torch.equal(Mxfp4Weight.quantize(numbers.bfloat16()).dequantized(), numbers)
+
+
+def test_mxfp4_is_kept_and_multiplied_by_its_kernel_on_a_gpu_and_refused_elsewhere(device):
+    plan = engine_setup((WeightQuantization(format="mxfp4"),)).precision
+    w, x = torch.randn(70, 96), torch.randn(3, 96).bfloat16()
+    recipe = RoundingRecipe(TritonKernels(str(device)), plan)
+    recipe.layers = 1
+    linear = recipe.linear("layers.0.experts.3.down", w.to(device))
+    expected = x.float() @ Mxfp4Weight.quantize(w).dequantized().T
+    assert not linear.emulated
+    assert torch.allclose(linear(x.to(device)).float().cpu(), expected, atol=0.05, rtol=0.02)
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        linear(x.to(device))
+    assert record.launches[0].name == "linear_mxfp4_kernel"
+    with pytest.raises(QuantizationError, match="has rows of 40, and mxfp4 has a scale for each 32"):
+        recipe.linear("layers.0.experts.3.down", torch.randn(8, 40))
+    with pytest.raises(QuantizationError, match="weights in mxfp4 is predicted, not measured yet"):
+        RoundingRecipe(TorchKernels(), plan)
+    with pytest.raises(ValueError, match="mxfp4 weights are multiplied by the Triton kernels on a GPU alone"):
+        TorchKernels().pack(w, "mxfp4")
 
 
 @pytest.mark.parametrize("group", [64, 128, 256])
