@@ -102,7 +102,7 @@ class TritonPacker(Packer):
 
 
 # How the experts of a mixture are multiplied together, by the format of their weights.
-GROUPED: dict[WeightFormat, ExpertFormat] = {"bf16": "half", "int8": "int8", "fp8": "fp8"}
+GROUPED: dict[WeightFormat, ExpertFormat] = {"bf16": "half", "int8": "int8", "fp8": "fp8", "mxfp4": "mxfp4"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +122,8 @@ class TritonExperts:
         parts = tuple(
             replace(weight, data=data[i], scale=None if scale is None else scale[i]) for i, weight in enumerate(weights)
         )
-        return cls(ExpertWeights(GROUPED[weights[0].format], data, scale, bias), parts)
+        format = GROUPED[weights[0].format]
+        return cls(ExpertWeights(format, data, scale, bias, weights[0].shape[0] if format == "mxfp4" else None), parts)
 
     def __call__(self, x: Tensor, routing: Routing, *, shared_rows: bool) -> Tensor:
         return moe_linear(x, self.together, routing, shared_rows=shared_rows)
@@ -365,9 +366,8 @@ class TritonKernels(ComposedKernels):
     def grouped(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None = None) -> GroupedLinear | None:
         first = weights[0]
         alike = all(
-            type(weight) is PackedWeight
-            and (weight.format, weight.shape, weight.group_size) == (first.format, first.shape, None)
-            and len(weight.data.shape) == 2
+            (weight.format, weight.shape, weight.group_size) == (first.format, first.shape, None)
+            and (weight.format == "mxfp4" or (type(weight) is PackedWeight and len(weight.data.shape) == 2))
             for weight in weights
         )
         if not alike or first.format not in GROUPED or len(weights) > MOST_EXPERTS:

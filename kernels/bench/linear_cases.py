@@ -163,6 +163,10 @@ def _fp8_blocks(inputs: Inputs, m: int, shape: Shape, *, rounded: bool = True) -
 def _experts(inputs: Inputs, format: ExpertFormat, experts: int, n: int, k: int) -> ExpertWeights:
     if format == "half":
         return ExpertWeights(format, inputs.normal(experts, n, k))
+    if format == "mxfp4":
+        packed = [Mxfp4Weight.quantize(inputs.normal(n, k)) for _ in range(experts)]
+        data, scale = (torch.stack(parts) for parts in ([w.data for w in packed], [w.scale for w in packed]))
+        return ExpertWeights(format, data, scale, rows=n)
     quantized = [ByteWeight.quantize(inputs.normal(n, k), format) for _ in range(experts)]
     return ExpertWeights(format, torch.stack([w.data for w in quantized]), torch.stack([w.scale for w in quantized]))
 
@@ -194,7 +198,7 @@ def _by_expert(x: Tensor, weight: ExpertWeights, routing: Routing) -> Tensor:
         used = torch.unique(part.experts)
         places = torch.searchsorted(used, part.experts.contiguous()).int()
         scale = None if weight.scale is None else weight.scale[used.long()]
-        few = ExpertWeights(weight.format, weight.data[used.long()], scale)
+        few = ExpertWeights(weight.format, weight.data[used.long()], scale, rows=weight.rows)
         local = Routing(places, part.weights, part.order, part.offsets)
         pieces.append(moe_linear_reference(x[rows], few, local, shared_rows=True))
     return torch.cat(pieces)
@@ -219,7 +223,7 @@ def _route(inputs: Inputs, tokens: int, experts: int, top_k: int) -> Trial:
 
 
 BYTE_FORMATS: tuple[ByteFormat, ...] = ("int8", "fp8")
-EXPERT_FORMATS: tuple[ExpertFormat, ...] = ("half", "int8", "fp8")
+EXPERT_FORMATS: tuple[ExpertFormat, ...] = ("half", "int8", "fp8", "mxfp4")
 LARGE_BYTE: tuple[tuple[ByteFormat, int], ...] = (
     ("int8", 1),
     ("int8", 16),
@@ -228,7 +232,7 @@ LARGE_BYTE: tuple[tuple[ByteFormat, int], ...] = (
     ("fp8", 1),
     ("fp8", 16),
 )
-LARGE_MOE: tuple[tuple[ExpertFormat, int], ...] = (("half", 16), ("fp8", 16), ("half", 512))
+LARGE_MOE: tuple[tuple[ExpertFormat, int], ...] = (("half", 16), ("fp8", 16), ("mxfp4", 16), ("half", 512))
 
 CASES = [
     *(

@@ -165,6 +165,11 @@ def _moe(format: ExpertFormat, tokens: int) -> None:
     """8 of 128 experts of width 768 and hidden 2048, as in Qwen3-30B-A3B."""
     experts, top_k, n, k = 128, 8, 1536, 2048
     routing = route(_of(tokens, experts), top_k)
+    if format == "mxfp4":
+        packed = _of(experts, n // PACK_ROWS, k // 32, PACK_ROWS, 16, dtype=torch.uint8)
+        exponents = _of(experts, n // PACK_ROWS, k // 128, PACK_ROWS, 4, dtype=torch.uint8)
+        moe_linear(_of(tokens, k), ExpertWeights(format, packed, exponents, rows=n), routing, shared_rows=True)
+        return
     data = _of(experts, n, k, dtype={"half": torch.bfloat16, "int8": torch.int8, "fp8": torch.uint8}[format])
     scale = None if format == "half" else _of(experts, n, dtype=torch.float32)
     slots = moe_linear(_of(tokens, k), ExpertWeights(format, data, scale), routing, shared_rows=True)
@@ -324,6 +329,9 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_mxfp4 m 64": lambda: _linear_mxfp4(64),
     "moe_linear half": lambda: _moe("half", SEQUENCES),
     "moe_linear fp8": lambda: _moe("fp8", SEQUENCES),
+    "moe_linear mxfp4": lambda: _moe("mxfp4", SEQUENCES),
+    "moe_linear mxfp4 512 tokens": lambda: _moe("mxfp4", 512),
+    "moe_linear mxfp4 8192 tokens": lambda: _moe("mxfp4", 8192),
     "moe_linear half 512 tokens": lambda: _moe("half", 512),
     "moe_linear half 8192 tokens": lambda: _moe("half", 8192),
     "moe_routing in groups": _route_in_groups,

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
+from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight  # noqa: E402
 from membound.kernels.triton.moe_linear import (  # noqa: E402
     ExpertWeights,
     moe_combine,
@@ -33,6 +35,10 @@ def expert_weights(format, experts, n, k, dtype, device):
     dense = random(experts, n, k, seed=5)
     if format == "half":
         return ExpertWeights(format, dense.to(device, dtype))
+    if format == "mxfp4":
+        packed = [Mxfp4Weight.quantize(one) for one in dense * torch.logspace(-3, 3, k)]
+        data, scale = torch.stack([w.data for w in packed]), torch.stack([w.scale for w in packed])
+        return ExpertWeights(format, data.to(device), scale.to(device), rows=n)
     scale = dense.abs().amax(-1) / {"int8": 127, "fp8": 448}[format]
     scaled = dense / scale[..., None]
     data = scaled.round().to(torch.int8) if format == "int8" else scaled.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -75,7 +81,7 @@ def test_the_order_lists_every_slot_once_under_its_expert(tokens, experts, top_k
 @settings(deadline=None, max_examples=30)
 @given(
     data=st.data(),
-    format=st.sampled_from(["half", "int8", "fp8"]),
+    format=st.sampled_from(["half", "int8", "fp8", "mxfp4"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     tokens=st.integers(0, 9),
     experts=st.integers(1, 5),
@@ -86,19 +92,39 @@ def test_the_order_lists_every_slot_once_under_its_expert(tokens, experts, top_k
 def test_every_slot_gets_its_own_experts_product(device, data, format, dtype, tokens, experts, n, k, shared_rows):
     """Drawn experts, not routed ones: so some have all the slots, and some none."""
     top_k = 2
+    if format == "mxfp4":
+        dtype, k = torch.bfloat16, 32 * k
     slots = st.lists(st.integers(0, experts - 1), min_size=tokens * top_k, max_size=tokens * top_k)
     chosen = torch.tensor(data.draw(slots), dtype=torch.int32, device=device).view(tokens, top_k)
     weights = random(tokens, top_k, seed=3).to(device)
     routing = Routing(chosen, weights, *expert_order(chosen, experts))
     weight = expert_weights(format, experts, n, k, dtype, device)
-    x = random(tokens if shared_rows else tokens * top_k, k, seed=1).to(device, dtype)
-    config = Config({"BLOCK_N": 16, "BLOCK_M": 16, "BLOCK_K": 32})
+    x = random(tokens if shared_rows else tokens * top_k, k, seed=1)
+    x = (x / torch.logspace(-3, 3, k) if format == "mxfp4" else x).to(device, dtype)
+    config = Config({"BLOCK_N": 16, "BLOCK_M": 16, "BLOCK_K": 64 if format == "mxfp4" else 32})
     y = moe_linear(x, weight, routing, shared_rows=shared_rows, config=config)
     if tokens:
         assert close(y, moe_linear_reference(x, weight, routing, shared_rows=shared_rows))
     combined = moe_combine(y, routing)
     exact = (y.float().view(tokens, top_k, n) * weights[..., None]).sum(1)
     assert torch.allclose(combined.float(), exact, rtol=ROUNDING[dtype], atol=1e-3)
+
+
+def test_experts_in_mxfp4_are_multiplied_together_and_keep_their_bytes(device):
+    kernels = TritonKernels(str(device))
+    dense = random(4, 70, 96, seed=2)
+    weights = [kernels.pack(one.to(device), "mxfp4") for one in dense]
+    biases = [random(70, seed=i).to(device) for i in range(4)]
+    together = kernels.grouped(weights, biases)
+    assert together is not None and [w.nbytes for w in together.weights] == [w.nbytes for w in weights]
+    assert together.together.expert_bytes == 70 * 96 * 4.25 / 8 + 70 * 4
+    routing = route(random(3, 4).to(device), 2)
+    x = random(3, 96, seed=1).to(device, torch.bfloat16)
+    y = together(x, routing, shared_rows=True)
+    for slot, expert in enumerate(routing.experts.flatten().tolist()):
+        alone = kernels.linear(x[slot // 2 : slot // 2 + 1], weights[expert]).float() + biases[expert]
+        assert torch.allclose(y[slot].float(), alone[0], atol=0.1, rtol=0.02)
+    assert kernels.grouped([weights[0], kernels.pack(dense[1].to(device), "bf16")]) is None
 
 
 def test_the_stored_configuration_routes_and_multiplies_the_same(device):
