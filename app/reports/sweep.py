@@ -3,36 +3,109 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
 
 from membound.app import text
-from membound.app.reports.tables import BOUNDS, table_of
+from membound.app.reports.tables import BOUNDS
 
-_SHOWN = ("output_tokens_per_s", "requests_per_s", "ttft_s", "tpot_s", "goodput_rps", "acceptance_rate")
+_SHOWN = {
+    "output_tokens_per_s": "tok/s",
+    "requests_per_s": "req/s",
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+    "goodput_rps": "goodput",
+    "acceptance_rate": "acceptance",
+}
+# Where the row is too long, a swept value goes on in the next line rather than take more columns than these.
+_WIDEST_VALUE = 20
+_BETWEEN_COLUMNS = 2
 
 
 def sweep(document: dict[str, Any]) -> RenderableType:
     """A row a point: its values and the metrics that matter most; the document has all."""
     points = document["points"]
-    paths = list(points[0]["values"])
-    summaries = [point["summary"] for point in points if point["summary"] is not None]
-    metrics = [name for name in _SHOWN if any(summary.get(name) is not None for summary in summaries)]
-    names = [path.rsplit(".", 1)[-1] for path in paths]
-    title = f"{document['scenario']['name']}, by {document['by']}; p50 (p99) where there are percentiles"
-    table = table_of(title, *names, *metrics, "bottleneck", right=tuple(metrics))
-    for point in points:
-        values = [str(point["values"][path]) for path in paths]
-        if point["summary"] is None:
-            table.add_row(*values, *[""] * len(metrics), "refused")
-            continue
-        shares = point["summary"]["bottleneck_share"]
-        most = max(shares, key=shares.__getitem__)
-        cells = [_cell(name, point["summary"].get(name)) for name in metrics]
-        table.add_row(*values, *cells, f"{BOUNDS.get(most, most)} {text.percent(shares[most])}")
+    summaries = [point["summary"] for point in points]
+    swept = [_values(points, path) for path in points[0]["values"]]
+    metrics = [_metric(summaries, name) for name in _SHOWN if any(s and s.get(name) is not None for s in summaries)]
+    metrics.append(_Column("bottleneck", tuple(_bottleneck(summary) for summary in summaries)))
     reasons = Counter(point["reason"] for point in points if point["summary"] is None)
-    return Group(table, *(f"refused: {reason} ({count} of {len(points)} points)" for reason, count in reasons.items()))
+    return Group(
+        _Points(f"{document['scenario']['name']}, by {document['by']}", tuple(swept), tuple(metrics)),
+        *(f"refused: {reason} ({count} of {len(points)} points)" for reason, count in reasons.items()),
+    )
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cells: tuple[str, ...]
+    number: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(cell_len(cell) for cell in (self.header, *self.cells))
+
+
+@dataclass(frozen=True)
+class _Points:
+    """The points in as many tables as it takes for every metric to be shown whole, each with what was swept."""
+
+    title: str
+    swept: tuple[_Column, ...]
+    metrics: tuple[_Column, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for index, metrics in enumerate(self._parts(options.max_width)):
+            yield self._table(self.title if index == 0 else None, metrics)
+
+    def _parts(self, width: int) -> Iterator[list[_Column]]:
+        """The metrics in their order, as many at a time as fit beside what was swept."""
+        taken = sum(min(column.width, _WIDEST_VALUE) for column in self.swept)
+        left = width - taken - _BETWEEN_COLUMNS * (len(self.swept) - 1)
+        part: list[_Column] = []
+        for metric in self.metrics:
+            if part and sum(one.width + _BETWEEN_COLUMNS for one in (*part, metric)) > left:
+                yield part
+                part = []
+            part.append(metric)
+        yield part
+
+    def _table(self, title: str | None, metrics: list[_Column]) -> Table:
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in self.swept:
+            table.add_column(column.header, overflow="fold")
+        for column in metrics:
+            table.add_column(column.header, justify="right" if column.number else "left", no_wrap=True)
+        for row in zip(*(column.cells for column in (*self.swept, *metrics)), strict=True):
+            table.add_row(*row)
+        return table
+
+
+def _values(points: list[dict[str, Any]], path: str) -> _Column:
+    """What was swept, by its field's own name where no other swept field has the same."""
+    name = path.rsplit(".", 1)[-1]
+    is_alone = sum(other.rsplit(".", 1)[-1] == name for other in points[0]["values"]) == 1
+    return _Column(name if is_alone else path, tuple(str(point["values"][path]) for point in points))
+
+
+def _metric(summaries: list[dict[str, Any] | None], name: str) -> _Column:
+    values = [None if summary is None else summary.get(name) for summary in summaries]
+    percentiles = " p50 (p99)" if any(isinstance(value, dict) for value in values) else ""
+    return _Column(_SHOWN[name] + percentiles, tuple(_cell(name, value) for value in values), number=True)
+
+
+def _bottleneck(summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return "refused"
+    shares = summary["bottleneck_share"]
+    most = max(shares, key=shares.__getitem__)
+    return f"{BOUNDS.get(most, most)} {text.percent(shares[most])}"
 
 
 def _cell(name: str, value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
@@ -72,3 +73,31 @@ def test_every_profile_says_what_it_is_of_and_no_more_digits_than_a_fit_has(memb
     assert " ns" not in said and "0.0000" not in said
     for digits in re.findall(r"([\d,]+) µs", said):
         assert len(digits.replace(",", "").rstrip("0")) <= 2
+
+
+@pytest.mark.parametrize("width", [80, 100, 170])
+def test_a_sweep_shows_what_was_swept_and_every_metric_whole_at_any_width(width: int) -> None:
+    from rich.console import Console
+
+    from membound.app.reports.sweep import sweep
+
+    slow = {"p50": 0.123, "p99": 0.456}
+    summary = {"output_tokens_per_s": 12345.0, "requests_per_s": 12.3, "ttft_s": slow, "tpot_s": slow}
+    summary |= {"goodput_rps": 11.2, "acceptance_rate": 0.7, "bottleneck_share": {"memory_weights": 0.8}}
+    names = ("RTX-PRO-6000-Blackwell-Server", "H100-SXM5")
+    points = [
+        {"values": {"hardware": name, "workload.arrivals.concurrency": users}, "summary": summary, "reason": None}
+        for name in names
+        for users in (8, 128)
+    ]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(sweep({"scenario": {"name": "asked"}, "by": "simulation", "points": points}))
+    words = console.export_text()
+    assert "…" not in words
+    tables = [line for line in words.splitlines() if line.startswith("hardware")]
+    assert all("concurrency" in line for line in tables)
+    for metric in ("tok/s", "req/s", "TTFT p50 (p99)", "TPOT p50 (p99)", "goodput", "acceptance", "bottleneck"):
+        assert sum(metric in line for line in tables) == 1
+    for value in ("12,345", "123 ms (456 ms)", "11.2", "0.700", "weights 80 %"):
+        assert words.count(value) >= len(points)
+    assert words.count("H100-SXM5") == 2 * len(tables)
