@@ -161,9 +161,9 @@ def assemble(
         pass
     drafts, most_blocks = scenario.setup.drafts, -(-longest // block_size) + memory.fixed_blocks
     graphs, capture_note = decode_graphs(
-        decoder, kv, most_blocks, scenario.engine.max_num_seqs, drafts.tokens if drafts else 0
+        decoder, kv, most_blocks, scenario.seats, drafts.tokens if drafts else 0
     )
-    drafts_note = proposer.capture(most_blocks, scenario.engine.max_num_seqs) if proposer is not None else None
+    drafts_note = proposer.capture(most_blocks, scenario.seats) if proposer is not None else None
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
     mover = BlockMover(kv, scheduler.tables, decoders.kernels) if moves else None
     sampler = sampler_of(scenario, decoders.device, decoders.kernels)

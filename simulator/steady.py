@@ -180,7 +180,7 @@ def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) 
         replace(setup, policy="static" if batching.name == "static" else "continuous"),
         chunk_tokens=engine.max_batched_tokens,
         speculation=checked_speculation(scenario, model),
-        seats=float(engine.max_num_seqs),
+        seats=float(scenario.seats),
         batching=batching,
     )
 
@@ -414,7 +414,7 @@ def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
     """
     lengths = Lengths.of(scenario.workload)
     check_context(deployment.model, lengths)
-    seats, arrivals = float(scenario.engine.max_num_seqs), scenario.workload.arrivals
+    seats, arrivals = float(scenario.seats), scenario.workload.arrivals
 
     def served(concurrency: float) -> float:
         return Steady(deployment, Load(concurrency, lengths)).requests_per_s

@@ -16,6 +16,10 @@ Reservation = Literal["pow2", "oracle"]
 Allocator = Literal["paged", "buddy"]
 
 DEFAULT_AGEING_S = 30.0
+# Of a scheduler, which is one of each dp rank. vLLM's get_batch_defaults (vllm/engine/arg_utils.py) sets 256 for a GPU,
+# and more only for the largest memories; mini-sglang's page "Server options" has 256 for --max-running-requests.
+SEATS_ON_GPU = 256
+SEATS_ON_CPU = 16
 
 
 class ServiceClass(Part):
@@ -75,7 +79,9 @@ class Engine(Part):
     'swap', and evicted blocks of the prefix cache go there.
     """
 
-    max_num_seqs: int = Field(16, ge=1, le=1_000_000, description="sequences in one step at most")
+    max_num_seqs: int | None = Field(
+        None, ge=1, le=1_000_000, description="sequences in one step at most; the usual ones of the hardware else"
+    )
     max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
     num_blocks: int | None = Field(

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import published_formats
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
@@ -21,7 +22,7 @@ from membound.roofline.reading.nearest import did_you_mean, nearest, nearest_fir
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.reading.problems import MEANT, kind_of, one_sentence, shown
 from membound.roofline.scenario.cluster import Cluster
-from membound.roofline.scenario.engine import Engine
+from membound.roofline.scenario.engine import SEATS_ON_CPU, SEATS_ON_GPU, Engine
 from membound.roofline.scenario.variants import Variant, completed
 from membound.roofline.scenario.workload import Workload
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
@@ -113,6 +114,17 @@ class Scenario(Part):
         """What the techniques make of the plain engine and the model as it is published, on the scenario's devices."""
         setup = engine_setup(self.techniques, self.without, published_formats(self.model))
         return replace(setup, parallel=self.parallel, profile=self.engine.profile, expert_skew=self.expert_skew)
+
+    @property
+    def seats(self) -> int:
+        """Sequences in one step at most: those that the engine names, else as many as engines usually take.
+
+        Memory may hold fewer. Raises MemboundError where nobody names them and the hardware is unknown.
+        """
+        if self.engine.max_num_seqs is not None:
+            return self.engine.max_num_seqs
+        kind = {"local": "cpu", "local-gpu": "gpu"}.get(self.hardware) or get_hardware(self.hardware).kind
+        return SEATS_ON_CPU if kind == "cpu" else SEATS_ON_GPU * self.parallel.dp
 
     @property
     def digest(self) -> str:

@@ -7,7 +7,7 @@ could be cheapest, with fewer replicas until the objective is missed, so that th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,11 +41,13 @@ from membound.simulator.planning.search import (
 from membound.simulator.planning.sensitivity import (
     Asking,
     Changed,
+    Growing,
     Sensitivity,
     Slower,
     UpperEnd,
     ask,
     changes_of,
+    grow,
     sensitivity_of,
     slow,
 )
@@ -188,17 +190,26 @@ def plan(
     ]
     crowd = workers or Workers("loky" if confirm else "sequential")
     answers = crowd.map(search, searches, lambda done, said: progress(0.5 + done * 0.3, f"precisions searched: {said}"))
-    options = {name: one.found[0] if one.found else None for name, one in zip(precisions, answers, strict=True)}
-    confirmed, missed, runs = answers[0].found, answers[0].nearest, sum(answer.runs for answer in answers)
-    best = options[precisions[0]]
+    missed, runs = answers[0].nearest, sum(answer.runs for answer in answers)
+    simulated = [one for answer in answers for one in answer.found if one.summary is not None]
+    slower = {id(one): Slower(one, objective, _error_of(one.replica)) for one in simulated}
+    said_of = crowd.map(slow, [*slower.values()], lambda done, said: progress(0.8 + done * 0.05, f"upper ends: {said}"))
+    ends = dict(zip(slower, said_of, strict=True))
+    ordered = [_holding_first(answer.found, ends, objective) for answer in answers]
+    options = {name: found[0] if found else None for name, found in zip(precisions, ordered, strict=True)}
+    confirmed, best = ordered[0], options[precisions[0]]
     pool = tuple(one for one in replicas if one.precision.name == precisions[0])
     changed: list[Changed] = []
     if best is not None:
         asked = [Asking(best, pool, objective, change, answers[0].seen, disaggregate) for change in changes_of(demand)]
-        changed = crowd.map(ask, asked, lambda done, said: progress(0.8 + done * 0.15, f"inputs changed: {said}"))
-    shown = {id(one): one for one in (*confirmed, *options.values()) if one is not None and one.summary is not None}
-    slower = [Slower(one, objective, _error_of(one.replica), more=one is best) for one in shown.values()]
-    ends = crowd.map(slow, slower, lambda done, said: progress(0.95 + done * 0.05, f"upper ends: {said}"))
+        changed = crowd.map(ask, asked, lambda done, said: progress(0.85 + done * 0.1, f"inputs changed: {said}"))
+    if best is not None and id(best) in ends and not ends[id(best)].holds:
+        known = next((one for one in confirmed if ends[id(one)].holds), None)
+        growing = [Growing(slower[id(one)], known, disaggregate) for one in confirmed if not ends[id(one)].holds]
+        grown = crowd.map(grow, growing, lambda done, said: progress(0.95 + done * 0.05, f"upper ends: {said}"))
+        enough = [one for one in (known, *grown) if one is not None]
+        first = min(enough, key=lambda deployed: deployed.rank(objective), default=None)
+        ends[id(best)] = replace(ends[id(best)], enough=first)
     progress(1.0, "done")
     reason = None
     if best is None:
@@ -218,8 +229,18 @@ def plan(
         unpriced,
         reason,
         tuple(_notes(scenario, demand, unpriced, objective)),
-        dict(zip(shown, ends, strict=True)),
+        ends,
     )
+
+
+def _holding_first(found: Sequence[Deployed], ends: Mapping[int, UpperEnd], objective: Objective) -> list[Deployed]:
+    """By rank; of those that rank alike the ones first that also hold at the upper end of their times."""
+
+    def place(one: Deployed) -> tuple[float, ...]:
+        end = ends.get(id(one))
+        return (*one.rank(objective), float(end is None or not end.holds))
+
+    return sorted(found, key=place)
 
 
 def _notes(scenario: Scenario, demand: Demand, unpriced: Sequence[str], objective: Objective) -> Iterator[str]:
@@ -330,8 +351,13 @@ def _step_of(replica: Replica) -> StepCost:
 def _upper_end_json(end: UpperEnd | None) -> dict[str, Any] | None:
     if end is None:
         return None
-    enough = None if end.enough is None else end.enough.gpus
-    return {"relative_error": end.error, "meets_slo": end.holds, "gpus_that_meet_it": enough}
+    enough = end.enough
+    return {
+        "relative_error": end.error,
+        "meets_slo": end.holds,
+        "gpus_that_meet_it": None if enough is None else enough.gpus,
+        "device_that_meets_it": None if enough is None else enough.replica.hardware.name,
+    }
 
 
 def _changed_json(one: Changed) -> dict[str, Any]:
@@ -367,7 +393,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
         "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
         "parallel": replica.parallel.degrees(),
         "gpus_per_replica": replica.devices * engines,
-        "max_num_seqs": scenario.engine.max_num_seqs,
+        "max_num_seqs": scenario.seats,
         "max_batched_tokens": scenario.engine.max_batched_tokens,
         "batching": scenario.engine.batching,
     }

@@ -64,7 +64,7 @@ def kv_memory(
             f"{remedies(model, setup, room, least_cache)}"
         )
     block_bytes = token_bytes * engine.block_size
-    seats, fixed_blocks = engine.max_num_seqs, 0
+    seats, fixed_blocks = scenario.seats, 0
     useful_of_one = -(-_most_held(engine, reach, model.max_context) // engine.block_size)
     if block_bytes:
         fitting = int(spare // block_bytes)

@@ -234,7 +234,7 @@ def closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | No
     """
     asked = plain.workload.requests or 0
     changes: dict[str, Any] = {
-        "engine.max_num_seqs": max(batch, plain.engine.max_num_seqs),
+        "engine.max_num_seqs": max(batch, plain.seats),
         "workload.requests": max(min(asked, 20 * batch), 4 * batch),
     }
     if context is not None:

@@ -68,7 +68,7 @@ def _batch(scenario: Scenario, value: Any) -> Scenario:
             "rate, such as workload.arrivals.rate_rps, or --set workload.arrivals={kind: closed_loop, concurrency: 8}"
         )
     batch = _count("batch", value)
-    changes = {"engine.max_num_seqs": max(batch, scenario.engine.max_num_seqs), "workload.arrivals.concurrency": batch}
+    changes = {"engine.max_num_seqs": max(batch, scenario.seats), "workload.arrivals.concurrency": batch}
     if asked is not None:
         changes["workload.requests"] = max(asked, 4 * batch)
     return scenario.with_values(changes)

@@ -172,11 +172,11 @@ def test_a_list_is_not_blamed_for_its_items_and_the_right_name_is_said():
 
 
 def test_every_problem_is_named_in_plain_words():
-    said = refused(MINIMAL | {"slo": None, "repeats": "many", "engine": {"max_num_seqs": None}})
+    said = refused(MINIMAL | {"slo": None, "repeats": "many", "engine": {"max_batched_tokens": None}})
     for part in (
         "'slo' is empty: give its fields",
         "'repeats' is 'many': give a whole number",
-        "'engine.max_num_seqs' is empty: give a whole number",
+        "'engine.max_batched_tokens' is empty: give a whole number",
     ):
         assert part in said
     groups = refused(MINIMAL | {"cluster": {"router": "random", "groups": []}})
@@ -202,3 +202,20 @@ def test_a_few_aliases_are_read_and_values_are_shown_short():
     assert asked["b"] == asked["c"] == {"kind": "fixed", "tokens": 8}
     said = refused(MINIMAL | {"repeats": [[["x" * 1000] * 10] * 10] * 10})
     assert len(said) < 300
+
+
+def test_seats_that_nobody_names_are_those_of_engines_on_that_hardware():
+    def seats(**fields):
+        return parse_scenario(MINIMAL | fields).seats
+
+    assert seats(hardware="local") == 16
+    assert seats(hardware="H100-SXM5") == seats(hardware="local-gpu") == 256
+    assert seats(hardware="H100-SXM5", parallel={"dp": 32, "ep": 32}) == 32 * 256, "each dp rank has its scheduler"
+    assert seats(hardware="H100-SXM5", engine={"max_num_seqs": 5}) == 5
+    moved = parse_scenario(MINIMAL | {"hardware": "local"}).with_value("hardware", "H100-SXM5")
+    assert moved.seats == 256, "a default does not stay behind when the hardware changes"
+
+
+def test_shipped_scenarios_name_their_seats():
+    for name in shipped_scenarios():
+        assert load_scenario(name).engine.max_num_seqs is not None
