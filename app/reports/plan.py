@@ -82,7 +82,7 @@ def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Tabl
 
 
 def _at_upper_end(best: dict[str, Any]) -> Iterator[str]:
-    """How many of the answer's devices it takes where its times are as long as their interval allows."""
+    """What it takes where the answer's times are as long as their interval allows."""
     end = best["upper_end"]
     if end is None or end["meets_slo"]:
         return
@@ -91,7 +91,7 @@ def _at_upper_end(best: dict[str, Any]) -> Iterator[str]:
         f"at the upper end of the interval, times {text.percent(end['relative_error'])} longer",
     )
     said = (
-        f"it takes {enough} x {best['device']}"
+        f"it takes {enough} x {end['device_that_meets_it']}"
         if enough
         else f"no number of {best['device']} tried meets the objective"
     )

@@ -194,12 +194,12 @@ def changes_of(demand: Demand) -> Iterator[Change]:
 class UpperEnd:
     """Whether a deployment meets the objective where every step takes as long as its interval allows (`error` more).
 
-    `enough` is the fewest of the same replicas that do; None where it holds itself, or none of those tried does.
+    Of the answer, `enough` ranks first of all that were tried and do; None where it holds itself, or none does.
     """
 
     error: float
     holds: bool
-    enough: Deployed | None
+    enough: Deployed | None = None
 
 
 @dataclass(frozen=True)
@@ -213,23 +213,50 @@ class Slower:
     deployed: Deployed
     objective: Objective
     error: float
-    more: bool
 
     def __call__(self) -> UpperEnd:
+        asked = self.asked
+        return UpperEnd(self.error, Search(asked.demand, self.objective, 1, MOST_CHANGED_RUNS).holds(asked))
+
+    @property
+    def asked(self) -> Deployed:
+        """The deployment and its demand on the slower clock."""
         by, demand, replica = 1.0 + self.error, self.deployed.demand, self.deployed.replica
-        scenario = on_a_slower_clock(replica.scenario, by)
         bounds = {name: value and value / by for name, value in demand.slo.model_dump().items()}
         slo = demand.slo.model_copy(update=bounds)
         denser = demand if demand.rate_rps is None else demand.denser(by)
         slower = replace(denser, slo=slo, think_s=demand.think_s / by)
-        looking = Search(slower, self.objective, 1, MOST_CHANGED_RUNS)
-        asked = replace(self.deployed, replica=replace(replica, scenario=scenario), demand=slower, summary=None)
-        if looking.holds(asked):
-            return UpperEnd(self.error, True, None)
-        return UpperEnd(self.error, False, looking.grown(asked, MOST_CHANGED_RUNS) if self.more else None)
+        scenario = on_a_slower_clock(replica.scenario, by)
+        return replace(self.deployed, replica=replace(replica, scenario=scenario), demand=slower, summary=None)
+
+
+@dataclass(frozen=True)
+class Growing:
+    """What a worker does: more of a deployment that misses at the upper end, or pools of its replica, until one meets
+    the objective there; None where none does that ranks before `known`, which is seen to."""
+
+    slower: Slower
+    known: Deployed | None
+    disaggregate: bool
+
+    def __call__(self) -> Deployed | None:
+        asked = self.slower.asked
+        looking = Search(asked.demand, self.slower.objective, 1, MOST_CHANGED_RUNS, MOST_CHANGED_RUNS // 2)
+        looking.confirmed = [] if self.known is None else [self.known]
+        more = looking.grown(asked, MOST_CHANGED_RUNS)
+        if more is not None:
+            looking.confirmed = [more]
+        if self.disaggregate and not asked.prompt_engines:
+            looking.among_pools([asked.replica])
+        first = looking.confirmed[0] if looking.confirmed else None
+        return None if first is self.known else first
 
 
 def slow(task: Slower) -> UpperEnd:
+    return task()
+
+
+def grow(task: Growing) -> Deployed | None:
     return task()
 
 

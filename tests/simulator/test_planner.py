@@ -22,7 +22,7 @@ from membound.simulator.planning.candidates import Precision, Replica, paralleli
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
 from membound.simulator.planning.search import Deployed, Search, meets, on_a_slower_clock, share_of, simulate
-from membound.simulator.planning.sensitivity import Slower, changes_of
+from membound.simulator.planning.sensitivity import Growing, Slower, changes_of
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.loop import Executor
 from membound.simulator.scheduling.recorder import Recorder
@@ -109,14 +109,35 @@ def test_a_changed_input_is_answered_by_the_method_of_the_answer(planned):
 
 
 def test_the_upper_end_of_no_interval_is_the_answer_and_what_holds_slower_holds_faster(planned):
-    holds = [Slower(planned.best, "cost", error, more=False)().holds for error in (0.0, 0.2, 0.5, 1.0, 3.0, 10.0)]
+    holds = [Slower(planned.best, "cost", error)().holds for error in (0.0, 0.2, 0.5, 1.0, 3.0, 10.0)]
     assert holds == sorted(holds, reverse=True) and holds[0] and not holds[-1]
 
 
 def test_where_the_answer_misses_at_the_upper_end_more_replicas_meet_it():
     busy = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=1, disaggregate=False)
-    end = Slower(busy.best, "cost", 0.3, more=True)()
-    assert not end.holds and end.enough.replicas > busy.best.replicas
+    slower = Slower(busy.best, "cost", 0.3)
+    more = Growing(slower, None, disaggregate=False)()
+    assert not slower().holds and more.replicas > busy.best.replicas
+    assert Growing(slower, more, disaggregate=False)() is None
+
+
+def test_of_answers_that_cost_the_same_the_one_that_holds_at_the_upper_end_comes_first():
+    """Whole replicas and pools of as many devices: what holds with longer times is the safer answer."""
+    asked = scenario(10.0).with_value("model", "Llama-3.1-70B").with_value("workload.prompts.tokens.tokens", 1024)
+    asked = asked.with_value("workload.output_tokens.tokens", 256).with_value("slo", {"ttft_s": 2.0, "tpot_s": 0.05})
+    found = plan(asked, devices=["H100-SXM5"], precisions=["given"], confirm=3)
+    holding = {one.rank("cost") for one in found.confirmed if found.upper_end(one).holds}
+    assert found.best is found.confirmed[0] and len({one.rank("cost") for one in found.confirmed}) < 3
+    assert holding and (found.best.rank("cost") not in holding or found.upper_end(found.best).holds)
+    end = found.upper_end(found.best)
+    assert end.holds or all(end.enough.rank("cost") <= rank for rank in holding)
+
+
+def test_at_the_upper_end_nothing_dearer_is_named_than_what_was_seen_to_hold():
+    best = plan(scenario(40.0), devices=["L40S"], precisions=["given"], confirm=3)
+    end = best.upper_end(best.best)
+    holding = [one for one in best.confirmed if best.upper_end(one).holds]
+    assert end.holds or end.enough.gpus <= min((one.gpus for one in holding), default=end.enough.gpus)
 
 
 class Stretched:
