@@ -107,7 +107,10 @@ def predict(
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Roofline of one operating point: its time down to operators, each bound, memory, and where the times are from."""
+    """Roofline of one operating point: its time down to operators, each bound, memory, and where the times are from.
+
+    Exit code 2 where it does not fit in memory, after what would hold it and the step as if it did.
+    """
     from membound.app.reports import operating_point as report
     from membound.roofline.operating_point import OperatingPoint
 
@@ -119,7 +122,7 @@ def predict(
             f"a step without drafts: what speculation by {drafts.kind} gains is a matter of many steps, which "
             "`membound stack` and `membound simulate` look at; --phase verify is the step that checks the drafts"
         ]
-    print_result(document, as_json, report.operating_point)
+    print_result(document, as_json, report.operating_point, answered=document["memory"]["fits"])
 
 
 @app.command()

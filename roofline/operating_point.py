@@ -19,6 +19,7 @@ from membound.roofline.operators import Operator
 from membound.roofline.point_json import point_json
 from membound.roofline.precision.chosen import Formats
 from membound.roofline.precision.plan import compute_dtype
+from membound.roofline.remedies import remedies
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel
@@ -281,6 +282,18 @@ class OperatingPoint:
     def usable_bytes(self) -> float:
         """What engines take of the device's memory."""
         return usable_bytes(self.hardware)
+
+    def remedy(self) -> str:
+        """What to give so that it fits; empty where it does, or nothing that is known helps."""
+        if self.fits:
+            return ""
+        activations, fewer = self.memory.activation_bytes, self.largest_batch()
+
+        def beside(held: Footprint) -> float:
+            return held.sequence_bytes(float(self.context)) * self.batch + activations
+
+        more = remedies(self.model, self.setup, self.usable_bytes, beside).removeprefix("; give ")
+        return " or ".join(filter(None, (f"a batch of at most {fewer:,}" if fewer else "", more)))
 
     @property
     def free_bytes(self) -> float:

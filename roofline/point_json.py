@@ -101,6 +101,7 @@ def _memory_json(point: OperatingPoint) -> dict[str, Any]:
         "usable_bytes": point.usable_bytes,
         "free_bytes": point.free_bytes,
         "fits": point.fits,
+        "remedy": point.remedy() or None,
         "largest_batch": point.largest_batch(),
         "largest_context": point.largest_context(),
     }

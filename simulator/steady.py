@@ -20,6 +20,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
+from membound.roofline.remedies import remedies
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import (
@@ -32,7 +33,6 @@ from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.steps import Speculation, checked_speculation
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.scheduling.policies import BATCHINGS, Batching
-from membound.simulator.scheduling.remedies import remedies
 from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.scheduling.workload.arrivals import mean_rate_rps, mean_s
 
@@ -246,16 +246,12 @@ class Steady:
         if self.deployment.largest_batch(context) >= 1.0:
             return
         held, memory = self.deployment.footprint.weights_bytes / 2**30, self.deployment.hardware.memory_bytes
-        advice = remedies(
-            model,
-            self.deployment.setup,
-            cache_room(memory, self.deployment.setup.profile),
-            lambda held: held.sequence_bytes(context),
-        )
+        room = cache_room(memory, self.deployment.setup.profile)
+        advice = remedies(model, self.deployment.setup, room, lambda held: held.sequence_bytes(context))
         raise MemboundError(
             f"'{self.deployment.model.name}' does not fit on '{self.deployment.hardware.name}': its weights take "
-            f"{held:.1f} GiB of {memory / 2**30:.1f} GiB, and one sequence needs "
-            f"{context:.0f} tokens of cache beside them{advice}"
+            f"{held:.1f} GiB of the {room / 2**30:.1f} GiB that weights and caches may take of its "
+            f"{memory / 2**30:.1f} GiB, and one sequence needs {context:.0f} tokens of cache beside them{advice}"
         )
 
     @property

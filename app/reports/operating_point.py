@@ -15,6 +15,7 @@ from membound.app.reports.tables import BOUNDS
 def operating_point(document: dict[str, Any]) -> RenderableType:
     """A step from its total down to operators, its place under the roofs, what memory holds, whence its times are."""
     return Group(
+        *_does_not_fit(document),
         _step_tree(document),
         *_step_words(document),
         _memory_table(document["memory"], document["formats"]),
@@ -22,6 +23,19 @@ def operating_point(document: dict[str, Any]) -> RenderableType:
         *_origin(document),
         *document.get("notes", []),
     )
+
+
+def _does_not_fit(document: dict[str, Any]) -> Iterator[str]:
+    memory = document["memory"]
+    if memory["fits"]:
+        return
+    need, usable, device = (text.gib(memory[part]) for part in ("total_bytes", "usable_bytes", "device_bytes"))
+    remedy = f"; give {memory['remedy']}" if memory["remedy"] else ""
+    yield (
+        f"DOES NOT FIT: a device would hold {need}, but of the {device} of {document['hardware']['name']} engines use "
+        f"{usable} for weights, caches and activations{remedy}"
+    )
+    yield "what follows is the step as if it did"
 
 
 def _step_tree(document: dict[str, Any]) -> Table:
@@ -127,9 +141,6 @@ def _memory_table(memory: dict[str, Any], formats: dict[str, Any]) -> Table:
 
 
 def _memory_words(memory: dict[str, Any]) -> Iterator[str]:
-    if not memory["fits"]:
-        need, usable, device = (text.gib(memory[part]) for part in ("total_bytes", "usable_bytes", "device_bytes"))
-        yield f"DOES NOT FIT: {need} in the {usable} that engines use of a device of {device}"
     batch, context = memory["largest_batch"], memory["largest_context"]
     most_batch = f"a batch of {batch:,} at this context" if batch else "no sequence at this context"
     most_context = f"a context of {context:,} at this batch" if context else "no context at this batch"

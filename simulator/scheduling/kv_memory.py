@@ -8,11 +8,11 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.memory import CacheTerms
 from membound.roofline.models import ModelSpec
+from membound.roofline.remedies import remedies
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.engine import Engine
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.prefix_cache import PrefixCache
-from membound.simulator.scheduling.remedies import remedies
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def kv_memory(
         drafter = ", its drafter's among them," if held.drafter_weights_bytes else ""
         raise MemboundError(
             f"model '{model.name}' does not fit: its weights take {held.weights_bytes / 2**30:.1f} GiB{drafter} of the "
-            f"{room / 2**30:.1f} GiB usable on '{scenario.hardware}'"
+            f"{room / 2**30:.1f} GiB that weights and caches may take of the {memory_bytes / 2**30:.1f} GiB of "
+            f"'{scenario.hardware}'"
             f"{remedies(model, setup, room, least_cache)}"
         )
     block_bytes = token_bytes * engine.block_size

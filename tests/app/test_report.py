@@ -101,3 +101,21 @@ def test_a_sweep_shows_what_was_swept_and_every_metric_whole_at_any_width(width:
     for value in ("12,345", "123 ms (456 ms)", "11.2", "0.700", "weights 80 %"):
         assert words.count(value) >= len(points)
     assert words.count("H100-SXM5") == 2 * len(tables)
+
+
+def test_a_step_that_does_not_fit_says_so_first_with_what_would_hold_it(membound, asked: str) -> None:
+    model = ("--set", "model=DeepSeek-V3", "--set", "parallel.tp=2")
+    code, out, _ = membound("predict", asked, *model)
+    assert code == 2 and out.startswith("DOES NOT FIT") and "decode step of DeepSeek-V3" in out
+    memory = json.loads(membound("predict", asked, *model, "--json")[1])["memory"]
+    degrees = re.findall(r"parallel\.\w+ \d+", memory["remedy"])
+    held = membound("predict", asked, *model, *(word for one in degrees for word in ("--set", one.replace(" ", "="))))
+    assert degrees and held[0] == 0 and "DOES NOT FIT" not in held[1]
+    assert degrees == re.findall(r"parallel\.\w+ \d+", membound("simulate", asked, *model)[2])
+
+
+def test_a_batch_that_does_not_fit_is_answered_with_the_largest_that_does(membound, asked: str) -> None:
+    memory = json.loads(membound("predict", asked, "--batch", "9000", "--json")[1])["memory"]
+    most = memory["largest_batch"]
+    assert f"a batch of at most {most:,}" in memory["remedy"]
+    assert [membound("predict", asked, "--batch", str(batch))[0] for batch in (most, most + 1)] == [0, 2]

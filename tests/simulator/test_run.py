@@ -132,7 +132,7 @@ def test_a_run_in_which_every_request_is_rejected_has_a_summary():
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_sentence():
-    with pytest.raises(MemboundError, match=r"does not fit: its weights take .* GiB usable on 'L4'"):
+    with pytest.raises(MemboundError, match=r"does not fit: its weights take .* GiB of 'L4'"):
         run(scenario(model="Llama-3.1-70B", hardware="L4"))
 
 
