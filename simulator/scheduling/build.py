@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -165,6 +166,31 @@ def bounds_of(model: ModelSpec, setup: EngineSetup, times: Times) -> Bounds:
     return bounds
 
 
+def waited_for_a_seat(requests: Mapping[str, Column], seats: int) -> Column:
+    """Of each request whether all seats were taken for a while between its arrival and its first step."""
+    begun = np.isfinite(requests["admitted_s"])
+    waited = np.zeros(len(begun), dtype=bool)
+    if not begun.any():
+        return waited
+    came_s, begun_s, ended_s = (requests[name][begun] for name in ("arrival_s", "admitted_s", "finished_s"))
+    ended_s = ended_s[np.isfinite(ended_s)]
+    moments_s = np.concatenate([begun_s, ended_s])
+    order = np.argsort(moments_s, kind="stable")
+    moments_s, taken = moments_s[order], np.cumsum(np.repeat([1, -1], [len(begun_s), len(ended_s)])[order])
+    # Seconds with all seats taken up to each moment: as many before a request begins as before it came mean no wait.
+    full_s = np.concatenate([[0.0], np.cumsum(np.diff(moments_s) * (taken[:-1] >= seats))])
+    waited[begun] = np.interp(begun_s, moments_s, full_s) > np.interp(came_s, moments_s, full_s)
+    return waited
+
+
+def _seats_said(seats: int, requests: Mapping[str, Column], steps: Mapping[str, Column]) -> Iterator[str]:
+    """That requests waited for a seat, where steps had as many sequences as there are seats; else memory was short."""
+    if not len(steps["sequences"]) or steps["sequences"].max() < seats:
+        return
+    if waited := int(waited_for_a_seat(requests, seats).sum()):
+        yield f"{waited} request{'s' if waited > 1 else ''} waited for a seat: engine.max_num_seqs is {seats}"
+
+
 def run_result(
     scenario: Scenario,
     model: ModelSpec,
@@ -183,6 +209,8 @@ def run_result(
         provenance.notes.append(f"requests were turned away; request {id}, because {reason}")
     recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
     steps, requests, price = recorder.steps(), recorder.requests(), times.hardware.price_usd_per_h
+    if scenario.cluster is None and scenario.engine.disaggregation is None:
+        provenance.notes.extend(_seats_said(scenario.seats, requests, steps))
     summary = summarize(
         requests,
         steps,

@@ -279,8 +279,21 @@ def stack(
         most = MOST_SIMULATED if simulate else MOST_FACTORIAL
         game.ahead(most, tell)
         found = analyse(game, point.values, error, _conditions(point, hardware, simulate), most)
-        stacks.append(replace(found, notes=tuple(notes_of(scenario, chosen, asked, hardware))))
+        notes = (*notes_of(scenario, chosen, asked, hardware), *_seats_said(point, hardware))
+        stacks.append(replace(found, notes=notes))
     return stacks
+
+
+def _seats_said(point: Point, hardware: HardwareSpec) -> Iterator[str]:
+    """That requests wait for a seat of the plain engine though memory would hold more of them."""
+    seats, load = point.plain.seats, point.load
+    fitting = deployment_of(point.plain, resolve_model(point.plain.model), hardware).largest_batch(load.lengths.context)
+    if fitting <= seats:
+        return
+    if load.concurrency > seats:
+        yield f"{load.concurrency - seats:.0f} requests wait for a seat: engine.max_num_seqs is {seats}"
+    elif load.overload_rps:
+        yield f"requests wait for a seat, more and more of them: engine.max_num_seqs is {seats}"
 
 
 def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:

@@ -147,3 +147,17 @@ def test_a_model_that_does_not_fit_is_refused_in_one_sentence():
 def test_unknown_names_are_refused_in_one_sentence(field, value, sentence):
     with pytest.raises(ValueError, match=sentence):
         run(scenario().with_value(field, value))
+
+
+def test_a_note_says_how_many_waited_for_a_seat_and_only_where_seats_bind():
+    def said(clients: int, **engine: int) -> list[str]:
+        loop = scenario(engine=engine).with_techniques((ContinuousBatching(),))
+        loop = loop.with_value("workload.arrivals.concurrency", clients)
+        return [note for note in run(loop).provenance.notes if "wait" in note]
+
+    # Of 40 requests of 12 clients on 8 seats all wait but the first 8: whoever asks again finds 4 before it.
+    assert said(12, max_num_seqs=8) == ["32 requests waited for a seat: engine.max_num_seqs is 8"]
+    assert said(9, max_num_seqs=8)
+    assert not said(8, max_num_seqs=8), "a seat falls free as its client asks again"
+    assert not said(12, max_num_seqs=64, num_blocks=40), "memory is what they wait for"
+    assert not said(12)

@@ -296,3 +296,24 @@ def test_too_many_techniques_for_all_subsets_still_have_orders_and_a_product():
     found = analyse(game_of(values, 3), {}, 0.1, "made up", most_factorial=2)
     assert found.shapley is None and found.best_order is None
     assert found.together == pytest.approx(4.0) and found.product == pytest.approx(8.0)
+
+
+def test_a_note_says_that_requests_wait_for_a_seat():
+    def said(concurrency: int, seats: int) -> list[str]:
+        document = {
+            "name": "seats",
+            "model": "Llama-3.1-8B",
+            "hardware": "H100-SXM5",
+            "engine": {"max_num_seqs": seats},
+            "workload": {
+                "arrivals": {"kind": "closed_loop", "concurrency": concurrency},
+                "requests": 64,
+                "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 256}},
+                "output_tokens": {"kind": "fixed", "tokens": 64},
+            },
+        }
+        (found,) = stack(parse_scenario(document), techniques=["w8a8"])
+        return [note for note in found.notes if "seat" in note]
+
+    assert said(64, 16) == ["48 requests wait for a seat: engine.max_num_seqs is 16"]
+    assert not said(16, 16)
