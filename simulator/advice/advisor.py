@@ -8,6 +8,7 @@ moves by hand; where they hold, the advice says whether costing agrees.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from membound.roofline.techniques import (
     GainMetric,
 )
 from membound.roofline.times.known import times_for
-from membound.simulator.advice.moves import Move, excludes, moves_of
+from membound.simulator.advice.moves import MOST_SEATS, Move, excludes, moves_of
 from membound.simulator.advice.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.advice.situation import situation_of
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
@@ -138,8 +139,11 @@ def advise(
     metric = metric or wanted
     error = times_for(hardware, scenario.engine.profile).relative_error
 
-    costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(load))
-    moves = list(moves_of(scenario, model, hardware, load.lengths.prompt_tokens + load.lengths.output_tokens))
+    # What comes beyond what is served waits without end: whatever seats there are, somebody wants them.
+    asked = math.inf if load.overload_rps else load.concurrency
+    steady_load = replace(load, concurrency=max(load.concurrency, MOST_SEATS)) if load.overload_rps else load
+    costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(steady_load))
+    moves = list(moves_of(scenario, model, hardware, load.lengths.prompt_tokens + load.lengths.output_tokens, asked))
     costing.ahead([end for move in moves for end in (move.before, move.after) if end], progress)
     advised = sorted((_advised(move, costing, metric, error) for move in moves), key=_by_gain)
     now = costing.served(scenario)
@@ -214,6 +218,8 @@ def _why(move: Move, before: Served, after: Served, gain: float) -> str:
     quickens_prompts = move.technique is None or move.technique.name in _FASTER_ARITHMETIC
     if quickens_prompts and (before.prompt_share or 0.0) >= 0.5:
         binds = f"prompts take {before.prompt_share:.0%} of the time; {binds}"
+    if move.name == "more_seats":
+        return f"{binds}; {after.batch:.0f} sequences share a step instead of {before.batch:.0f}"
     if after.batch > 1.05 * before.batch:
         return f"{binds}; memory holds {after.batch:.0f} sequences instead of {before.batch:.0f}"
     technique = move.technique

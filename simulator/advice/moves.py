@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,6 +38,7 @@ from membound.roofline.techniques import (
 from membound.simulator.steady import deployment_of
 
 MOST_TENSOR_PARALLEL = 64
+MOST_SEATS = 1024
 State = Literal["add", "on", "instead"]
 
 
@@ -157,8 +159,10 @@ def excludes(one: Technique, other: Technique) -> bool:
     return False
 
 
-def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float) -> Iterator[Move]:
-    """Everything that can be changed in one step, where a request has `tokens` tokens."""
+def moves_of(
+    scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens: float, asked: float = 0.0
+) -> Iterator[Move]:
+    """Everything that can be changed in one step, where a request has `tokens` tokens and `asked` want a seat."""
     has = {technique.name for technique in scenario.techniques}
     for own in scenario.techniques:
         rest = tuple(other for other in scenario.techniques if other is not own)
@@ -172,6 +176,7 @@ def moves_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, token
         after = scenario.with_techniques((*kept, technique))
         yield _technique_move(technique, state, scenario, after, tuple(rival.name for rival in rivals))
     yield _wider(scenario, model, hardware, tokens)
+    yield from _more_seats(scenario, deployment_of(scenario, model, hardware).largest_batch(tokens), asked)
     yield from _engine_moves(scenario)
 
 
@@ -200,6 +205,15 @@ def _wider(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens:
     price = f"{devices * wider // tp} devices instead of {devices}"
     title, baseline = f"tensor parallelism {wider}", f"tensor parallelism {tp}"
     return Move("tensor_parallel", title, "add", scenario, after, baseline, _LOSSLESS, price=price, reason=reason)
+
+
+def _more_seats(scenario: Scenario, fitting: float, asked: float) -> Iterator[Move]:
+    """Seats for all that `asked` want and memory has room for, where the engine has fewer."""
+    seats = math.floor(min(fitting, asked, MOST_SEATS))
+    if seats > scenario.seats:
+        after = scenario.with_value("engine.max_num_seqs", seats)
+        title, baseline = f"{seats} seats (max_num_seqs)", f"{scenario.seats} seats"
+        yield Move("more_seats", title, "add", scenario, after, baseline, _LOSSLESS)
 
 
 def _engine_moves(scenario: Scenario) -> Iterator[Move]:

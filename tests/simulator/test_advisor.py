@@ -251,3 +251,18 @@ def test_the_document_has_all_of_it():
 def test_unknown_names_are_one_sentence():
     with pytest.raises(MemboundError, match="hardware 'H1000' is unknown"):
         advise(scenario(hardware="H1000"))
+
+
+def test_more_seats_are_a_move_where_requests_wait_for_them_and_memory_has_room():
+    def seats(concurrency: int, **changes: Any) -> Advised | None:
+        return moves(advise(scenario(concurrency, **changes))).get("more_seats")
+
+    found = seats(64, engine={"max_num_seqs": 16})
+    assert found is not None and found.move.after is not None and found.move.after.seats == 64
+    assert found.gain is not None and 1.0 < found.gain <= 4.0, "at most as many times as there are seats"
+    assert seats(16, engine={"max_num_seqs": 16}) is None
+    assert seats(64, engine={"max_num_seqs": 16}, hardware="RTX-4090", prompt=3900) is None, "no memory for more"
+    rate = scenario(1, engine={"max_num_seqs": 4}).model_dump(mode="json")
+    rate["workload"]["arrivals"] = {"kind": "poisson", "rate_rps": 1000.0}
+    over = moves(advise(parse_scenario(rate)))["more_seats"]
+    assert over.gain is not None and over.gain > 1.0, "more arrive than four seats serve"
