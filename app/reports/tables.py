@@ -9,7 +9,12 @@ from rich.table import Table
 
 from membound.app import text
 
-BOUNDS = {"memory_weights": "weights", "memory_kv": "KV cache", "output_tokens_per_s": "tokens/s"}
+BOUNDS = {
+    "memory_weights": "weights",
+    "memory_activations": "activations",
+    "memory_kv": "KV cache",
+    "output_tokens_per_s": "tokens/s",
+}
 
 
 def table_of(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:

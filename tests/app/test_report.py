@@ -119,3 +119,18 @@ def test_a_batch_that_does_not_fit_is_answered_with_the_largest_that_does(membou
     most = memory["largest_batch"]
     assert f"a batch of at most {most:,}" in memory["remedy"]
     assert [membound("predict", asked, "--batch", str(batch))[0] for batch in (most, most + 1)] == [0, 2]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_reads_no_weights_is_not_bound_by_them(membound, asked: str, phase: str) -> None:
+    at = ("--phase", phase, "--batch", "8", "--context", "2048")
+    found = json.loads(membound("predict", asked, *at, "--json")[1])
+    bounds = {op["name"]: op["bound"] for op in found["operators"]}
+    for op in found["operators"]:
+        assert op["bound"] != "memory_weights" or op["weight_bytes"] >= op["activation_bytes"]
+        assert op["bound"] != "memory_activations" or op["activation_bytes"] > op["weight_bytes"]
+    if phase == "prefill":
+        assert bounds["silu_mul"] == "memory_activations"
+        assert re.search(r"silu_mul .*activations", membound("predict", asked, *at)[1])
+    else:
+        assert "memory_weights" in bounds.values()
