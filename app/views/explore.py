@@ -65,7 +65,8 @@ def _answer(point: OperatingPoint, t: Translate) -> None:
     )
     sentences = [_origin(point, t)]
     if others:
-        sentences.append(t("explore.second", bound=t(f"bound.{others[0][0]}"), share=text.percent(others[0][1])))
+        second = {"bound": t(f"bound.{others[0][0]}"), "share": text.percent(others[0][1])}
+        sentences.append(t("explore.second", first=t(f"bound.{bound}"), **second))
     if change := point.next_bound():
         sentences.append(t("explore.next", batch=change[0], bound=t(f"bound.{change[1]}")))
     if point.phase == "verify":

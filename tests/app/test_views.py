@@ -163,6 +163,10 @@ def test_explore_answers_with_time_interval_and_bound(store: Store) -> None:
     assert "measured on H100-SXM5" in _words(at)
 
 
+def test_explore_names_what_binds_where_it_says_what_binds_next(store: Store) -> None:
+    assert "Without reading weights, " in _words(_page("explore", hw="H100-SXM5", batch="1"))
+
+
 def test_explore_says_plainly_that_a_device_was_not_measured(store: Store) -> None:
     at = _page("explore", hw="MI300A")
     assert "MI300A was not measured: its times are inherited from HBM devices" in _words(at)
