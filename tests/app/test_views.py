@@ -15,6 +15,7 @@ from membound.app import jobs, text
 from membound.app.i18n import LANGUAGES, Translate, sentences
 from membound.app.store import Store
 from membound.app.views import machine, session
+from membound.roofline.hardware import catalog
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import load_scenario
 from membound.roofline.scenario.workload import Arrivals
@@ -165,6 +166,12 @@ def test_explore_answers_with_time_interval_and_bound(store: Store) -> None:
 
 def test_explore_names_what_binds_where_it_says_what_binds_next(store: Store) -> None:
     assert "Without reading weights, " in _words(_page("explore", hw="H100-SXM5", batch="1"))
+
+
+def test_a_question_of_the_start_page_names_no_device_where_its_page_compares_several() -> None:
+    for language in LANGUAGES:
+        asked = sentences(language)["start.ask_plan"]
+        assert not [name for name in catalog() if name.partition("-")[0] in asked]
 
 
 def test_explore_says_plainly_that_a_device_was_not_measured(store: Store) -> None:
