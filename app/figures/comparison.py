@@ -23,7 +23,7 @@ TITLE_CHARACTERS = 40
 
 
 def technique_title(name: str, t: Translate) -> str:
-    """The technique as people call it; in Chinese with its translation in brackets where there is one.
+    """The technique as people call it; in Chinese with the English name in brackets.
 
     Of a stack all of them, and what a technique was given behind its title.
     """
@@ -44,7 +44,7 @@ def point_label(point: Mapping[str, object], t: Translate) -> str:
     """A point of the sweep: its users where it is a closed loop, else its fields without their paths."""
     if "workload.arrivals.concurrency" in point:
         return t("point.users", users=point["workload.arrivals.concurrency"])
-    return ", ".join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items()) or t("point.only")
+    return t("sign.list").join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items()) or t("point.only")
 
 
 def by_point(rows: Sequence[Comparison], t: Translate) -> dict[str, list[Comparison]]:
@@ -113,9 +113,8 @@ def _in_two_lines(title: str) -> str:
 
 
 def _in_lines(title: str) -> str:
-    """A title that fits under its pair: a word a line, a translation in one."""
-    english, bracket, translated = title.partition(" (")
-    return english.replace(" ", "<br>") + (f"<br>({translated}" if bracket else "")
+    """A title that fits under its pair: a word a line."""
+    return title.replace("（", " （").replace(" ", "<br>")
 
 
 def baseline_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
@@ -169,7 +168,7 @@ def _pair(
         showlegend=column == 1,
         legendgroup="predicted",
         marker={"symbol": "circle-open", "size": 13, "color": PREDICTED, "line": {"width": 2.5, "color": PREDICTED}},
-        hovertext=[f"{t('predicted')}: {_value(row, row.predicted)}" for row in rows],
+        hovertext=[f"{t('predicted')}{t('sign.colon')}{_value(row, row.predicted)}" for row in rows],
         hoverinfo="text",
         row=1,
         col=column,
@@ -183,7 +182,7 @@ def _pair(
         showlegend=column == 1,
         legendgroup="measured",
         marker={"symbol": "square", "size": 11, "color": MEASURED},
-        hovertext=[f"{t('measured')}: {_value(row, value)}" for _, row, value in done],
+        hovertext=[f"{t('measured')}{t('sign.colon')}{_value(row, value)}" for _, row, value in done],
         hoverinfo="text",
         row=1,
         col=column,

@@ -41,7 +41,7 @@ def memory_figure(memory: MemoryBreakdown, capacity_bytes: float, device: str, t
                 "opacity": 0.35 if part == "free" else 1.0,
                 "pattern": {"shape": PATTERNS[part], "solidity": 0.25},
             },
-            hovertemplate=f"{t(f'memory.{part}')}: {text.gib(value)}<extra></extra>",
+            hovertemplate=f"{t(f'memory.{part}')}{t('sign.colon')}{text.gib(value)}<extra></extra>",
         )
     fig.add_vline(x=capacity_bytes / text.GIB, line={"color": VERMILLION, "dash": "dash", "width": 2})
     furthest = max(capacity_bytes, memory.total_bytes)

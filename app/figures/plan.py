@@ -49,7 +49,7 @@ def front_figure(plans: Sequence[Mapping[str, Any]], slo: Mapping[str, float | N
                 x=[point["tokens_per_s_per_user"] for point in front],
                 y=[point["tokens_per_s_per_gpu"] for point in front],
                 mode="lines+markers",
-                name=f"{plan['device']}, {t(f'plan.precision_{precision}')}",
+                name=f"{plan['device']}{t('sign.comma')}{t(f'plan.precision_{precision}')}",
                 line={"color": color, "dash": dash, "width": 1.5},
                 marker={
                     "symbol": f"{symbol}-open",

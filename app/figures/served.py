@@ -20,7 +20,7 @@ SIDE = 0.12  # predicted stands left of measured
 def named(row: Row, t: Translate) -> str:
     """The metric of a row, with the statistic of its distribution."""
     words, statistic = t(f"metric.{row['metric']}"), row["statistic"]
-    return words if statistic is None else f"{words}, {t(f'statistic.{statistic}')}"
+    return words if statistic is None else f"{words}{t('sign.comma')}{t(f'statistic.{statistic}')}"
 
 
 def value(row: Row, number: float) -> str:
@@ -73,7 +73,7 @@ def _pairs(fig: go.Figure, panel: Sequence[Row], line: int, column: int, t: Tran
         legendgroup="predicted",
         showlegend=first,
         marker={"symbol": "circle-open", "size": 13, "color": PREDICTED, "line": {"width": 2.5, "color": PREDICTED}},
-        hovertext=[f"{t('predicted')}: {value(row, row['predicted'])}" for row in panel],
+        hovertext=[f"{t('predicted')}{t('sign.colon')}{value(row, row['predicted'])}" for row in panel],
         hoverinfo="text",
         row=line,
         col=column,
@@ -92,7 +92,7 @@ def _pairs(fig: go.Figure, panel: Sequence[Row], line: int, column: int, t: Tran
         legendgroup="measured",
         showlegend=first,
         marker={"symbol": "square", "size": 11, "color": MEASURED},
-        hovertext=[f"{t('measured')}: {value(row, row['measured'])}" for row in panel],
+        hovertext=[f"{t('measured')}{t('sign.colon')}{value(row, row['measured'])}" for row in panel],
         hoverinfo="text",
         row=line,
         col=column,

@@ -72,7 +72,7 @@ def latency_figure(
     ticks = log_ticks(low / 1.3, high * 1.3, (1, 2, 5))
     span = [math.log10(low / 1.3), math.log10(high * 1.3)]
     axis = {"tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks], "range": span}
-    fig.update_xaxes(title=f"{t(f'simulate.metric_{metric}')}, {unit}", type="log", **axis)
+    fig.update_xaxes(title=f"{t(f'simulate.metric_{metric}')}{t('sign.comma')}{unit}", type="log", **axis)
     fig.update_yaxes(title=t("simulate.share_y"), range=[0, 101])
     return fig
 

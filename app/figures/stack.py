@@ -126,7 +126,7 @@ def waterfall_figure(
             mode="markers",
             name=t("measured"),
             marker={"symbol": "square", "size": 12, "color": MEASURED},
-            hovertext=[f"{t('measured')}: {text.digits(measured)}"],
+            hovertext=[f"{t('measured')}{t('sign.colon')}{text.digits(measured)}"],
             hoverinfo="text",
         )
     furthest = max([*(end * (1 + error) for end in ends), product or 0.0])
@@ -229,6 +229,5 @@ def pairs_figure(titles: Sequence[str], ratios: Sequence[Sequence[float | None]]
 
 
 def _in_lines(title: str) -> str:
-    """A title that fits under its column: a word a line, a translation in one."""
-    english, bracket, translated = title.partition(" (")
-    return english.replace(" ", "<br>") + (f"<br>({translated}" if bracket else "")
+    """A title that fits under its column: a word a line."""
+    return title.replace("（", " （").replace(" ", "<br>")

@@ -29,7 +29,7 @@ def named(key: Key, t: Translate) -> str:
     else:
         words = t(f"metric.{key.metric}")
         if key.statistic is not None:
-            words = f"{words}, {t(f'statistic.{key.statistic}')}"
+            words = f"{words}{t('sign.comma')}{t(f'statistic.{key.statistic}')}"
     return f"{words} · {point_label(dict(key.point), t)}" if key.point else words
 
 

@@ -21,9 +21,8 @@ class Translate:
         return self._sentences[key].format(**values)
 
     def name(self, key: str, title: str) -> str:
-        """A term that stays English, with its translation in brackets where the language has one."""
-        translated = self._sentences.get(key)
-        return title if translated is None else f"{title} ({translated})"
+        """A term by its translation, which gives the English term too where people use it; else as it is."""
+        return self._sentences.get(key, title)
 
 
 @cache

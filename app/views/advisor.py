@@ -17,8 +17,9 @@ from membound.app.i18n import Translate
 from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.engine_choice import choose_engine, conditions
+from membound.app.views.said import said
 from membound.app.views.session import translate
-from membound.app.views.verdicts import MARKS, against, interval, named, price_words, verdict_of
+from membound.app.views.verdicts import MARKS, against, baseline_words, interval, named, price_words, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 
@@ -74,8 +75,9 @@ def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
     if now is None:
         makes_fit = [_named(move, t) for move in moves if move["possible"]]
         st.header(t("advisor.no_fit", model=choice.model_name))
+        others = t("sign.list").join(makes_fit[1:]) or t("stack.none")
         if makes_fit:
-            st.markdown(t("advisor.makes_fit", first=makes_fit[0], others=", ".join(makes_fit[1:]) or t("stack.none")))
+            st.markdown(t("advisor.makes_fit", first=makes_fit[0], others=others))
         else:
             st.markdown(t("advisor.nothing_fits"))
         return
@@ -109,7 +111,9 @@ def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
     left, right = st.columns([3, 2], gap="large")
     left.markdown(" ".join(sentences))
     for one, part in shares:
-        right.progress(min(1.0, part), f"{BOUND_MARKS[one]} {t(f'bound.{one}')}: **{text.percent(part)}**")
+        right.progress(
+            min(1.0, part), f"{BOUND_MARKS[one]} {t(f'bound.{one}')}{t('sign.colon')}**{text.percent(part)}**"
+        )
 
 
 def _worth(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,7 +125,7 @@ def _worth(document: dict[str, Any]) -> list[dict[str, Any]]:
 def _named(move: dict[str, Any], t: Translate) -> str:
     """A move with its format, or with what it drafts."""
     if move["move"] not in TECHNIQUES:
-        return t("advisor.more_devices", devices=move["devices"][1]) if move["devices"] else str(move["title"])
+        return t("advisor.more_devices", devices=move["devices"][1]) if move["devices"] else said(move["title"], t)
     title, drafting = technique_title(move["move"], t), move["drafting"]
     if drafting is not None and not drafting["off"]:
         return t("stack.drafts", technique=title, guesses=drafting.get("tree_size", drafting["depth"]))
@@ -190,11 +194,11 @@ def _why(move: dict[str, Any], document: dict[str, Any], t: Translate) -> str:
         "bound": f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
         "share": text.percent(after[bound]),
     }
-    said = t("advisor.why_moves" if bound != before else "advisor.why_stays", **words)
+    told = t("advisor.why_moves" if bound != before else "advisor.why_stays", **words)
     drafting = move["drafting"]
     if drafting is None or drafting["off"]:
-        return said
-    return f"{said} {t('advisor.why_steps', tokens=text.digits(drafting['tokens_per_step']))}"
+        return told
+    return f"{told} {t('advisor.why_steps', tokens=text.digits(drafting['tokens_per_step']))}"
 
 
 def _price(move: dict[str, Any], t: Translate) -> list[str]:
@@ -210,7 +214,7 @@ def _price(move: dict[str, Any], t: Translate) -> list[str]:
     if gain is not None and other is not None and (other - 1) * (gain - 1) < 0:
         lines.append(t("advisor.other_metric", gain=text.gain(other)))
     if move["instead_of"]:
-        given_up = ", ".join(technique_title(name, t) for name in move["instead_of"])
+        given_up = t("sign.list").join(technique_title(name, t) for name in move["instead_of"])
         lines.append(t("advisor.instead", techniques=given_up))
     return lines
 
@@ -250,7 +254,10 @@ def _moves(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None
     refused = [move for move in document["moves"] if not move["possible"]]
     if refused:
         with st.expander(t("advisor.refused", moves=len(refused))):
-            st.markdown("\n".join(f"- **{_named(move, t)}**: {text.plain(move['reason'])}" for move in refused))
+            reasons = [
+                f"**{_named(move, t)}**{t('sign.colon')}{text.plain(said(move['reason'], t))}" for move in refused
+            ]
+            st.markdown("\n".join(f"- {reason}" for reason in reasons))
 
 
 def _table(document: dict[str, Any], t: Translate) -> pd.DataFrame:
@@ -258,12 +265,12 @@ def _table(document: dict[str, Any], t: Translate) -> pd.DataFrame:
         {
             t("advisor.move"): _named(move, t),
             t("column.predicted"): "–" if move["gain"] is None else interval(move["gain"], move["error"]),
-            t("column.baseline"): move["baseline"],
+            t("column.baseline"): baseline_words(move["move"], move["baseline"], t),
             t("column.bound"): t(f"bound.{move['bottleneck_after']}") if move["bottleneck_after"] else "–",
-            t("advisor.price"): move["price"]
-            or (t("techniques.lossless") if move["lossless"] else move["quality"]["note"]),
-            t("advisor.source"): move["quality"]["source"],
-            t("advisor.remark"): "" if move["possible"] else move["reason"],
+            t("advisor.price"): said(move["price"] or "", t)
+            or (t("techniques.lossless") if move["lossless"] else said(move["quality"]["note"], t)),
+            t("advisor.source"): said(move["quality"]["source"], t),
+            t("advisor.remark"): "" if move["possible"] else said(move["reason"], t),
         }
         for move in document["moves"]
     )
@@ -281,12 +288,12 @@ def _conflicts(document: dict[str, Any], t: Translate) -> None:
     for one in conflicts:
         names = " + ".join(technique_title(name, t) for name in one["moves"])
         if one["product"] is None:
-            lines.append(f"- **{names}**: {t('advisor.exclude')}")
+            lines.append(f"- **{names}**{t('sign.colon')}{t('advisor.exclude')}")
         elif one["real"] is None:
-            lines.append(f"- **{names}**: {text.plain(one['reason'])}")
+            lines.append(f"- **{names}**{t('sign.colon')}{text.plain(said(one['reason'], t))}")
         else:
             words = t("advisor.overlap", real=text.gain(one["real"]), product=text.gain(one["product"]))
-            lines.append(f"- **{names}**: {words}")
+            lines.append(f"- **{names}**{t('sign.colon')}{words}")
     st.markdown("\n".join(lines))
 
 
@@ -300,7 +307,7 @@ def _rules(document: dict[str, Any], t: Translate) -> None:
     lines = []
     for rule in document["rules"]:
         name = rule["id"].lower()
-        first = ", ".join(technique_title(move, t) for move in rule["first_moves"] if move in TECHNIQUES)
+        first = t("sign.list").join(technique_title(move, t) for move in rule["first_moves"] if move in TECHNIQUES)
         words = {"condition": t(f"advisor.{name}_condition"), "advice": t(f"advisor.{name}_advice")}
         line = [t("advisor.rule", **words)]
         if first and rule["id"] != "R0":

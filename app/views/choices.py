@@ -110,7 +110,7 @@ def _techniques(t: Translate) -> list[str]:
         wrap=True,
         persist_state="session",
         format_func=lambda name: technique_title(name, t),
-        help=t("choice.techniques_help", others=", ".join(others)),
+        help=t("choice.techniques_help", others=t("sign.list").join(others)),
     )
     linked.keep("with", [])
     return chosen

@@ -96,5 +96,5 @@ def conditions(choice: EngineChoice, t: Translate) -> str:
         output=f"{lengths.output_tokens:,.0f}",
         profile=choice.profile,
         task=t(f"engine.{choice.task}_task"),
-        techniques=", ".join(technique_title(name, t) for name in choice.techniques) or t("stack.none"),
+        techniques=t("sign.list").join(technique_title(name, t) for name in choice.techniques) or t("stack.none"),
     )

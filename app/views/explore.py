@@ -96,7 +96,7 @@ def _origin(point: OperatingPoint, t: Translate) -> str:
     words = {"any": t("scope.any"), point.hardware.name: t("scope.formats")}
     scopes = [words.get(scope) or t("scope.devices", scope=scope) for scope in origin.inherited_from]
     share = text.percent(origin.measured_share)
-    return t(f"explore.{origin.kind}", device=device, share=share, scopes=", ".join(scopes))
+    return t(f"explore.{origin.kind}", device=device, share=share, scopes=t("sign.list").join(scopes))
 
 
 def _compared(present: Configuration, compared: Sequence[pins.Row], t: Translate) -> None:
@@ -153,7 +153,9 @@ def _steps(point: OperatingPoint, t: Translate) -> list[roofline.PlacedStep]:
 def _shares(point: OperatingPoint, t: Translate) -> None:
     st.header(t("explore.binds"))
     for bound, share in point.bounds():
-        st.progress(min(1.0, share), f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}: **{text.percent(share)}**")
+        st.progress(
+            min(1.0, share), f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}{t('sign.colon')}**{text.percent(share)}**"
+        )
 
 
 def _memory_figure(point: OperatingPoint, t: Translate) -> go.Figure:

@@ -105,7 +105,8 @@ def _checked(yaml_text: str, t: Translate) -> Scenario | None:
 
 
 def _summary(scenario: Scenario, t: Translate) -> str:
-    techniques = text.plain(", ".join(variant.title for variant in scenario.compared())) or t("live.no_techniques")
+    titles = t("sign.list").join(variant.title for variant in scenario.compared())
+    techniques = text.plain(titles) or t("live.no_techniques")
     arrivals = scenario.workload.arrivals.model_dump()
     kind = arrivals.pop("kind")
     return t(

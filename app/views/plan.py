@@ -16,6 +16,7 @@ from membound.app.views import asked, fields, states
 from membound.app.views.charts import chart
 from membound.app.views.devices import known_devices
 from membound.app.views.opening import opened, settings_of
+from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.roofline import models
 from membound.roofline.errors import MemboundError
@@ -166,7 +167,9 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
     _cards(plans, t)
     for plan in plans:
         if plan["best"] is None:
-            st.warning(text.plain(f"{plan['device']}: {plan['reason']}"), icon=":material/block:")
+            st.warning(
+                text.plain(f"{plan['device']}{t('sign.colon')}{said(plan['reason'], t)}"), icon=":material/block:"
+            )
     demand = next((plan["demand"] for plan in plans if "demand" in plan), None)
     if demand is None:
         return
@@ -222,10 +225,10 @@ def _conditions(plan: Mapping[str, Any], t: Translate) -> str:
         if demand["rate_rps"]
         else t("plan.load_users", users=f"{demand['concurrency']:,.0f}")
     )
-    said = t("plan.deployed", how=_how(best, t), model=demand["model"], load=load)
+    told = t("plan.deployed", how=_how(best, t), model=demand["model"], load=load)
     if best["summary"]:
         slo = demand["slo"]
-        said += " " + t(
+        told += " " + t(
             "plan.latencies",
             ttft=text.seconds(best["summary"]["ttft_s"]["p99"]),
             ttft_slo=text.seconds(slo["ttft_s"]),
@@ -233,13 +236,13 @@ def _conditions(plan: Mapping[str, Any], t: Translate) -> str:
             tpot_slo=text.seconds(slo["tpot_s"]),
         )
     origin = best["origin"]
-    said += " " + t(
+    told += " " + t(
         f"plan.origin_{origin['kind']}",
         device=best["device"],
         error=text.percent(origin["relative_error"]),
-        scopes=", ".join(origin["inherited_from"]),
+        scopes=t("sign.list").join(origin["inherited_from"]),
     )
-    return said + _at_upper_end(best, t)
+    return told + _at_upper_end(best, t)
 
 
 def _at_upper_end(best: Mapping[str, Any], t: Translate) -> str:
@@ -296,13 +299,17 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
         return
     st.dataframe(_deployments(rows, t), hide_index=True, key="plan_table")
     prices = {one["device"]: one["price"] for one in rows if one["price"]}
-    said = "; ".join(f"{device}: {price['source']}, {price['date']}" for device, price in prices.items())
-    st.caption(text.plain(t("plan.table_caption", prices=said or t("plan.own_prices"))))
+    priced = "; ".join(f"{device}: {price['source']}, {price['date']}" for device, price in prices.items())
+    st.caption(text.plain(t("plan.table_caption", prices=priced or t("plan.own_prices"))))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(t("plan.open"))
         for index, one in enumerate(rows):
             precision = t(f"plan.precision_{one['deployment']['precision']}")
-            opened(f"{one['gpus']} × {one['device']}, {precision}", settings_of(one, demand), key=f"open_{index}")
+            opened(
+                f"{one['gpus']} × {one['device']}{t('sign.comma')}{precision}",
+                settings_of(one, demand),
+                key=f"open_{index}",
+            )
 
 
 def _deployments(rows: Sequence[Mapping[str, Any]], t: Translate) -> pd.DataFrame:
@@ -406,7 +413,7 @@ def _sensitivity(plan: Mapping[str, Any], t: Translate) -> None:
     )
     changes = found["answer_changes"]
     if changes:
-        listed = "; ".join(f"{change} → {answer}" for change, answer in changes.items())
-        st.write(text.plain(t("plan.changes", answer=found["screened_answer"], changes=listed)))
+        listed = "; ".join(f"{said(change, t)} → {said(answer, t)}" for change, answer in changes.items())
+        st.write(text.plain(t("plan.changes", answer=said(found["screened_answer"], t), changes=listed)))
     else:
-        st.write(text.plain(t("plan.no_changes", answer=found["screened_answer"])))
+        st.write(text.plain(t("plan.no_changes", answer=said(found["screened_answer"], t))))

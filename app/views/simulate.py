@@ -83,7 +83,7 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
     case = cases[names.index(shown)]
     _over_time(case, t)
     if positions := case.get("acceptance_by_position"):
-        st.caption(t("simulate.accepted", listed=", ".join(text.percent(share) for share in positions)))
+        st.caption(t("simulate.accepted", listed=t("sign.list").join(text.percent(share) for share in positions)))
     _steps(run, case, t)
     if case.get("cluster"):
         _cluster(case["cluster"], t)
@@ -190,7 +190,7 @@ def _lost(case: Mapping[str, Any], t: Translate) -> None:
 def _conditions(case: Mapping[str, Any], t: Translate) -> str:
     scenario, summary = case["scenario"], case["summary"]
     pools = scenario["engine"]["disaggregation"]
-    said = ", ".join(
+    said = t("sign.list").join(
         filter(
             None,
             [

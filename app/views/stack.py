@@ -19,8 +19,9 @@ from membound.app.views.asked import answer
 from membound.app.views.charts import chart
 from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
+from membound.app.views.said import said
 from membound.app.views.session import translate
-from membound.app.views.verdicts import interval, named
+from membound.app.views.verdicts import baseline_words, interval, named
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 
@@ -114,7 +115,8 @@ def _refused(stack: dict[str, Any], t: Translate) -> None:
     for step in stack["given_order"]:
         if step["reason"] is not None:
             title = technique_title(step["technique"], t)
-            st.warning(text.plain(t("stack.refused", technique=title, reason=step["reason"])), icon=":material/block:")
+            refused = t("stack.refused", technique=title, reason=said(step["reason"], t))
+            st.warning(text.plain(refused), icon=":material/block:")
 
 
 def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Translate) -> None:
@@ -133,11 +135,11 @@ def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Transl
     sentences = [t("stack.moved" if len(path) > 1 else "stack.stayed", path=words)]
     best = stack["best_subset"]
     if best["gain"] > 1.005 * together:
-        chosen = ", ".join(technique_title(name, t) for name in best["techniques"]) or t("stack.none")
+        chosen = t("sign.list").join(technique_title(name, t) for name in best["techniques"]) or t("stack.none")
         sentences.append(t("stack.better", techniques=chosen, gain=text.gain(best["gain"])))
     lossless = {technique["name"]: technique["lossless"] for technique in document["techniques"]}
     lossy = [technique_title(name, t) for name in stack["members"] if not lossless[name]]
-    sentences.append(t("stack.lossy", techniques=", ".join(lossy)) if lossy else t("stack.lossless"))
+    sentences.append(t("stack.lossy", techniques=t("sign.list").join(lossy)) if lossy else t("stack.lossless"))
     st.markdown(" ".join(sentences))
 
 
@@ -162,7 +164,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
     product = value(stack["product"]) if stack["product"] is not None and len(stack["members"]) > 1 else None
     ran = measured_together(choice, document["kept"], stack["members"])
     st.header(t("stack.waterfall"))
-    kept = ", ".join(technique_title(name, t) for name in document["kept"]) or t("stack.none")
+    kept = t("sign.list").join(technique_title(name, t) for name in document["kept"]) or t("stack.none")
     chart(
         figures.waterfall_figure(
             levels,
@@ -199,11 +201,13 @@ def _steps_table(steps: Sequence[dict[str, Any]], error: float, t: Translate) ->
     return pd.DataFrame(
         {
             t("column.technique"): _named(step, t),
-            t("column.baseline"): step["baseline"],
+            t("column.baseline"): baseline_words(step["technique"], step["baseline"], t),
             t("stack.adds"): "–" if step["gain"] is None else interval(step["gain"], error),
             t("stack.together"): "–" if step["together"] is None else text.gain(step["together"]),
             t("stack.sequences"): "–" if step["batch"] is None else f"{step['batch']:.0f}",
-            t("column.bound"): t(f"bound.{step['bottleneck_after']}") if step["bottleneck_after"] else step["reason"],
+            t("column.bound"): (
+                t(f"bound.{step['bottleneck_after']}") if step["bottleneck_after"] else said(step["reason"], t)
+            ),
         }
         for step in steps
     )
@@ -263,7 +267,7 @@ def _pairs(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None
                 t("column.technique"): " + ".join(technique_title(name, t) for name in pair["techniques"]),
                 t("stack.together"): "–" if pair["real"] is None else text.gain(pair["real"]),
                 t("stack.multiplied"): text.gain(pair["product"]),
-                t("stack.refusal"): pair["reason"] or "",
+                t("stack.refusal"): said(pair["reason"] or "", t),
             }
             for pair in document["stack"]["pairs"]
         ),

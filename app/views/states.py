@@ -6,12 +6,13 @@ import streamlit as st
 
 from membound.app.store import Job
 from membound.app.text import plain
+from membound.app.views.said import said
 from membound.app.views.session import translate
 
 
 def problem(what: str, advice: str) -> None:
     """An error: what happened and why in the words of who noticed it, then what to do."""
-    st.error(plain(what), icon=":material/error:")
+    st.error(plain(said(what, translate())), icon=":material/error:")
     st.caption(advice)
 
 

@@ -132,7 +132,7 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
         {
             t("column.point"): comparison.point_label(row.point, t),
             t("column.technique"): comparison.technique_title(row.technique, t),
-            t("column.baseline"): f"{_baseline(row, t)}, {t(f'short.{row.metric}')}",
+            t("column.baseline"): f"{_baseline(row, t)}{t('sign.comma')}{t(f'short.{row.metric}')}",
             t("column.predicted"): f"{text.gain(row.predicted)} ({row.low:.2f}–{row.high:.2f})",
             t("column.measured"): _measured(row, text.gain),
             t("column.error"): _error(row),

@@ -11,6 +11,7 @@ from membound.app import text
 from membound.app.engine_choice import EngineChoice
 from membound.app.i18n import Translate
 from membound.app.views.measured import Measured, nearest
+from membound.app.views.said import said
 from membound.app.views.verdicts import MARKS, about, against, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.techniques import TECHNIQUES
 from membound.roofline.techniques.base import Layer
@@ -96,5 +97,5 @@ def _reason(effect: Effect, t: Translate) -> str:
     """Why a technique has no gain here."""
     if effect.reason is None:
         return ""
-    reason = text.plain(effect.reason)
+    reason = text.plain(said(effect.reason, t))
     return t("techniques.without", reason=reason) if effect.after is not None else reason

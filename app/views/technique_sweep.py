@@ -17,6 +17,7 @@ from membound.app.views import background, fields, linked
 from membound.app.views.charts import chart
 from membound.app.views.engine_choice import conditions
 from membound.app.views.measured import Measured
+from membound.app.views.said import said
 from membound.app.views.verdicts import labelled
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative, Technique
@@ -55,7 +56,9 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
         drawn = {name: _with_measured(choice, techniques[name], curve, measured) for name, curve in drawn.items()}
     for name in names:
         if name not in drawn:
-            st.warning(text.plain(f"{technique_title(name, t)}: {found[0][name].reason}"), icon=":material/block:")
+            reason = said(found[0][name].reason or "", t)
+            refused = t("stack.refused", technique=technique_title(name, t), reason=reason)
+            st.warning(text.plain(refused), icon=":material/block:")
     if not drawn:
         return
     words = [_crossing_words(curve, axis, t) for curve in drawn.values()]

@@ -18,6 +18,7 @@ from membound.app.views.charts import chart
 from membound.app.views.choices import short_count
 from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
+from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.app.views.technique_cards import technique_cards
 from membound.app.views.technique_sweep import experts_read, technique_sweep
@@ -69,7 +70,8 @@ def _answer(choice: EngineChoice, effects: dict[str, Effect], t: Translate) -> N
     if not gains:
         fits = [technique_title(name, t) for name, effect in added.items() if effect.after is not None]
         reasons = [effect.reason for effect in effects.values() if effect.reason]
-        advice = t("techniques.fits_with", techniques=", ".join(fits)) if fits else t("techniques.fits_with_nothing")
+        listed = t("sign.list").join(fits)
+        advice = t("techniques.fits_with", techniques=listed) if fits else t("techniques.fits_with_nothing")
         states.problem(reasons[0] if reasons else "", advice)
         return
     best = max(gains, key=gains.__getitem__)
@@ -110,9 +112,9 @@ def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t
     gains = {name: gain for name, effect in effects.items() if (gain := effect.gain(choice.metric)) is not None}
     if not gains:
         if fits := [technique_title(name, t) for name, effect in effects.items() if effect.after is not None]:
-            return f"{asked} {t('techniques.reply_fits', techniques=', '.join(fits))}"
+            return f"{asked} {t('techniques.reply_fits', techniques=t('sign.list').join(fits))}"
         reason = next((effect.reason for effect in effects.values() if effect.reason), "")
-        return f"{asked} {t('techniques.reply_refused', reason=text.plain(reason))}"
+        return f"{asked} {t('techniques.reply_refused', reason=text.plain(said(reason, t)))}"
     best = max(gains, key=gains.__getitem__)
     effect, gain = effects[best], gains[best]
     drafting = effect.after.served.drafting if effect.after is not None else None

@@ -47,8 +47,8 @@ def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
     if not given:
         return title
     activations, lm_head = parameters.get("activations"), parameters.get("lm_head")
-    beside = (f" + {activations}" if activations else "") + (f", lm_head {lm_head}" if lm_head else "")
-    return f"{title}, {given}{beside}"
+    beside = (f" + {activations}" if activations else "") + (f"{t('sign.comma')}lm_head {lm_head}" if lm_head else "")
+    return f"{title}{t('sign.comma')}{given}{beside}"
 
 
 def about(technique: Technique, t: Translate) -> str:
@@ -66,9 +66,9 @@ def against(name: str, baseline: str, t: Translate) -> str:
 
 
 def baseline_words(name: str, baseline: str, t: Translate) -> str:
-    """A technique's usual baseline with a translation where the language has one; another one as it is."""
+    """A technique's usual baseline by its translation where the language has one; another one as a sentence."""
     usual = name in TECHNIQUES and baseline == TECHNIQUES[name].baseline
-    return t.name(f"technique.{name}.baseline", baseline) if usual else baseline
+    return t.name(f"technique.{name}.baseline", baseline) if usual else said(baseline, t)
 
 
 def price(technique: Technique, t: Translate) -> str:

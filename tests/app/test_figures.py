@@ -220,7 +220,7 @@ def test_many_techniques_lie_below_each_other_at_the_same_place_in_every_panel()
 
 def test_a_technique_of_the_registry_has_its_title_with_or_without_a_translation() -> None:
     assert comparison.technique_title("int8_weights", T) == "8-bit weights"
-    assert comparison.technique_title("int8_weights", Translate("zh")) == "8-bit weights (8 位权重)"
+    assert comparison.technique_title("int8_weights", Translate("zh")) == "8 位权重（8-bit weights）"
     assert comparison.technique_title("baseline", T) == "plain engine"
 
 

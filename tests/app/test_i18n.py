@@ -74,7 +74,8 @@ def test_every_sentence_has_the_same_placeholders() -> None:
 
 def test_every_key_that_the_code_names_exists_and_every_sentence_is_used() -> None:
     code = "\n".join(source.read_text("utf-8") for source in SOURCES)
-    named = set(re.findall(r"""\bt\(\s*"([\w. ]+)"(?!")""", code)) | set(re.findall(r'"([a-z]+\.[a-z_]+)"', code))
+    named = set(re.findall(r"""\bt\(\s*["']([\w. ]+)["'](?!["'])""", code))
+    named |= set(re.findall(r'"([a-z]+\.[a-z_]+)"', code))
     prefixes = tuple(set(re.findall(r"""\bt\(\s*f["']([a-z]+\.(?:[a-z_]+_)?)\{""", code)))
     for source in SOURCES:  # the fields of a form, and the words of their options
         page = re.search(r'^PAGE = "(\w+)"', source.read_text("utf-8"), re.MULTILINE)

@@ -1,10 +1,10 @@
-"""Is whatever a worker says of its progress said in Chinese too?"""
+"""Is whatever a worker says of its progress, or refuses, said in Chinese too?"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,12 @@ import pytest
 from membound.app import judged
 from membound.app.i18n import Translate
 from membound.app.views.said import said
+from membound.roofline.scenario import Slo
+from membound.roofline.techniques import TECHNIQUES
+from membound.simulator.advice.moves import quality_of
+from membound.simulator.planning.candidates import Demand
+from membound.simulator.planning.sensitivity import changes_of
+from membound.simulator.steady import Lengths
 
 ROOT = Path(__file__).parents[2]
 # what jobs of the dashboard run, as far as it tells how far it is
@@ -21,17 +27,23 @@ SPEAKERS = [
     *(ROOT / "runtime" / "calibration" / name for name in ("calibrate.py", "passes.py")),
     *(ROOT / "simulator" / name for name in ("planning/planner.py", "stacking/stacking.py", "sweeping/sweep.py")),
 ]
+# what refuses a technique on a card, in a stack or among the advisor's moves
+REFUSERS = [
+    *sorted((ROOT / "roofline" / "techniques").glob("*.py")),
+    *(ROOT / "roofline" / name for name in ("speculation/draft_models.py", "speculation/drafters.py")),
+    ROOT / "roofline" / "times" / "calibrated.py",
+]
 SAYS = {"progress", "report", "Part", "LiveObserver", "_measure"}
 EN, ZH = Translate("en"), Translate("zh")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
-def sentences_of(source: Path) -> Iterator[str]:
-    """Every literal sentence that is passed on as progress, with a number for whatever is filled in."""
+def sentences_of(source: Path, says: Collection[str] = frozenset(SAYS)) -> Iterator[str]:
+    """Every literal sentence that is passed on, as progress if not said otherwise, with a number for what is filled."""
     for node in ast.walk(ast.parse(source.read_text("utf-8"))):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            given = [*node.args, *(keyword.value for keyword in node.keywords)] if name in SAYS else []
+            given = [*node.args, *(keyword.value for keyword in node.keywords)] if name in says else []
             for value in given:
                 yield from _sentences(value)
         elif isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "message" for target in node.targets):
@@ -68,6 +80,36 @@ def test_every_sentence_of_a_worker_is_said_in_chinese(source: Path) -> None:
             told = said(sentence, ZH)
             assert CHINESE.search(told) or not re.search(r"[a-z]{2,}", told), sentence
             assert said(sentence, EN) == sentence
+
+
+@pytest.mark.parametrize("source", REFUSERS, ids=lambda path: path.stem)
+def test_every_refusal_of_a_technique_is_said_in_chinese(source: Path) -> None:
+    for sentence in sentences_of(source, {"MemboundError"}):
+        assert CHINESE.search(said(sentence, ZH)), sentence
+        assert said(sentence, EN) == sentence
+
+
+def test_refusals_are_heard() -> None:
+    assert sum(len(list(sentences_of(source, {"MemboundError"}))) for source in REFUSERS) > 12
+
+
+@pytest.mark.parametrize("runs_here", [True, False])
+@pytest.mark.parametrize("name", list(TECHNIQUES))
+def test_what_a_technique_costs_is_said_in_chinese(name: str, runs_here: bool) -> None:
+    try:
+        quality = quality_of(TECHNIQUES[name](name=name), runs_here=runs_here)
+    except KeyError:  # the page says that nobody looked for a figure
+        return
+    assert CHINESE.search(said(quality.note, ZH)), quality.note
+
+
+def test_what_would_change_a_plan_is_said_in_chinese() -> None:
+    slo, lengths = Slo(ttft_s=1, tpot_s=1, e2e_s=9), Lengths.fixed(100, 10)
+    changes = [*changes_of(Demand(2.0, None, lengths, slo)), *changes_of(Demand(None, 4.0, lengths, slo))]
+    assert len(changes) == 16
+    for change in changes:
+        told = said(change.name, ZH)
+        assert CHINESE.search(told) and told.endswith(f"{change.name[-5:]}"), change.name
 
 
 def test_what_a_sentence_holds_is_said_too_and_names_are_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -133,6 +134,31 @@ def test_a_link_reproduces_the_point(store: Store, name: str) -> None:
     at = _page(name, model="Qwen2.5-7B", hw="A100-SXM4-80GB", batch="64", ctx="4096", profile="vllm", gain="tpot_s")
     assert at.selectbox(key="model").value == "Qwen2.5-7B" and at.selectbox(key="profile").value == "vllm"
     assert "Qwen2.5-7B on A100-SXM4-80GB, batch 64, context 4,096" in _words(at)
+
+
+# English that stays: names of papers and tables
+SOURCES = ("Wanda's table; claims A2-16 and A2-18",)
+ENGLISH = re.compile(r"(?:[A-Za-z][\w'-]*[ ,;:]+){3,}[A-Za-z][\w'-]*")
+
+
+def _all_words(at: AppTest) -> list[str]:
+    """Whatever a page shows, its tables and the names of its choices too."""
+    shown = [str(element.value) for kind in (at.title, at.header, at.subheader, at.markdown) for element in kind]
+    shown += [str(element.value) for kind in (at.caption, at.info, at.warning, at.error) for element in kind]
+    shown += [str(element.label) for kind in (at.button, at.selectbox, at.number_input) for element in kind]
+    for table in at.dataframe:
+        shown += [*map(str, table.value.columns), *map(str, table.value.to_numpy().ravel())]
+    return shown
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    ("model", "device"), [("Llama-3.1-8B", "H100-SXM5"), ("DeepSeek-V3", "H100-SXM5"), ("GPT-2", "local")]
+)
+def test_a_chinese_page_has_no_english_sentence(store: Store, name: str, model: str, device: str) -> None:
+    at = _page(name, lang="zh", model=model, hw=device, stack="eagle,kv_eviction,mtp,sparsity_2_4")
+    left = [words for words in _all_words(at) if words not in SOURCES and ENGLISH.search(words)]
+    assert not left, left
 
 
 def test_every_technique_of_the_registry_is_explained_in_both_languages() -> None:
