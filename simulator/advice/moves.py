@@ -170,6 +170,8 @@ def moves_of(
     for technique in _variants(model, hardware, scenario.parallel):
         if technique.name in has or (technique.usual and technique.name not in scenario.without):
             continue
+        if _is_published_so(technique, model):
+            continue
         rivals = tuple(other for other in scenario.techniques if excludes(other, technique))
         kept = tuple(other for other in scenario.techniques if other not in rivals)
         state: State = "instead" if rivals else "add"
@@ -178,6 +180,15 @@ def moves_of(
     yield _wider(scenario, model, hardware, tokens)
     yield from _more_seats(scenario, deployment_of(scenario, model, hardware).largest_batch(tokens), asked)
     yield from _engine_moves(scenario)
+
+
+def _is_published_so(technique: Technique, model: ModelSpec) -> bool:
+    """Whether it would quantize to as many bits as the model is published in."""
+    published = model.published
+    if technique.layer != "weights" or published.weights.width >= 16:
+        return False
+    made = engine_setup((technique,)).precision
+    return (made.weights.width, made.activations.width) == (published.weights.width, published.activations.width)
 
 
 def _technique_move(

@@ -13,7 +13,7 @@ from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
 from membound.simulator.advice.moves import quality_of
-from membound.simulator.advice.rules import RULES
+from membound.simulator.advice.rules import RULES, SMALL_MODEL_PARAMS
 from membound.simulator.sweeping.sweep import Workers
 
 
@@ -138,6 +138,23 @@ def test_r7_conversations_keep_their_cache_and_only_a_simulation_knows_its_gain(
 def test_r8_holds_for_small_models_only():
     assert "R8" in rules(advise(scenario()))
     assert "R8" not in rules(advise(scenario(model="Qwen2.5-14B")))
+    (rule,) = (found.rule for found in advise(scenario()).rules if found.rule.id == "R8")
+    assert resolve_model("Llama-3.1-8B").params <= SMALL_MODEL_PARAMS
+    assert f"{SMALL_MODEL_PARAMS / 1e9}" in rule.condition
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "left_out", "kept"),
+    [
+        ("DeepSeek-V3", "H100-SXM5", "w8a8", "weight_quantization"),
+        ("gpt-oss-120b", "H100-SXM5", "weight_quantization", "kv_quantization"),
+        ("Llama-3.1-70B", "H100-SXM5", None, "w8a8"),
+    ],
+)
+def test_what_a_model_is_published_in_is_no_move(model, device, left_out, kept):
+    asked = scenario(model=model).with_value("hardware", device).with_value("parallel", {"tp": 16})
+    found = moves(advise(asked))
+    assert left_out not in found and kept in found
 
 
 @pytest.mark.parametrize("concurrency", [1, 16, 128])
