@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from membound.app.busy import load_of_others, usable_cores
 from membound.app.commands import kernels
 from membound.app.commands.terminal import JsonOption, measuring, print_result
 from membound.roofline.errors import MemboundError
@@ -58,7 +58,7 @@ def ensure_calibrated(scenario: Scenario) -> None:
             from membound.runtime.loading.loaded import check_room
 
             check_room(scenario, resolve_model(scenario.model))
-        typer.echo("this machine is not calibrated yet: doing it now, which takes a minute or two", err=True)
+        typer.echo("this machine is not calibrated yet: doing it now, which takes two to three minutes on a quiet one", err=True)
         _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
 
 
@@ -70,7 +70,13 @@ def _calibrate(threads: int | None, device: str = "cpu") -> Any:
     if threads is not None and threads > cores:
         raise MemboundError(f"option --threads is {threads}, but this machine has {cores} usable cores; give {cores}")
     with measuring("membound calibrate") as listener:
-        listener.progress(0.0, "loading torch; what follows takes a minute or two on an idle machine")
+        if (load := load_of_others()) is not None:
+            typer.echo(
+                f"this machine is busy: load average {load:.1f} on {cores} cores; others hold the measurement up, "
+                "which then takes several times as long",
+                err=True,
+            )
+        listener.progress(0.0, "loading torch; what follows takes two to three minutes on a quiet machine")
         need_torch()
         from membound.runtime.calibration.calibrate import calibrate as run_calibrate
 
@@ -79,11 +85,6 @@ def _calibrate(threads: int | None, device: str = "cpu") -> Any:
         calibration = run_calibrate(device=device, threads=threads, progress=listener.progress)
     calibration.save(local_calibration_path())
     return calibration
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any
 import streamlit as st
 
 from membound.app import jobs, text
+from membound.app.busy import load_of_others, usable_cores
 from membound.app.figures.live import live_figure
+from membound.app.i18n import Translate
 from membound.app.plot import describe
 from membound.app.store import Event, Job
 from membound.app.views import results, tables
@@ -24,6 +26,8 @@ POLL_S = 0.5
 # live`), and a CPU run is being timed meanwhile.
 POLL_BESIDE_CPU_S = 3.0
 TEXT_HEIGHT = 320
+# Before this progress what is left is a guess: loading torch and compiling kernels count as none.
+EVEN_FROM = 0.05
 
 
 def console(job_id: str, *, watch_text: bool = True) -> Job:
@@ -47,16 +51,26 @@ def _running(job_id: str, watch_text: bool) -> None:
         st.rerun()
     left, right = st.columns([6, 1], vertical_alignment="bottom")
     with left:
-        waited = text.seconds(max(0.0, time.time() - (job.started or job.created)))
-        st.progress(job.progress, t(f"job.{job.state}", message=text.plain(said(job.message, t)), waited=waited))
+        st.progress(job.progress, _progress_said(job, t))
     with right:
         stopping = job.cancel_requested is not None
         label = t("job.cancelling") if stopping else t("job.cancel")
         if st.button(label, key=f"cancel_{job_id}", disabled=stopping, width="stretch"):
             jobs.cancel(store(), job_id)
             st.rerun(scope="fragment")
+    if job.kind == "calibrate" and (load := load_of_others()) is not None:
+        st.warning(t("job.busy", load=f"{load:.1f}", cores=usable_cores()), icon=":material/hourglass:")
     if watch_text:
         _live(job)
+
+
+def _progress_said(job: Job, t: Translate) -> str:
+    """What a job does and for how long; of a calibration, whose progress is even, also how long it still takes."""
+    waited_s = max(0.0, time.time() - (job.started or job.created))
+    words = {"message": text.plain(said(job.message, t)), "waited": text.seconds(waited_s)}
+    if job.kind != "calibrate" or job.state != "running" or job.progress < EVEN_FROM:
+        return t(f"job.{job.state}", **words)
+    return t("job.left", **words, left=text.seconds(waited_s * (1.0 / job.progress - 1.0)))
 
 
 @dataclass

@@ -9,11 +9,12 @@ import streamlit as st
 
 from membound.app import jobs, served
 from membound.app.i18n import Translate
-from membound.app.text import plain
+from membound.app.text import percent, plain
 from membound.app.views import linked, states
+from membound.app.views.console import console
 from membound.app.views.devices import device_names, device_title, has_gpu
 from membound.app.views.said import said
-from membound.app.views.session import has_torch, show_job, store, this_machine
+from membound.app.views.session import has_torch, show_job, shown_job, store, this_machine
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import LOCAL_GPU, is_local
 from membound.roofline.scenario import Scenario
@@ -72,11 +73,25 @@ def _here(scenario: Scenario, machine: str, t: Translate) -> bool:
     calibrated = _calibrated()
     if calibrated == machine:
         return True
+    if _calibrating(t):
+        return False
     words = "live.not_calibrated" if calibrated is None else f"live.calibrated_{calibrated}"
     st.warning(t(words, machine=t(f"live.machine_{machine}")), icon=":material/straighten:")
     if st.button(t("live.calibrate", machine=t(f"live.machine_{machine}")), key="calibrate"):
         show_job(jobs.submit(store(), "calibrate", {"device": TORCH_DEVICE[machine]}))
         st.rerun()
+    return False
+
+
+def _calibrating(t: Translate) -> bool:
+    """Whether this machine is being calibrated; how far that is stands here, where the page does not show it."""
+    for newest in store().jobs("calibrate", limit=1, active=True):
+        job = jobs.poll(store(), newest.id)
+        if job.active:
+            st.info(t("live.calibrating", progress=percent(job.progress)), icon=":material/straighten:")
+            if job.id != shown_job():
+                console(job.id, watch_text=False)
+            return True
     return False
 
 

@@ -113,6 +113,23 @@ def test_start_calibrates_by_itself_and_only_once(store: Store) -> None:
     assert [job.kind for job in store.jobs()] == ["calibrate"]
 
 
+def test_live_says_that_a_calibration_runs_and_offers_no_second_one(store: Store) -> None:
+    job_id = store.submit_job("calibrate", {})
+    store.start_job(job_id)
+    store.report(job_id, progress=(0.5, "linears"))
+    at = _page("live")
+    assert T("live.calibrating", progress=text.percent(0.5)) in _words(at)
+    assert T("live.not_calibrated", machine=T("live.machine_cpu")) not in _words(at)
+    assert "calibrate" not in [button.key for button in at.button] and at.button(key="run").disabled
+
+
+def test_a_busy_machine_is_named_while_it_is_calibrated(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.submit_job("calibrate", {})
+    for load, is_said in ((100_000.0, True), (0.0, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load,) * 3)
+        assert (f"{load:.1f}" in _words(_page("start"))) is is_said
+
+
 def test_a_refused_calibration_says_why_and_may_be_tried_again(store: Store) -> None:
     job_id = store.submit_job("calibrate", {})
     store.finish_job(job_id, "failed", error="two runs differ by 34 %, more than 20 %: close other programs")
