@@ -83,7 +83,14 @@ def progress(quiet_s: float = 1.0) -> Iterator[TerminalListener]:
         yield TerminalListener(_Lines(time.monotonic, quiet_s).show)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *times)
