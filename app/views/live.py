@@ -10,7 +10,7 @@ from membound.app.i18n import Translate
 from membound.app.tasks import scenario_of
 from membound.app.views import history, linked, results, states
 from membound.app.views.console import console
-from membound.app.views.machine_choice import choose_machine
+from membound.app.views.machine_choice import can_simulate, choose_machine
 from membound.app.views.session import has_torch, show_job, shown_job, shown_run, store, translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, shipped_scenarios
@@ -62,14 +62,14 @@ def _choose(t: Translate) -> None:
             )
             linked.keep("kind", KINDS[0])
         yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
-        scenario = _checked(yaml_text, t)
+        scenario = _checked(yaml_text, kind or KINDS[0], t)
         if scenario is not None and kind != "simulate":
             chosen = choose_machine(scenario, kind or KINDS[0], t)
             if chosen.scenario is not scenario:
                 yaml_text = chosen.scenario.to_yaml()
             spec, ready = chosen.spec, chosen.ready
         else:
-            spec, ready = {}, scenario is not None
+            spec, ready = {}, scenario is not None and can_simulate(scenario, t)
         if st.button(t("live.run"), key="run", type="primary", disabled=not ready):
             show_job(jobs.submit(store(), kind or KINDS[0], {"scenario": yaml_text, **spec}))
             st.rerun()
@@ -88,7 +88,7 @@ def _own_yaml(t: Translate) -> str:
     )
 
 
-def _checked(yaml_text: str, t: Translate) -> Scenario | None:
+def _checked(yaml_text: str, kind: str, t: Translate) -> Scenario | None:
     """The scenario with its summary, or the sentence that says what is wrong with it."""
     if not yaml_text.strip():
         st.caption(t("live.empty_draft"))
@@ -98,18 +98,18 @@ def _checked(yaml_text: str, t: Translate) -> Scenario | None:
     except MemboundError as error:
         states.problem(str(error), t("live.fix_yaml"))
         return None
-    st.markdown(_summary(scenario, t))
+    st.markdown(_summary(scenario, kind, t))
     with st.expander(t("live.show_yaml")):
         st.code(yaml_text, language="yaml")
     return scenario
 
 
-def _summary(scenario: Scenario, t: Translate) -> str:
+def _summary(scenario: Scenario, kind: str, t: Translate) -> str:
     titles = t("sign.list").join(variant.title for variant in scenario.compared())
     techniques = text.plain(titles) or t("live.no_techniques")
     arrivals = scenario.workload.arrivals.model_dump()
     kind = arrivals.pop("kind")
-    return t(
+    said = t(
         "live.summary",
         model=text.plain(scenario.model),
         weights=scenario.weights,
@@ -117,9 +117,10 @@ def _summary(scenario: Scenario, t: Translate) -> str:
         techniques=techniques,
         arrivals=t(f"arrivals.{kind}", **arrivals),
         requests=scenario.workload.requests,
-        points=len(list(scenario.points())),
-        repeats=scenario.repeats,
     )
+    if kind != "compare":  # the others run once, at the scenario's own point
+        return said
+    return f"{said} · {t('live.cells', points=len(list(scenario.points())), repeats=scenario.repeats)}"
 
 
 def _shown(t: Translate) -> None:

@@ -83,6 +83,17 @@ def _here(scenario: Scenario, machine: str, t: Translate) -> bool:
     return False
 
 
+def can_simulate(scenario: Scenario, t: Translate) -> bool:
+    """Whether the device of the scenario is known; if not, the reason and the next step."""
+    calibrated = _calibrated()
+    wanted = GPU if scenario.hardware == LOCAL_GPU else None
+    if not is_local(scenario.hardware) or (calibrated is not None and wanted in (None, calibrated)):
+        return True
+    words = "live.simulate_uncalibrated" if calibrated is None else "live.simulate_other"
+    st.warning(t(words, hardware=plain(scenario.hardware)), icon=":material/straighten:")
+    return False
+
+
 def _calibrating(t: Translate) -> bool:
     """Whether this machine is being calibrated; how far that is stands here, where the page does not show it."""
     for newest in store().jobs("calibrate", limit=1, active=True):

@@ -130,6 +130,22 @@ def test_a_busy_machine_is_named_while_it_is_calibrated(store: Store, monkeypatc
         assert (f"{load:.1f}" in _words(_page("start"))) is is_said
 
 
+@pytest.mark.parametrize("has_cpu", [False, True])
+def test_live_refuses_to_simulate_a_device_that_was_not_measured(store: Store, has_cpu: bool) -> None:
+    if has_cpu:
+        (store.home / "calibration").mkdir()
+        shutil.copy(Path(__file__).with_name("calibration.json"), store.home / "calibration" / "local.json")
+    at = _page("live", scenario="llama-8b-gpu", kind="simulate")
+    key = "live.simulate_other" if has_cpu else "live.simulate_uncalibrated"
+    assert T(key, hardware="local-gpu") in _words(at) and at.button(key="run").disabled
+    assert not _page("live", scenario="plan-70b", kind="simulate").button(key="run").disabled
+
+
+def test_live_announces_points_and_repeats_only_where_they_are_run(store: Store) -> None:
+    said = {kind: _words(_page("live", scenario="plan-70b", kind=kind)) for kind in ("compare", "simulate")}
+    assert T("live.cells", points=4, repeats=3) in said["compare"] and "repeats" not in said["simulate"]
+
+
 def test_a_refused_calibration_says_why_and_may_be_tried_again(store: Store) -> None:
     job_id = store.submit_job("calibrate", {})
     store.finish_job(job_id, "failed", error="two runs differ by 34 %, more than 20 %: close other programs")
