@@ -58,7 +58,10 @@ def ensure_calibrated(scenario: Scenario) -> None:
             from membound.runtime.loading.loaded import check_room
 
             check_room(scenario, resolve_model(scenario.model))
-        typer.echo("this machine is not calibrated yet: now it is, in two to three minutes if it is quiet", err=True)
+        typer.echo(
+            "this machine is not calibrated yet: that is done now, and takes two to three minutes where it is quiet",
+            err=True,
+        )
         _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
 
 
