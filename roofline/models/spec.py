@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -48,6 +49,7 @@ class ModelSpec(Frozen):
     Activation, rotation and architecture cost nothing; they are kept for who computes the forward pass. `source`
     says where the figures come from; `published_params_b` is somebody else's count of the parameters in billions,
     kept to check ours against. `checkpoint` says what the default published weights are stored in, if not in 16 bits.
+    `tokenizer` names whose tokenizer it has, where the first word of its name does not tell.
     """
 
     name: str
@@ -72,6 +74,7 @@ class ModelSpec(Frozen):
     rope_scaling: Llama3RopeScaling | OtherRopeScaling | None = Field(default=None, discriminator="kind")
     norm_eps: PositiveFloat = 1e-5
     architecture: str | None = None
+    tokenizer: str | None = None
     checkpoint: Checkpoint | None = None
     source: str = Field(min_length=1)
     published_params_b: PositiveFloat | None = None
@@ -95,6 +98,11 @@ class ModelSpec(Frozen):
     def published(self) -> PrecisionPlan:
         """The formats of the default published weights."""
         return self.checkpoint.plan if self.checkpoint else _SIXTEEN_BITS
+
+    @property
+    def tokenizer_family(self) -> str:
+        """Models of one family have the same tokens, whose table may be padded: `Qwen2.5` of Qwen2.5-7B."""
+        return self.tokenizer or re.split(r"[-_ ]", self.name.rsplit("/", 1)[-1].removeprefix("Meta-"))[0]
 
     @property
     def attention(self) -> Attention:

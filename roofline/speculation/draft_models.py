@@ -16,8 +16,8 @@ _SAME_VOCABULARY = 0.02
 def draft_model(model: ModelSpec, name: str | None) -> ModelSpec:
     """The model that drafts for `model`: the one of that name, else the smallest of its family.
 
-    Raises MemboundError where the vocabularies differ, where it is the larger one, or where the family has no smaller
-    model.
+    Guesses are tokens of both, so that only models of one tokenizer draft for each other. Raises MemboundError where
+    the tokenizers differ, where it is the larger one, or where the family has no smaller model.
     """
     if name is None:
         return _smallest_of_family(model)
@@ -27,10 +27,10 @@ def draft_model(model: ModelSpec, name: str | None) -> ModelSpec:
             f"draft is '{draft.name}' of {draft.params / 1e9:.3g} billion parameters, more than the "
             f"{model.params / 1e9:.3g} of '{model.name}'; give a smaller model"
         )
-    if not _same_vocabulary(draft, model):
+    if not _same_tokenizer(draft, model):
         raise MemboundError(
             f"draft is '{draft.name}', whose vocabulary has {draft.vocab} tokens, but that of '{model.name}' has "
-            f"{model.vocab}; give a model with the same tokenizer"
+            f"{model.vocab}; give a model with the same tokenizer, one of {model.tokenizer_family}"
         )
     return draft
 
@@ -56,20 +56,26 @@ def first_layers(model: ModelSpec, layers: int | None) -> ModelSpec:
     return model.model_copy(update=changes)
 
 
-def _same_vocabulary(a: ModelSpec, b: ModelSpec) -> bool:
+def _same_tokenizer(a: ModelSpec, b: ModelSpec) -> bool:
+    """Of one family and as many tokens but for padding; of what is called otherwise, exactly as many."""
+    if a.tokenizer_family != b.tokenizer_family:
+        return a.vocab == b.vocab
+    return _differ_by_padding(a, b)
+
+
+def _differ_by_padding(a: ModelSpec, b: ModelSpec) -> bool:
     return abs(a.vocab - b.vocab) <= _SAME_VOCABULARY * min(a.vocab, b.vocab)
 
 
 @lru_cache(maxsize=64)
 def _smallest_of_family(model: ModelSpec) -> ModelSpec:
-    """The smallest model of the catalog with the same vocabulary and architecture, of at most a quarter of its size."""
-    known = [spec for spec in catalog().values() if spec.architecture == model.architecture]
-    smaller = [spec for spec in known if _same_vocabulary(spec, model) and spec.params * 4 <= model.params]
-    stem = model.name.split("-")[0]
-    smaller = [spec for spec in smaller if spec.name.split("-")[0] == stem] or smaller
+    """The smallest model of the catalog with the same tokenizer, of at most a quarter of its size."""
+    family = [spec for spec in catalog().values() if spec.tokenizer_family == model.tokenizer_family]
+    smaller = [spec for spec in family if _differ_by_padding(spec, model) and spec.params * 4 <= model.params]
     if not smaller:
         raise MemboundError(
-            f"the catalog has no model of the family of '{model.name}' with a quarter of its size; name one in draft"
+            f"the catalog has no model of the family of '{model.name}' with the same tokenizer and at most a quarter "
+            "of its size; name one in draft"
         )
     return min(smaller, key=lambda spec: spec.params)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.models import get_model
+from membound.roofline.models import catalog, get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
@@ -338,6 +338,31 @@ def test_the_draft_model_is_of_the_family_or_refused():
         speculation(Mtp()).draft_s(H100, StepShape.decode(1.0, 100.0))
     with pytest.raises(MemboundError, match=r"this set-up does not speculate"):
         Speculation(LLAMA, EngineSetup()).expected_tokens  # noqa: B018
+
+
+@pytest.mark.parametrize("name", list(catalog()))
+def test_a_draft_model_that_is_chosen_has_the_tokens_of_its_model(name: str) -> None:
+    model = get_model(name)
+    try:
+        draft = draft_model(model, None)
+    except MemboundError as error:
+        assert f"no model of the family of '{name}'" in str(error)
+        return
+    assert draft.tokenizer_family == model.tokenizer_family and 4 * draft.params <= model.params
+    assert abs(draft.vocab - model.vocab) <= 0.02 * min(draft.vocab, model.vocab)
+
+
+def test_a_model_of_another_tokenizer_does_not_draft() -> None:
+    """DeepSeek-V3 and Llama 3 have nearly as many tokens (129280, 128256), and other ones."""
+    deepseek = get_model("DeepSeek-V3")
+    with pytest.raises(MemboundError, match="no model of the family of 'DeepSeek-V3'"):
+        draft_model(deepseek, None)
+    with pytest.raises(MemboundError, match="same tokenizer, one of DeepSeek"):
+        draft_model(deepseek, "Llama-3.2-1B")
+    with pytest.raises(MemboundError, match="no model of the family of 'Mixtral-8x22B'"):
+        draft_model(get_model("Mixtral-8x22B"), None)
+    assert draft_model(get_model("GPT-NeoX-20B"), None).name == "Pythia-1.4B"
+    assert draft_model(get_model("Llama-2-70B"), "TinyLlama-1.1B").name == "TinyLlama-1.1B"
 
 
 def test_a_scenario_speculates_with_the_acceptance_of_its_workload():
