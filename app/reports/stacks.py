@@ -24,7 +24,8 @@ def stacks(document: dict[str, Any]) -> RenderableType:
 
 
 def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableType]:
-    metric = "time per output token" if stack["metric"] == "tpot_s" else "output tokens a second"
+    metric = "TPOT" if stack["metric"] == "tpot_s" else "tokens/s"
+    yield f"gains in {metric} against {stack['baseline']}"
     yield f"{stack['conditions']}"
     yield from stack["notes"]
     if stack["reason"] is not None:
@@ -32,7 +33,7 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
         return
     plain = stack["plain"]
     yield (
-        f"gains in {metric} over {stack['baseline']}: {text.milliseconds(plain['tpot_s'])} a token, "
+        f"the plain engine: {text.milliseconds(plain['tpot_s'])} a token, "
         f"{text.rate(plain['output_tokens_per_s'])}, bound by {BOUNDS.get(plain['bottleneck'], plain['bottleneck'])} "
         f"({text.percent(plain['shares'][plain['bottleneck']])} of the time){_prompts(plain['prompt_share'])}"
     )

@@ -123,12 +123,13 @@ def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Transl
     """Together against multiplied, where the bottleneck went, and what would be better than all."""
     stack, error = document["stack"], document["relative_error"]
     together, product = stack["together"], stack["product"]
+    of = {"metric": t(f"short.{stack['metric']}"), "together": interval(together, error)}
     if product is None or len(stack["members"]) == 1:
-        st.header(t("stack.answer_together", together=interval(together, error)))
+        st.header(t("stack.answer_together", **of))
     else:
         ratio = together / product
         kind = "less" if ratio < OVERLAPS else "more" if ratio > 1 / OVERLAPS else "same"
-        st.header(t(ANSWERS[kind], together=interval(together, error), product=text.gain(product)))
+        st.header(t(ANSWERS[kind], product=text.gain(product), **of))
     bounds = [stack["plain"]["bottleneck"], *(step["bottleneck_after"] for step in steps if step["reason"] is None)]
     path = [bound for index, bound in enumerate(bounds) if index == 0 or bound != bounds[index - 1]]
     words = " → ".join(f"{figures.MARKS[bound]} {t(f'bound.{bound}')}" for bound in path)

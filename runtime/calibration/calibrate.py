@@ -154,7 +154,7 @@ class _Calibrator:
             for cached in (False, True)
         }
         operators = {
-            kind: Part(kind, len(self.operators.amounts(kind)), partial(self.operators.measure, kind))
+            kind: Part(_words_of(kind), len(self.operators.amounts(kind)), partial(self.operators.measure, kind))
             for kind in KINDS
             if kind not in KV_KINDS or not self.kernels.emulates_quantized_kv
         }
@@ -217,6 +217,11 @@ class _Calibrator:
             for cached, working_set in ((False, self.pool.size_bytes), (True, CACHE_SET_BYTES)):
                 if operator.weight_bytes <= working_set:
                     yield operator, working_set, self.linears.one_s(format, check.n, check.k, check.m, cached)
+
+
+def _words_of(kind: str) -> str:
+    """What is measured, for whoever waits: `attention over an fp8 cache`."""
+    return f"attention over an {KV_KINDS[kind]} cache" if kind in KV_KINDS else kind.replace("_", " ")
 
 
 def _machine(device: str) -> str:
