@@ -47,7 +47,7 @@ def advice(document: dict[str, Any]) -> RenderableType:
             size = {}
         table.add_row(
             named(move["title"], size, move["drafting"]) + state,
-            gain_of(move["gain"]) or ("fits" if move["possible"] else "refused"),
+            gain_of(move["gain"]) or ("makes it fit" if move["possible"] else "refused"),
             interval(move),
             gain_of(move["other_gain"]),
             BOUNDS.get(after, after) if after else "",

@@ -45,7 +45,7 @@ def plan(document: dict[str, Any]) -> RenderableType:
 
 def _divided(deployment: dict[str, Any]) -> str:
     degrees = ((name, deployment["parallel"][name]) for name in ("tp", "pp", "dp", "ep"))
-    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1) or "whole"
+    return ", ".join(f"{name} {value}" for name, value in degrees if value > 1)
 
 
 def _replicas(deployment: dict[str, Any]) -> str:
@@ -104,7 +104,8 @@ def _made_up(rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
         deployment = one["deployment"]
         pools, devices = deployment["disaggregation"], deployment["gpus_per_replica"]
         each = devices // (pools["prefill_engines"] + pools["decode_engines"]) if pools else devices
-        size = f"{each} device{'s' if each > 1 else ''} each ({_divided(deployment)})"
+        divided = _divided(deployment)
+        size = f"{each} device{'s' if each > 1 else ''} each{f' ({divided})' if divided else ''}"
         by, end = "simulation" if one["summary"] else "closed form", one["upper_end"]
         if end is not None:
             holds = "still meets" if end["meets_slo"] else "misses"
@@ -161,7 +162,7 @@ def _front(document: dict[str, Any]) -> Table:
         usd = point["cost_usd_per_million_tokens"]
         table.add_row(
             f"{point['gpus']} x {point['device']}",
-            _divided(point["deployment"]),
+            _divided(point["deployment"]) or "tp 1",
             f"{point['batch']:.0f}",
             text.digits(point["tokens_per_s_per_user"]),
             text.digits(point["tokens_per_s_per_gpu"]),

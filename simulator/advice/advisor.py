@@ -317,10 +317,10 @@ def _conflicts(advised: Sequence[Advised], costing: Costing, metric: GainMetric)
 
 
 def _conditions(scenario: Scenario, hardware: HardwareSpec, load: Load) -> str:
-    lengths, devices = load.lengths, scenario.parallel.devices
+    name, lengths, devices = resolve_model(scenario.model).name, load.lengths, scenario.parallel.devices
     where = f"{devices} x {hardware.name}" if devices > 1 else hardware.name
     return (
-        f"{scenario.model} on {where}, {load.concurrency:.0f} requests under way, {lengths.prompt_tokens:.0f} tokens "
+        f"{name} on {where}, {load.concurrency:.0f} requests under way, {lengths.prompt_tokens:.0f} tokens "
         f"in and {lengths.output_tokens:.0f} out, {engine_said(scenario)}"
     )
 

@@ -301,7 +301,7 @@ def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:
     devices = f"{parallel.devices} x {hardware.name}" if parallel.devices > 1 else hardware.name
     how = "discrete-event simulation" if simulate else "closed form"
     return (
-        f"{point.plain.model} on {devices}, {point.load.concurrency:.0f} sequences under way, "
+        f"{resolve_model(point.plain.model).name} on {devices}, {point.load.concurrency:.0f} sequences under way, "
         f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, {engine_said(point.plain)}, {how}"
     )
 

@@ -134,3 +134,29 @@ def test_what_reads_no_weights_is_not_bound_by_them(membound, asked: str, phase:
         assert re.search(r"silu_mul .*activations", membound("predict", asked, *at)[1])
     else:
         assert "memory_weights" in bounds.values()
+
+
+@pytest.mark.parametrize(("metric", "said"), [("tpot_s", "TPOT"), ("output_tokens_per_s", "tokens/s")])
+def test_a_stack_says_first_of_what_its_gains_are_and_against_what(
+    membound, asked: str, metric: str, said: str
+) -> None:
+    _, out, _ = membound("stack", asked, "--techniques", "eagle,w8a8", "--metric", metric, "--backend", "sequential")
+    assert out.startswith(f"gains in {said} against the plain engine")
+
+
+def test_a_config_is_called_by_its_folder_wherever_it_is_named(membound, tmp_path) -> None:
+    (tmp_path / "mine").mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 16, "vocab_size": 32000,
+        "max_position_embeddings": 8192, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
+    scenario = tmp_path / "own.yaml"
+    scenario.write_text(ASKED.replace("Llama-3.1-8B", str(tmp_path / "mine" / "config.json")))
+    stacked = ("--techniques", "w8a8", "--backend", "sequential")
+    for command, options in (("predict", ()), ("advise", ()), ("stack", stacked)):
+        _, out, _ = membound(command, str(scenario), *options)
+        words = " ".join(out.split())
+        assert " mine," in words or "mine on H100-SXM5" in words, command
+        assert "config.json" not in words, command
