@@ -140,7 +140,7 @@ def test_what_reads_no_weights_is_not_bound_by_them(membound, asked: str, phase:
 def test_a_stack_says_first_of_what_its_gains_are_and_against_what(
     membound, asked: str, metric: str, said: str
 ) -> None:
-    _, out, _ = membound("stack", asked, "--techniques", "eagle,w8a8", "--metric", metric, "--backend", "sequential")
+    _, out, _ = membound("stack", asked, "--techniques", "eagle,w8a8", "--metric", metric)
     assert out.startswith(f"gains in {said} against the plain engine")
 
 
@@ -154,7 +154,7 @@ def test_a_config_is_called_by_its_folder_wherever_it_is_named(membound, tmp_pat
     (tmp_path / "mine" / "config.json").write_text(json.dumps(config))
     scenario = tmp_path / "own.yaml"
     scenario.write_text(ASKED.replace("Llama-3.1-8B", str(tmp_path / "mine" / "config.json")))
-    stacked = ("--techniques", "w8a8", "--backend", "sequential")
+    stacked = ("--techniques", "w8a8")
     for command, options in (("predict", ()), ("advise", ()), ("stack", stacked)):
         _, out, _ = membound(command, str(scenario), *options)
         words = " ".join(out.split())
