@@ -108,14 +108,14 @@ def _summary(scenario: Scenario, kind: str, t: Translate) -> str:
     titles = t("sign.list").join(variant.title for variant in scenario.compared())
     techniques = text.plain(titles) or t("live.no_techniques")
     arrivals = scenario.workload.arrivals.model_dump()
-    kind = arrivals.pop("kind")
+    arriving = arrivals.pop("kind")
     said = t(
         "live.summary",
         model=text.plain(scenario.model),
         weights=scenario.weights,
         hardware=text.plain(scenario.hardware),
         techniques=techniques,
-        arrivals=t(f"arrivals.{kind}", **arrivals),
+        arrivals=t(f"arrivals.{arriving}", **arrivals),
         requests=scenario.workload.requests,
     )
     if kind != "compare":  # the others run once, at the scenario's own point
