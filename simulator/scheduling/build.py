@@ -44,6 +44,7 @@ from membound.simulator.scheduling.prefix import mixed_hash
 from membound.simulator.scheduling.recorder import Bounds, Recorder
 from membound.simulator.scheduling.request import Sequence
 from membound.simulator.scheduling.scheduler import Classify, Scheduler
+from membound.simulator.scheduling.workload.covered import covered_said
 
 
 def build_scheduler(
@@ -209,6 +210,9 @@ def run_result(
         provenance.notes.append(f"requests were turned away; request {id}, because {reason}")
     recorder.bounds = recorder.bounds or bounds_of(model, scenario.setup, times)
     steps, requests, price = recorder.steps(), recorder.requests(), times.hardware.price_usd_per_h
+    if len(requests["arrival_s"]):
+        covered = covered_said(scenario.workload.arrivals, float(np.max(requests["arrival_s"])))
+        provenance.notes.extend([] if covered is None else [covered])
     if scenario.cluster is None and scenario.engine.disaggregation is None:
         provenance.notes.extend(_seats_said(scenario.seats, requests, steps))
     summary = summarize(
