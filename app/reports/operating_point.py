@@ -95,7 +95,7 @@ def _step_words(document: dict[str, Any]) -> Iterator[str]:
     each = f" ({text.rate(step['tokens_per_s'] / parallel['devices'])} a device)" if parallel["devices"] > 1 else ""
     yield (
         f"step {text.seconds(step['time_s'])} [{text.seconds(step['low_s'])}, {text.seconds(step['high_s'])}], "
-        f"{text.rate(step['tokens_per_s'])}{each}, bound by {step['bottleneck']} "
+        f"{text.rate(step['tokens_per_s'])}{each}, bound by {BOUNDS.get(step['bottleneck'], step['bottleneck'])} "
         f"({text.percent(step['bottleneck_share'][step['bottleneck']])} of the time)"
     )
     yield document["formats"]["words"]
