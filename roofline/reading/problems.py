@@ -30,12 +30,19 @@ _MOST_SHOWN = 80
 
 def one_sentence(error: ValidationError, of: type[BaseModel] | None = None) -> str:
     """The problems of a pydantic error as one sentence: all fields that are missing or unknown, else the first ones
-    with field, value and what would be right. Of the model `of` it names the fields that there are."""
-    problems = _told(error.errors())
+    with field, value and what would be right. Of the model `of` it names the fields that there are, and paths are
+    those that a person writes, without the tags of unions."""
+    problems = [
+        problem | {"path": _written(of, problem["loc"]), "example": _example(of, problem)}
+        for problem in _told(error.errors())
+    ]
     lacking = [problem for problem in problems if problem["type"] == "missing"]
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     if problems[0] in lacking or problems[0] in unknown:
-        said = [f"field{_s(lacking)} {_listed(map(_path, lacking))} {_are(lacking)} missing"] if lacking else []
+        said = []
+        if lacking:
+            missing = f"field{_s(lacking)} {_listed(map(_path, lacking))} {_are(lacking)} missing"
+            said.append(f"{missing}{lacking[0]['example']}")
         if unknown:
             said.append(f"field{_s(unknown)} {_listed(map(_hinted, unknown))} {_are(unknown)} unknown")
         rest = [problem for problem in problems if problem not in lacking and problem not in unknown]
@@ -62,18 +69,19 @@ def _single(problem: Any) -> str:
     field = _path(problem)
     named = f"field '{field}'" if field else "it"
     if problem["type"] == "union_tag_not_found":
-        return f"{named} is {shown(problem['input'])}, without a {_tag(problem)}; give one"
+        return f"{named} is {shown(problem['input'])}, without a {_tag(problem)}; give one{problem['example']}"
     if problem["type"] == "union_tag_invalid":
         tag, known = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "").split(", ")
         close = nearest(str(tag), known)
         meant = f" (meant: {close})" if close else ""
-        return f"{named} has the unknown {_tag(problem)} '{tag}'{meant}; known are {', '.join(known)}"
+        unknown = f"{named} has the unknown {_tag(problem)} '{tag}'{meant}"
+        return f"{unknown}; known are {', '.join(known)}{problem['example']}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
         return f"{named}: {message}" if field else message
     if not field and isinstance(problem["input"], bytes | bytearray):
         return wanted(problem)
-    return f"{named} is {shown(problem['input'])}: {wanted(problem)}"
+    return f"{named} is {shown(problem['input'])}: {wanted(problem)}{problem['example']}"
 
 
 def wanted(problem: Any) -> str:
@@ -144,7 +152,20 @@ def kind_of(value: Any) -> str:
 
 
 def _path(problem: Any) -> str:
-    return ".".join(str(part) for part in problem["loc"])
+    return ".".join(str(part) for part in problem["path"])
+
+
+def _written(of: type[BaseModel] | None, place: Sequence[Any]) -> tuple[Any, ...]:
+    """The path to pydantic's `place` as a person writes it: `arrivals.concurrency`, which pydantic calls
+    `arrivals.closed_loop.concurrency`."""
+    parts, path = [of] if of is not None else [], []
+    for step in place:
+        tagged = [part for part in parts if _has_tag(part, step)]
+        if isinstance(step, int) or any(step in part.model_fields for part in parts) or not tagged:
+            path.append(step)
+        if not isinstance(step, int):
+            parts = _inside(parts, step) or tagged
+    return tuple(path)
 
 
 def _hinted(problem: Any) -> str:
@@ -166,21 +187,80 @@ def _advice(unknown: Sequence[Any], of: type[BaseModel] | None) -> str:
     for place, first in places.items() if of is not None else ():
         fields = _fields_at(of, place)
         if fields:
-            where = f"'{'.'.join(map(str, place))}' has" if place else "there are"
+            where = f"'{'.'.join(map(str, _written(of, place)))}' has" if place else "there are"
             said.append(f"{where} {', '.join(nearest_first(first, fields))}")
     advice = "remove it or check its spelling" if len(unknown) == 1 else "remove them or check their spelling"
     return "; ".join(["", advice, *said])
 
 
 def _fields_at(of: Any, place: Iterable[Any]) -> list[str]:
-    """The fields of the part that pydantic's `place` leads to: names of fields, indexes, and tags of unions."""
+    return list(dict.fromkeys(name for part in _parts_at(of, place) for name in part.model_fields))
+
+
+def _parts_at(of: Any, place: Iterable[Any]) -> list[Any]:
+    """The models that pydantic's `place` may lead to: names of fields, indexes, and tags of unions."""
     parts = [of]
     for step in place:
-        if isinstance(step, int):
-            continue
-        inner = [part.model_fields[step].annotation for part in parts if step in part.model_fields]
-        parts = [m for one in inner for m in _models_in(one)] if inner else [p for p in parts if _has_tag(p, step)]
-    return list(dict.fromkeys(name for part in parts for name in part.model_fields))
+        if not isinstance(step, int):
+            parts = _inside(parts, step) or [part for part in parts if _has_tag(part, step)]
+    return parts
+
+
+def _inside(parts: Sequence[Any], field: Any) -> list[type[BaseModel]]:
+    """The models that a field of these may hold."""
+    inner = [part.model_fields[field].annotation for part in parts if field in part.model_fields]
+    return [model for one in inner for model in _models_in(one)]
+
+
+# Problems that a look at one of the shapes answers.
+_SHAPELESS = ("union_tag_not_found", "union_tag_invalid", "model_type", "dict_type", "model_attributes_type")
+
+
+def _example(of: type[BaseModel] | None, problem: Any) -> str:
+    """One shape that the part would take where it has several or the value is none, as `; for example think: {...}`."""
+    place = list(problem["loc"])
+    if of is None or not place:
+        return ""
+    if problem["type"] == "missing":
+        place.pop()
+    elif problem["type"] not in _SHAPELESS:
+        return ""
+    parts, written = _parts_at(of, place), _written(of, place)
+    if (
+        not written
+        or isinstance(written[-1], int)
+        or (problem["type"] == "missing" and written != _written(of, place[:-1]))
+    ):
+        return ""  # a part that has one shape names its fields
+    if problem["type"] == "union_tag_invalid":
+        ctx = problem["ctx"]
+        close = nearest(str(ctx["tag"]), ctx["expected_tags"].replace("'", "").split(", "))
+        parts.sort(key=lambda part: not _has_tag(part, close))
+    found = next((shape for part in parts if (shape := _shape(part)) is not None), None)
+    return "" if found is None else f"; for example {written[-1]}: {found}"
+
+
+def _shape(part: type[BaseModel]) -> str | None:
+    """The fewest fields that make one, in the words of YAML; None where plain numbers do not make it valid."""
+    fields = part.model_fields.items()
+    tags = {name: info.default for name, info in fields if name in ("kind", "name") and isinstance(info.default, str)}
+    values: dict[str, Any] = dict(tags)
+    for name, info in fields:
+        if info.is_required():
+            values[name] = next((value for value in (1, 0.5) if _takes(part, name, value)), None)
+    try:
+        part.model_validate(values)
+    except ValidationError:
+        return None
+    return f"{{{', '.join(f'{name}: {value}' for name, value in values.items())}}}"
+
+
+def _takes(part: type[BaseModel], field: str, value: Any) -> bool:
+    try:
+        part.model_validate({field: value})
+    except ValidationError as error:
+        return all(problem["loc"][:1] != (field,) for problem in error.errors())
+    return True
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

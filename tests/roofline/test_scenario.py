@@ -158,11 +158,43 @@ def test_an_unknown_field_is_answered_with_those_that_there_are_the_most_alike_f
     assert "'engine.max_num_seq' and 'slo.ttft' are unknown" in said
     assert "'engine' has max_num_seqs, " in said and "'slo' has ttft_s, " in said
     said = refused(MINIMAL | {"techniques": [{"name": "eagle", "gamma": 3}]})
-    assert "'techniques.0.eagle' has " in said and "depth" in said
+    assert "'techniques.0' has " in said and "depth" in said
     with pytest.raises(MemboundError, match=r"did you mean 'max_num_seqs'.*'engine' has max_num_seqs, "):
         parse_scenario(MINIMAL).with_value("engine.max_num_seq", 8)
     with pytest.raises(MemboundError, match=r"'cluster' is empty; give all of 'cluster' instead"):
         parse_scenario(MINIMAL).with_value("cluster.router", "random")
+
+
+def with_arrivals(arrivals: dict) -> dict:
+    return MINIMAL | {"workload": MINIMAL["workload"] | {"arrivals": arrivals}}
+
+
+def test_a_path_is_what_set_takes_without_the_tags_of_unions():
+    said = refused(with_arrivals({"kind": "closed_loop", "concurrency": "x"}))
+    assert "'workload.arrivals.concurrency' is 'x'" in said
+    think = {"kind": "exponential", "mean_s": "x"}
+    said = refused(with_arrivals({"kind": "closed_loop", "concurrency": 1, "think": think}))
+    assert "'workload.arrivals.think.mean_s' is 'x'" in said
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "field"),
+    [
+        ({"kind": "sine"}, "arrivals"),
+        ({"rate_rps": 5}, "arrivals"),
+        ({"kind": "sinus"}, "arrivals"),
+        ({"kind": "closed_loop", "concurrency": 1, "think": 5}, "think"),
+    ],
+)
+def test_a_field_of_several_shapes_shows_one_that_is_taken(arrivals: dict, field: str):
+    said = refused(with_arrivals(arrivals))
+    example = yaml.safe_load(said.partition("for example ")[2])
+    right = example["arrivals"] if field == "arrivals" else arrivals | example
+    assert list(example) == [field] and parse_scenario(with_arrivals(right))
+
+
+def test_a_part_that_may_be_empty_is_shown_empty():
+    assert "for example disaggregation: {}" in refused(MINIMAL | {"engine": {"disaggregation": True}})
 
 
 def test_a_list_is_not_blamed_for_its_items_and_the_right_name_is_said():
