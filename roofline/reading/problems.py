@@ -235,7 +235,7 @@ def _example(of: type[BaseModel] | None, problem: Any) -> str:
     if problem["type"] == "union_tag_invalid":
         ctx = problem["ctx"]
         close = nearest(str(ctx["tag"]), ctx["expected_tags"].replace("'", "").split(", "))
-        parts.sort(key=lambda part: not _has_tag(part, close))
+        parts.sort(key=lambda part: not _has_tag(part, close or ""))
     found = next((shape for part in parts if (shape := _shape(part)) is not None), None)
     return "" if found is None else f"; for example {written[-1]}: {found}"
 
