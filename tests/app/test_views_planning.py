@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,19 @@ def test_a_plan_says_how_many_of_each_device(store: Store) -> None:
     best = (store.runs("plan")[0].comparison() or {})["devices"][0]["best"]
     assert at.header[0].value.startswith(f"{best['gpus']} × H100-SXM5, ${best['usd_per_h']:.2f} an hour")
     assert [(card.label, card.value) for card in at.metric] == [("H100-SXM5", f"{best['gpus']} GPUs")]
+
+
+def test_a_chinese_plan_has_no_english_sentence_but_the_sources_of_prices(store: Store) -> None:
+    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    _work(store, store.jobs("plan")[0])
+    at = _page("plan", **SMALL_PLAN, lang="zh")
+    devices = (store.runs("plan")[0].comparison() or {})["devices"]
+    sources = {text.plain(one["best"]["price"]["source"]) for one in devices}
+    tables = [str(cell) for frame in at.dataframe for cell in frame.value.to_numpy().ravel()]
+    for words in (*_words(at).split("\n"), *tables):
+        for source in sources:
+            words = words.replace(source, "")
+        assert not re.search(r"(?:[A-Za-z][\w'-]*[ ,;:]+){3,}[A-Za-z]", words), words
 
 
 def test_a_plan_says_whether_it_holds_at_the_upper_end_of_its_times(store: Store) -> None:
