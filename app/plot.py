@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 PLOTLY_URL_VARIABLE = "MEMBOUND_PLOTLY_URL"
 HEIGHT = 450
+# A chart's buttons have a line of their own above it, where they lie on no legend and no bar.
+BAR_HEIGHT = 28
+STYLE = f"""
+.membound-chart:not(:fullscreen) {{ box-sizing: content-box; padding-top: {BAR_HEIGHT}px; }}
+.membound-chart:not(:fullscreen) .modebar-container {{ top: -{BAR_HEIGHT}px !important; }}
+"""
 # What the buttons of a chart's bar say.
 TITLES = {"png": "Download as PNG", "svg": "Download as SVG", "full": "Full screen"}
 
@@ -59,7 +65,9 @@ def draw(
         "selectable": selectable,
         "plotlyUrl": plotly_url,
     }
-    state = _component()(key=key, data=data, height=height, default={"picked": {}}, on_picked_change=_noted)
+    state = _component()(
+        key=key, data=data, height=height + BAR_HEIGHT, default={"picked": {}}, on_picked_change=_noted
+    )
     return list(state.picked["points"]) if state.picked.get("of") == data["name"] else []
 
 
@@ -79,6 +87,7 @@ def _component() -> Any:
     return st.components.v2.component(
         "membound.chart",
         html='<div class="membound-chart" role="figure"></div>',
+        css=STYLE,
         js=(Path(__file__).parent / "assets" / "plot.js").read_text(encoding="utf-8"),
         isolate_styles=False,
     )

@@ -65,8 +65,38 @@ const bar = (Plotly, data) => ({
   ],
 });
 
+// Names in lines of about so many letters; what is written without spaces is as wide as two of them and may break anywhere.
+const inLines = (name, most) => {
+  const lines = [""];
+  let length = 0;
+  for (const piece of String(name).match(/<br>|[\u2e80-\uffef]|[^\s\u2e80-\uffef<]+\s*|\s+|</g) ?? []) {
+    if (piece === "<br>") { lines.push(""); length = 0; continue; }
+    const wide = /[\u2e80-\uffef]/.test(piece) ? 2 : piece.trimEnd().length;
+    if (length && length + wide > most) { lines.push(""); length = 0; }
+    lines[lines.length - 1] += piece;
+    length += wide;
+  }
+  return lines.join("<br>");
+};
+
+// On a narrow screen names beside the rows leave room for what they name, and those under the columns stand upright.
+const NARROW = 520;
+const fitted = (traces, layout, width) => {
+  if (width >= NARROW) return layout;
+  const { xaxis, yaxis } = layout;
+  const named = traces.find(({ type, y }) => type === "heatmap" && typeof y?.[0] === "string")?.y
+    ?? (Array.isArray(yaxis?.categoryarray) ? yaxis.categoryarray : undefined);
+  const names = yaxis?.ticktext ?? named;
+  const rows = names?.some((name) => String(name).length > 16)
+    ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => inLines(name, 18)), tickfont: { ...yaxis?.tickfont, size: 10 } }
+    : {};
+  const columns = xaxis?.tickangle === 0 && traces.some(({ type }) => type === "heatmap") ? { tickangle: -90 } : {};
+  return { ...layout, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...columns } };
+};
+
 const draw = async (Plotly, node, data, setStateValue) => {
-  const { data: traces, layout, frames } = JSON.parse(data.figure);
+  const { data: traces, layout: asked, frames } = JSON.parse(data.figure);
+  const layout = fitted(traces, asked, node.clientWidth);
   const template = themed(node, layout.template);
   const drawn = data.figure + JSON.stringify(template);
   if (node.drawn === drawn) return;
