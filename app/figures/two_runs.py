@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
@@ -12,6 +13,8 @@ from membound.app.figures.template import BLUE, GREEN, GREY, VERMILLION, figure
 from membound.app.i18n import Translate
 from membound.app.two_runs import BASELINE, Key, Pair, Value
 
+ROOM = 1.15
+TICKS = (*(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85), *(1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0))
 MARKS = {"better": "▲", "worse": "▼", "same": "＝", "other": "·"}
 LOOKS = {
     "better": (GREEN, "triangle-up"),
@@ -53,8 +56,8 @@ def _number(number: float, unit: str) -> str:
 
 
 def ratio_figure(pairs: Sequence[Pair], t: Translate) -> go.Figure:
-    """A mark for each number that both have, at the ratio of B to A; the same lies on the line at 1."""
-    both = [pair for pair in pairs if pair.ratio is not None][:MOST_ROWS]
+    """A mark for each number that both have and neither has as 0, at the ratio of B to A; the same lies at 1."""
+    both = [pair for pair in pairs if pair.ratio is not None and pair.ratio > 0][:MOST_ROWS]
     fig = figure(max(LEAST_PX, 110 + ROW_PX * len(both)))
     names = [named(pair.key, t) for pair in both]
     for verdict, (color, symbol) in LOOKS.items():
@@ -72,7 +75,17 @@ def ratio_figure(pairs: Sequence[Pair], t: Translate) -> go.Figure:
             hoverinfo="text",
         )
     fig.add_vline(x=1, line={"color": GREY, "dash": "dash"})
-    fig.update_xaxes(title=t("two.x"), ticksuffix="×", rangemode="tozero")
+    ends = [1.0, *(end for pair in both for end in _ends(pair))]
+    # Twice and half are as far from the same; beyond the last mark there is room for its width.
+    low, high = min(ends) / ROOM, max(ends) * ROOM
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    fig.update_xaxes(
+        title=t("two.x"),
+        type="log",
+        range=[math.log10(low), math.log10(high)],
+        tickvals=ticks,
+        ticktext=[f"{tick:g}×" for tick in ticks],
+    )
     fig.update_yaxes(
         tickvals=list(range(len(both) - 1, -1, -1)),
         ticktext=names,
@@ -81,6 +94,13 @@ def ratio_figure(pairs: Sequence[Pair], t: Translate) -> go.Figure:
         automargin=True,
     )
     return fig
+
+
+def _ends(pair: Pair) -> tuple[float, float]:
+    """From where to where a pair's mark goes; a bar that reaches 0 has no end on a logarithmic axis."""
+    assert pair.ratio is not None
+    low = pair.ratio - pair.spread
+    return (low if low > 0 else pair.ratio, pair.ratio + pair.spread)
 
 
 def alt_text(pairs: Sequence[Pair], t: Translate) -> str:

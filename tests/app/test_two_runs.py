@@ -13,9 +13,10 @@ from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs, two_runs
 from membound.app import store as stores
+from membound.app.figures.two_runs import ratio_figure
 from membound.app.i18n import Translate
 from membound.app.store import Store
-from membound.app.two_runs import Key, Pair, Value
+from membound.app.two_runs import BASELINE, Key, Pair, Value
 from membound.app.views import history
 
 T = Translate("en")
@@ -223,3 +224,17 @@ def test_the_history_reads_no_results_and_shows_more_when_asked(store: Store, mo
     assert not any(button.key == "more" for button in at.button)
     assert sum(str(b.key).startswith("open_") for b in _page(lines="20").button) == 20
     assert not _page(lines="-3").exception
+
+
+@given(some.lists(some.floats(0.001, 1000.0), min_size=1, max_size=6), some.floats(0.0, 2.0))
+def test_the_chart_of_two_runs_holds_every_mark_and_bar_on_a_logarithmic_axis(
+    ratios: list[float], spread: float
+) -> None:
+    pairs = [
+        Pair(Key("tpot_s", None, BASELINE, ()), Value(1.0, "s", spread, True), Value(ratio, "s", None, True))
+        for ratio in ratios
+    ]
+    figure = ratio_figure(pairs, Translate("en"))
+    low, high = (10**end for end in figure.layout.xaxis.range)
+    assert figure.layout.xaxis.type == "log" and low < 1.0 < high
+    assert all(low < pair.ratio and pair.ratio + pair.spread < high for pair in pairs)
