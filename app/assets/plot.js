@@ -80,7 +80,7 @@ const inLines = (name, most) => {
 };
 
 // On a narrow screen names beside the rows leave room for what they name, and those under the columns stand upright.
-const NARROW = 520;
+const NARROW = 520, ROW_NAMES = 120, COLUMN_NAME = 95;
 const fitted = (traces, layout, width) => {
   if (width >= NARROW) return layout;
   const { xaxis, yaxis } = layout;
@@ -90,7 +90,8 @@ const fitted = (traces, layout, width) => {
   const rows = names?.some((name) => String(name).length > 16)
     ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => inLines(name, 18)), tickfont: { ...yaxis?.tickfont, size: 10 } }
     : {};
-  const columns = xaxis?.tickangle === 0 && traces.some(({ type }) => type === "heatmap") ? { tickangle: -90 } : {};
+  const across = traces.find(({ type }) => type === "heatmap")?.x?.length;
+  const columns = xaxis?.tickangle === 0 && across && (width - ROW_NAMES) / across < COLUMN_NAME ? { tickangle: -90 } : {};
   return { ...layout, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...columns } };
 };
 
