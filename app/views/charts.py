@@ -13,6 +13,11 @@ from membound.app.text import plain
 from membound.app.views.session import translate
 
 
+def words_table(table: pd.DataFrame) -> None:
+    """A table whose cells are words, which break into lines where a grid of cells would cut them."""
+    st.table(table.map(lambda cell: plain(cell) if isinstance(cell, str) else cell), hide_index=True)
+
+
 def chart(
     figure: go.Figure,
     *,

@@ -14,7 +14,7 @@ from membound.app.figures import memory, roofline, sweep
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.app.views import choices, pins, states, tables
-from membound.app.views.charts import chart
+from membound.app.views.charts import chart, words_table
 from membound.app.views.said import said
 from membound.app.views.session import device_name, translate
 from membound.roofline.errors import MemboundError
@@ -103,7 +103,7 @@ def _compared(present: Configuration, compared: Sequence[pins.Row], t: Translate
     """The buttons that pin, and once something is pinned all configurations side by side."""
     pins.controls(present, compared, t)
     if len(compared) > 1:
-        st.dataframe(pins.table(compared, t), hide_index=True, key="compared")
+        words_table(pins.table(compared, t))
         st.caption(t("pins.caption"))
 
 

@@ -15,7 +15,7 @@ from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.text import plain
 from membound.app.views import linked, states
-from membound.app.views.charts import chart
+from membound.app.views.charts import chart, words_table
 from membound.app.views.said import said
 from membound.app.views.session import store, translate
 from membound.roofline.errors import MemboundError
@@ -109,12 +109,12 @@ def _compared(a: Run, b: Run, t: Translate) -> None:
     left, right = st.columns(2)
     with left:
         st.subheader(t("two.scenario"))
-        _differences(two_runs.scenario_differences(a, b), "two_scenario", t)
+        _differences(two_runs.scenario_differences(a, b), t)
     with right:
         st.subheader(t("two.conditions"))
         told = two_runs.differences(two_runs.conditions_of(a), two_runs.conditions_of(b))
         words = [(_condition(name, t), _said(of_a, t), _said(of_b, t)) for name, of_a, of_b in told]
-        _differences(words, "two_conditions", t)
+        _differences(words, t)
 
 
 def _condition(name: str, t: Translate) -> str:
@@ -142,9 +142,9 @@ def _verdict(pair: two_runs.Pair, t: Translate) -> str:
     return "–" if pair.ratio is None else f"{figures.MARKS[pair.verdict]} {t(f'two.{pair.verdict}')}"
 
 
-def _differences(told: Sequence[tuple[str, str | None, str | None]], key: str, t: Translate) -> None:
+def _differences(told: Sequence[tuple[str, str | None, str | None]], t: Translate) -> None:
     if not told:
         st.caption(t("two.no_difference"))
         return
     rows = [{t("two.field"): name, "A": a or "–", "B": b or "–"} for name, a, b in told]
-    st.dataframe(pd.DataFrame(rows), hide_index=True, key=key)
+    words_table(pd.DataFrame(rows))

@@ -78,19 +78,19 @@ def test_configurations_are_told_apart_by_what_differs() -> None:
 
 def test_a_pinned_configuration_stays_while_the_present_one_changes(home: Path) -> None:
     at = _explore()
-    assert not at.dataframe
+    assert not at.table
     at.button(key="pin").click().run()
     assert at.button(key="pin").disabled, "the present one is pinned already"
     at.segmented_control(key="batch").set_value(64).run()
     at.button(key="pin").click().run()
     at.selectbox(key="hw").set_value("H200-SXM").run()
-    table = at.dataframe[0].value
+    table = at.table[0].value
     assert list(table[T("pins.mark")]) == [T("pins.present"), "A", "B"]
     assert "H200-SXM" in table[T("pins.configuration")][0] and "H100-SXM5" in table[T("pins.configuration")][1]
     again = _explore(pins=_query(at, "pins"), hw="H200-SXM", batch="64")
-    assert again.dataframe[0].value.equals(table) and not again.exception
+    assert again.table[0].value.equals(table) and not again.exception
     at.button(key="unpin_A").click().run()
-    left = at.dataframe[0].value
+    left = at.table[0].value
     assert len(left) == 2 and left[T("metric.step")][1] == table[T("metric.step")][2]
 
 
@@ -99,14 +99,14 @@ def test_four_are_compared_at_most_and_each_has_its_shape(home: Path, language: 
     written = [LLAMA.written().replace(":8:", f":{batch}:") for batch in (1, 2, 4, 16, 32)]
     at = _explore(pins=",".join(written), lang=language)
     assert not at.exception and not at.error
-    assert len(at.dataframe[0].value) == 1 + pins.MOST_PINS and at.button(key="pin").disabled
+    assert len(at.table[0].value) == 1 + pins.MOST_PINS and at.button(key="pin").disabled
     symbols = [roofline.STEP_SYMBOLS[roofline.PINNED_FROM + number] for number in range(pins.MOST_PINS)]
     assert len(set(symbols) | set(roofline.STEP_SYMBOLS[: roofline.PINNED_FROM])) == pins.MOST_PINS + 2
 
 
 def test_a_pin_whose_device_cannot_be_had_says_why(home: Path) -> None:
     at = _explore(pins=LLAMA.written().replace("H100-SXM5", "local"))
-    assert not at.exception and "calibrate" in at.dataframe[0].value[T("metric.step")][1]
+    assert not at.exception and "calibrate" in at.table[0].value[T("metric.step")][1]
 
 
 def test_another_devices_roofs_are_drawn_and_in_view(home: Path) -> None:
