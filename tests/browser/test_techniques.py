@@ -40,6 +40,18 @@ def test_a_page_draws_its_answer(
     tab.settle()
 
 
+@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_a_charts_buttons_lie_on_nothing_and_names_leave_it_half_of_the_width(
+    session: Session, viewport: dict[str, int]
+) -> None:
+    tab = session(viewport=viewport).open("/techniques?batch=32")
+    tab.drawn(TIMEOUT_MS)
+    chart = tab.page.locator(".membound-chart").first
+    bar, legend, plot = (chart.locator(part).first.bounding_box() for part in (".modebar", ".legend", ".nsewdrag"))
+    assert bar["y"] >= chart.bounding_box()["y"] and bar["y"] + bar["height"] <= legend["y"] < plot["y"]
+    assert plot["width"] > 0.5 * chart.bounding_box()["width"]
+
+
 def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Session) -> None:
     tab = session().open("/")
     tab.page.get_by_role("link", name=EN("start.ask_techniques")).click()
