@@ -96,7 +96,14 @@ def _label(technique: Any) -> str:
     """A technique's name, with what it was given."""
     if not isinstance(technique, dict):
         return str(technique)
-    given = " ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in technique.items())
+    given = " ".join(_given(key, value) for key, value in technique.items())
     name = str(technique.get("name"))
     rest = given.replace(name, "", 1).strip()
     return f"{name} {rest}".strip() if name in TECHNIQUES else name
+
+
+def _given(key: str, value: Any) -> str:
+    """A word says by itself what it is, but for the formats of what is not the weights."""
+    if key == "activations":
+        return f"{value} activations"
+    return str(value) if isinstance(value, str) and key != "lm_head" else f"{key} {value}"

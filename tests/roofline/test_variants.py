@@ -27,12 +27,14 @@ def test_short_forms_name_themselves() -> None:
     scenario = with_variants(
         "int8_weights",
         {"name": "weight_quantization", "format": "int4"},
+        {"name": "weight_quantization", "format": "int4", "activations": "int8", "lm_head": "int8", "method": "gptq"},
         ["int8_weights", {"name": "ngram_speculation", "gamma": 4}],
         {"name": "chunks", "beside": ["continuous_batching"], "set": {"engine.batching": "chunked_prefill"}},
     )
     assert [one.name for one in scenario.compared()] == [
         "int8_weights",
         "weight_quantization int4",
+        "weight_quantization int4 int8 activations lm_head int8 gptq",
         "int8_weights + ngram_speculation gamma 4",
         "chunks",
     ]
