@@ -181,8 +181,9 @@ def test_the_shipped_scenario_of_the_cpu_has_the_set_up_of_its_techniques_alone(
 
 
 def test_a_drafter_has_the_formats_of_its_own_checkpoint():
-    kimi, setup = get_model("Kimi-K2"), scenario("Kimi-K2", techniques=[DraftModelSpeculation().model_dump()]).setup
-    own, shared = Speculation(kimi, setup), Speculation(kimi, engine_setup([DraftModelSpeculation(), W8A8()]))
+    drafts = DraftModelSpeculation(draft="Moonlight-16B-A3B")  # with Kimi-K2's tokens
+    kimi, setup = get_model("Kimi-K2"), scenario("Kimi-K2", techniques=[drafts.model_dump()]).setup
+    own, shared = Speculation(kimi, setup), Speculation(kimi, engine_setup([drafts, W8A8()]))
     assert own.drafter_weights_bytes > 1.5 * shared.drafter_weights_bytes
 
 
