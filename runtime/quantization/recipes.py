@@ -25,7 +25,7 @@ from membound.runtime.quantization.awq import round_clipped, search_scales
 from membound.runtime.quantization.calibration import Calibrator, Statistics
 from membound.runtime.quantization.folding import Folder
 from membound.runtime.quantization.found import FoundBlocks
-from membound.runtime.quantization.fp8 import Granularity, to_fp8
+from membound.runtime.quantization.fp8 import Float8, Granularity, to_fp8
 from membound.runtime.quantization.gptq import gptq
 from membound.runtime.quantization.linears import (
     Changed,
@@ -103,19 +103,16 @@ class RoundingRecipe:
             return KernelLinear(self.kernels, self.kernels.pack(weight, "fp32" if format.width == 32 else "bf16"))
         clip = CLIP if self.plan.activations.width < CLIP_BELOW_BITS else 1.0
         rounded = rounding(self.plan.activations, clip)
+        if format == PRECISIONS["mxfp4"]:
+            linear: Linear = self._mxfp4(name, weight)
+            return linear if rounded is None else ChangedInput(linear, rounded)
         grid = grid_of(format)
-        if rounded is not None and grid == Grid(8) and self.plan.activations == PRECISIONS["int8"]:
-            return int8_linear(self.kernels, self.on_grid(name, weight, grid))
-        if grid is not None and grid.bits == 4 and not format.sparse and self.plan.activations.values == "int8":
-            linear = w4a8_linear(self.kernels, self.on_grid(name, weight, grid))
-            if linear is not None:
-                return linear
-        if _dense_name(format) in _FP8 and rounded is not None and not format.sparse:
-            linear = fp8_w8a8_linear(self.kernels, to_fp8(weight, _FP8[_dense_name(format)]), self.plan.activations)
-            if linear is not None:
-                return linear
-        linear = self.quantized(name, weight, format)
-        return linear if rounded is None else ChangedInput(linear, rounded)
+        quantized = to_fp8(weight, _FP8[_dense_name(format)]) if grid is None else self.on_grid(name, weight, grid)
+        if rounded is None:
+            return self._weight_only(quantized, format)
+        return self._with_rounded_inputs(quantized, format) or ChangedInput(
+            self._weight_only(quantized, format), rounded
+        )
 
     def format_of(self, name: str) -> Precision:
         """The weight format of a matrix by its name, as the precision plan has it."""
@@ -126,12 +123,19 @@ class RoundingRecipe:
                 return plan.plain
         return plan.weights_of(_part(path))
 
-    def quantized(self, name: str, weight: Tensor, format: Precision) -> Linear:
-        """The linear of a matrix whose weights are not kept in 16 bits."""
-        if format == PRECISIONS["mxfp4"]:
-            return self._mxfp4(name, weight)
-        grid = grid_of(format)
-        quantized = to_fp8(weight, _FP8[_dense_name(format)]) if grid is None else self.on_grid(name, weight, grid)
+    def _with_rounded_inputs(self, quantized: Quantized | Float8, format: Precision) -> Linear | None:
+        """The linear of a kernel that rounds its inputs itself as the plan has them; None where there is none."""
+        activations = self.plan.activations
+        if isinstance(quantized, Quantized) and grid_of(format) == Grid(8) and activations == PRECISIONS["int8"]:
+            return int8_linear(self.kernels, quantized)
+        if format.sparse:
+            return None
+        if not isinstance(quantized, Quantized):
+            return fp8_w8a8_linear(self.kernels, quantized, activations)
+        return w4a8_linear(self.kernels, quantized) if activations.values == "int8" else None
+
+    def _weight_only(self, quantized: Quantized | Float8, format: Precision) -> Linear:
+        """The linear that multiplies inputs as they are."""
         if format.sparse:  # no kernel reads indices beside codes
             return EmulatedLinear(self.kernels, quantized.dequantized().to(torch.bfloat16))
         if isinstance(quantized, Quantized):
