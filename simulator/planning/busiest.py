@@ -22,12 +22,13 @@ from membound.roofline.scenario.workload import (
     TraceArrivals,
     Workload,
 )
+from membound.simulator.scheduling.workload.arrivals import mean_rate_rps, period_s
+from membound.simulator.scheduling.workload.covered import DAY_S, clock
 from membound.simulator.scheduling.workload.traces import read_trace
 from membound.simulator.steady import turns_of
 
 # Periods or rounds of states of which a run sees the busiest part as often as it comes.
 ALL_OF_IT = 10.0
-DAY_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,10 @@ def busiest_of(workload: Workload, requests: int) -> BusiestPart | None:
 
 def _part(arrivals: Arrivals, requests: int) -> BusiestPart | None:
     match arrivals:
-        case SineArrivals(rate_rps=mean, swing=swing, period_s=period_s, peak_s=peak_s):
-            peak = mean * (1.0 + swing)
-            return _of_a_period(arrivals, requests, mean, peak, peak_s % period_s, period_s)
+        case SineArrivals(rate_rps=mean, swing=swing, peak_s=peak_s):
+            return _of_a_period(arrivals, requests, mean * (1.0 + swing), peak_s % period_s(arrivals))
         case HourlyArrivals(rates_rps=rates, part_s=part_s):
-            middle_s = (rates.index(max(rates)) + 0.5) * part_s
-            mean = sum(rates) / len(rates)
-            return _of_a_period(arrivals, requests, mean, max(rates), middle_s, len(rates) * part_s)
+            return _of_a_period(arrivals, requests, max(rates), (rates.index(max(rates)) + 0.5) * part_s)
         case MmppArrivals(states=states):
             busiest = max(range(len(states)), key=lambda index: states[index].rate_rps)
             round_s, expected = sum(s.dwell_s for s in states), sum(s.rate_rps * s.dwell_s for s in states)
@@ -74,14 +72,14 @@ def _part(arrivals: Arrivals, requests: int) -> BusiestPart | None:
 
 
 def _of_a_period(
-    arrivals: SineArrivals | HourlyArrivals, requests: int, mean: float, peak: float, middle_s: float, period_s: float
+    arrivals: SineArrivals | HourlyArrivals, requests: int, peak: float, middle_s: float
 ) -> BusiestPart | None:
-    if peak <= mean * (1.0 + 1e-9) or requests >= ALL_OF_IT * mean * period_s:
+    mean, whole_s = mean_rate_rps(arrivals), period_s(arrivals)
+    assert mean is not None, "what has a period has a mean"
+    if peak <= mean * (1.0 + 1e-9) or requests >= ALL_OF_IT * mean * whole_s:
         return None
-    begin_s = (middle_s - requests / peak / 2.0) % period_s
-    minutes = round(middle_s / 60.0)
-    of_day = f"at {minutes // 60 % 24:02d}:{minutes % 60:02d}"
-    when = of_day if period_s == DAY_S else f"at {middle_s:g} s of each {period_s:g} s"
+    begin_s = (middle_s - requests / peak / 2.0) % whole_s
+    when = f"at {clock(middle_s)}" if whole_s == DAY_S else f"at {middle_s:g} s of each {whole_s:g} s"
     return BusiestPart(peak, when, arrivals.model_copy(update={"start_s": begin_s}))
 
 

@@ -64,6 +64,11 @@ def mean_rate_rps(arrivals: OpenArrivals) -> float | None:
             return arrivals.rate_rps
 
 
+def period_s(arrivals: SineArrivals | HourlyArrivals) -> float:
+    """Seconds after which the rate is what it was."""
+    return arrivals.period_s if isinstance(arrivals, SineArrivals) else len(arrivals.rates_rps) * arrivals.part_s
+
+
 def mean_s(duration: Duration) -> float:
     """The mean of durations in seconds."""
     match duration:
