@@ -54,7 +54,8 @@ class Int8Weights(WeightFormat):
     name: Literal["int8_weights"] = "int8_weights"
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
-        return _quantized(setup, PRECISIONS["int8"], PRECISIONS["bf16"], lm_head=True)
+        plain = setup.precision.plain
+        return _quantized(setup, PRECISIONS["int8"], PRECISIONS["bf16"], {"embedding": plain})
 
 
 class WeightQuantization(WeightFormat):
@@ -123,12 +124,10 @@ class WeightQuantization(WeightFormat):
         return self
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
+        weights = _weight_format(self.format)
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
-        quantized = _quantized(setup, _weight_format(self.format), activations)
-        if self.lm_head is None:
-            return quantized
-        plan, head = quantized.precision, {"lm_head": _weight_format(self.lm_head)}
-        return replace(quantized, precision=replace(plan, exceptions=_merged(plan, head)))
+        head = {} if self.lm_head is None else {"lm_head": _weight_format(self.lm_head)}
+        return _quantized(setup, weights, activations, usual_exceptions(weights, setup.precision.plain) | head)
 
 
 def weights_in(format: str) -> Int8Weights | WeightQuantization:
@@ -212,11 +211,16 @@ def _weight_format(name: str) -> Precision:
     return parse_precision(name, "weights") or get_precision(name)
 
 
-def _quantized(setup: EngineSetup, weights: Precision, activations: Precision, *, lm_head: bool = False) -> EngineSetup:
-    """The set-up with these weights; the cache stays what it is."""
+def _quantized(
+    setup: EngineSetup, weights: Precision, activations: Precision, kept: dict[str, Precision] | None = None
+) -> EngineSetup:
+    """The set-up with these weights, but for the parts that are `kept` in others, else those that usually are.
+
+    The cache stays what it is.
+    """
     plan = setup.precision
     assert plan.weights.width >= 16 and not plan.weights.sparse, "engine_setup sets weights once, and first"
-    kept = {"embedding": plan.plain} if lm_head else usual_exceptions(weights, plan.plain)
+    kept = usual_exceptions(weights, plan.plain) if kept is None else kept
     quantized = replace(plan, weights=weights, activations=activations, exceptions=_merged(plan, kept))
     return replace(setup, precision=quantized)
 
