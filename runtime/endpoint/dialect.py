@@ -22,7 +22,7 @@ _TRIED_IDS = tuple(range(2000, 2016))
 _ANSWER_S = 30.0
 _KEY_MATTERS = (401, 403)
 _FORM_MATTERS = (400, 404, 405, 415, 422, 501)  # RFC 9110, sections 15.5 and 15.6: of other errors the form is no cause
-_TOO_BUSY = (429, *range(500, 600))  # but 501
+_TOO_BUSY = {429, *range(500, 600)} - {*_FORM_MATTERS}
 _RETRIES = 4
 _LONGEST_WAIT_S = 8.0
 
@@ -108,7 +108,7 @@ async def _answered(connections: Connections, url: str, body: dict[str, Any], cl
         try:
             return await connections.ask(url, body, _TRIED_TOKENS, clock)
         except Refused as error:
-            if error.status not in _TOO_BUSY or error.status in _FORM_MATTERS:
+            if error.status not in _TOO_BUSY:
                 raise
         await asyncio.sleep(wait_s)
         wait_s *= 2
