@@ -7,8 +7,10 @@ them: a step of sequences with acceptance a_i and g guesses each emits the sum o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from statistics import median
 
 from membound.roofline.speculation.chain import expected_tokens
 from membound.roofline.techniques import Drafts
@@ -16,7 +18,7 @@ from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft
 
 PRIOR_TRIALS = 4.0  # guesses that the drafter's stated acceptance counts as, until a sequence has its own
 MEMORY_TRIALS = 40.0  # guesses after which a sequence's older ones no longer count
-MEMORY_STEPS = 100.0  # the same of the steps that costs are measured on
+RECENT_STEPS = 9  # steps of each length, the latest, that costs are measured on
 FIRST_STEPS = 6  # steps of a batch size that go with and without guesses in turn, before anything is known
 PROBE_EVERY = 64  # steps after which one goes the other way, as texts and machines change
 
@@ -47,34 +49,33 @@ class _Acceptance:
         self.tried = (self.tried + tried) * kept
 
 
-@dataclass
-class _StepCost:
-    """A line through the seconds of steps over their mean length, by least squares; older steps count less."""
+class StepCost:
+    """A line through the seconds of steps over their mean length: least squares through the medians of each length.
 
-    weight: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
-    steps: int = 0
+    Medians, since one step that the machine interrupted may take as long as a hundred others.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._recent: dict[int, deque[float]] = {}
 
     def add(self, length: float, seconds: float) -> None:
-        kept = 1.0 - 1.0 / MEMORY_STEPS
-        self.weight = self.weight * kept + 1.0
-        self.x = self.x * kept + length
-        self.y = self.y * kept + seconds
-        self.xx = self.xx * kept + length * length
-        self.xy = self.xy * kept + length * seconds
+        self._recent.setdefault(round(length), deque(maxlen=RECENT_STEPS)).append(seconds)
         self.steps += 1
 
     @property
     def line(self) -> tuple[float, float] | None:
         """Seconds without guesses, and more for each; None before steps with different lengths were seen."""
-        spread = self.weight * self.xx - self.x * self.x
-        if self.steps < FIRST_STEPS or spread <= 1e-9 * self.weight * max(self.xx, 1.0):
+        if self.steps < FIRST_STEPS or len(self._recent) < 2:
             return None
-        slope = (self.weight * self.xy - self.x * self.y) / spread
-        base = (self.y - slope * self.x) / self.weight
+        points = [(length, median(seconds), len(seconds)) for length, seconds in self._recent.items()]
+        weight = sum(count for _, _, count in points)
+        mean_length = sum(length * count for length, _, count in points) / weight
+        mean_s = sum(seconds * count for _, seconds, count in points) / weight
+        spread = sum(count * (length - mean_length) ** 2 for length, _, count in points)
+        rise = sum(count * (length - mean_length) * (seconds - mean_s) for length, seconds, count in points)
+        slope = rise / spread
+        base = mean_s - slope * mean_length
         return (base, slope) if base > 0 else None
 
 
@@ -84,13 +85,13 @@ class AdaptiveLength:
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
         self._acceptance: dict[int, _Acceptance] = {}
-        self._costs: dict[int, _StepCost] = {}
+        self._costs: dict[int, StepCost] = {}
         self._steps = 0
 
     def choose(self, sequences: list[Sequence]) -> int:
         """The length of the drafts in the step that comes."""
         most = self.drafts.gamma
-        cost = self._costs.setdefault(_size(len(sequences)), _StepCost())
+        cost = self._costs.setdefault(_size(len(sequences)), StepCost())
         line = cost.line
         self._steps += 1
         if line is None:
@@ -116,7 +117,7 @@ class AdaptiveLength:
                 accepted = len(outcome.emitted[work.sequence]) - 1
                 self._of(work.sequence).add(accepted, min(length, accepted + 1))
         if not step.prompts:
-            self._costs.setdefault(_size(step.decoding), _StepCost()).add(lengths / step.decoding, seconds)
+            self._costs.setdefault(_size(step.decoding), StepCost()).add(lengths / step.decoding, seconds)
 
     def forget(self, sequence: int) -> None:
         """A sequence has ended."""

@@ -8,6 +8,7 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
+from membound.simulator.scheduling.request import draft_depth
 
 ALONE = {
     "first layers": {"name": "self_speculation", "layers": 3, "gamma": 3},
@@ -103,9 +104,33 @@ def test_a_module_for_multi_token_prediction_leaves_the_greedy_tokens(runtime, s
     assert drafted.steps["drafted"].sum() > 0
 
 
+class ScriptedClock:
+    """Moves only when it is told to wait."""
+
+    def __init__(self):
+        self.time_s = 0.0
+
+    def now_s(self):
+        return self.time_s
+
+    def wait_until(self, until_s):
+        self.time_s = max(self.time_s, until_s)
+
+
+class CostlyGuesses:
+    """Runs the real executor and says that each step took 10 ms and as much again for each of its guesses."""
+
+    def __init__(self, executor):
+        self.executor = executor
+
+    def run(self, step, sequences):
+        guesses = sum(draft_depth(work) for work in step.work)
+        return self.executor.run(step, sequences)._replace(time_s=0.01 + 0.01 * guesses)
+
+
 def test_adaptive_drafts_leave_the_greedy_tokens_and_stop_where_they_are_never_right(runtime, scenario_of, plain):
     fields = {"name": "medusa", "heads": 3, "tree_size": 12, "adaptive": True}
-    result = runtime.run(scenario_of(fields), get_hardware("H100-SXM5"))
+    result = runtime.run(scenario_of(fields), get_hardware("H100-SXM5"), clock=ScriptedClock(), wrap=CostlyGuesses)
     assert result.outputs == plain
     assert (result.steps["drafted"] == 0).sum() > (result.steps["drafted"] > 0).sum()
 
