@@ -487,5 +487,5 @@ def test_importing_costs_little_beyond_numpy_and_pydantic():
     def own_s() -> float:
         return import_s("membound.roofline.operating_point") - import_s("numpy, numpy.typing, pydantic, yaml")
 
-    assert import_s("membound.roofline") < 0.3
+    assert any(import_s("membound.roofline") < 0.3 for _ in range(3))
     assert any(own_s() < 0.3 for _ in range(3))

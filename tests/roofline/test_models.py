@@ -249,11 +249,15 @@ def test_a_copy_is_checked_and_its_layers_are_its_own() -> None:
 
 def test_groups_are_found_in_microseconds() -> None:
     spec = get_model("Nemotron-3-Ultra-550B-A55B")
-    spec.groups()
-    start_s = time.process_time()
-    for _ in range(1000):
-        spec.groups()
-    assert (time.process_time() - start_s) / 1000 < 50e-6
+
+    def once_s() -> float:
+        start_s = time.process_time()
+        for _ in range(100):
+            spec.groups()
+        return (time.process_time() - start_s) / 100
+
+    once_s()
+    assert min(once_s() for _ in range(10)) < 50e-6
 
 
 def test_importing_models_loads_neither_torch_nor_gguf() -> None:
