@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware.calibration import Calibration
-from membound.roofline.hardware.names import normalised, readings
+from membound.roofline.hardware.names import Reading, normalised, readings
 from membound.roofline.hardware.spec import DTYPES, HardwareSpec
 from membound.roofline.home import home_folder, local_calibration_path
 from membound.roofline.reading.files import expanded, read_text, state_of
@@ -171,8 +171,8 @@ def _warn_once(sentence: str) -> None:
 def get_hardware(name: str) -> HardwareSpec:
     """The device called `name`: `local` or `local-gpu`, the path of a YAML file, the user's, or one of the catalog.
 
-    A memory size in the name must be the device's. Raises MemboundError with the closest names otherwise, and for a
-    name that two files have.
+    A memory size in the name must be the device's; a power below its own makes it a device with that limit. Raises
+    MemboundError with the closest names otherwise, and for a name that two files have.
     """
     if is_local(name):
         return local_hardware(name)
@@ -186,20 +186,17 @@ def get_hardware(name: str) -> HardwareSpec:
         if normalised(path.stem) == normalised(name):
             _read(path)  # who asks for it is told what is wrong with it
     own = _user_files()
-    for wanted, gigabytes in readings(name):
+    for reading in readings(name):
+        wanted = reading.name
         known: list[tuple[Path | str, HardwareSpec]] = [*own]
         known += [("the catalog", spec) for spec in _shipped_as(wanted)]
-        found = [
-            (where, spec)
-            for where, spec in known
-            if wanted in _spellings(spec) and (gigabytes is None or _holds(spec, gigabytes))
-        ]
+        found = [(where, spec) for where, spec in known if wanted in _spellings(spec) and _has(spec, reading)]
         if len(found) > 1:
             named = " and ".join(f"{spec.name} of {_said(where)}" for where, spec in found)
             raise MemboundError(f"hardware '{name}' is the name of {named}; rename one, or give the path of its file")
         if found:
             where, spec = found[0]
-            return read_hardware(where) if isinstance(where, Path) else spec
+            return _as_named(read_hardware(where) if isinstance(where, Path) else spec, reading)
     raise MemboundError(f"hardware '{name}' is unknown; {_closest(name, (spec for _, spec in own))}")
 
 
@@ -234,9 +231,41 @@ def _spellings(spec: HardwareSpec) -> set[str]:
     return {normalised(name) for name in (spec.name, *spec.aliases)}
 
 
+def _has(spec: HardwareSpec, reading: Reading) -> bool:
+    """Whether a device has the memory that a name claims, no less power, and is a card where it is called one."""
+    gigabytes, watts = reading.gigabytes, reading.watts
+    if reading.is_card and (spec.scale_up is None or spec.scale_up.topology != "host"):
+        return False
+    holds = gigabytes is None or _holds(spec, gigabytes) or (_is_sold_in_sizes(spec) and _memory_gib(spec) > gigabytes)
+    return holds and (watts is None or (spec.power_w is not None and watts <= spec.power_w))
+
+
 def _holds(spec: HardwareSpec, gigabytes: int) -> bool:
-    """Whether a device has the memory that a name claims; what it reports is up to a fourteenth less."""
-    return 0.93 * gigabytes <= spec.memory_bytes / 2**30 <= 1.07 * gigabytes
+    """Whether a device has so much memory; what it reports is up to a fourteenth less."""
+    return 0.93 * gigabytes <= _memory_gib(spec) <= 1.07 * gigabytes
+
+
+def _memory_gib(spec: HardwareSpec) -> float:
+    return spec.memory_bytes / 2**30
+
+
+def _is_sold_in_sizes(spec: HardwareSpec) -> bool:
+    """Apple sells a chip with several sizes of memory, of which the catalog has the largest."""
+    return spec.architecture == "Apple"
+
+
+def _as_named(spec: HardwareSpec, reading: Reading) -> HardwareSpec:
+    """The device with the smaller memory or power that its name says; its kernels are those of the whole one."""
+    changes: dict[str, Any] = {}
+    name, gigabytes, watts = spec.name, reading.gigabytes, reading.watts
+    if gigabytes is not None and not _holds(spec, gigabytes):
+        name, changes["memory_bytes"] = f"{name}-{gigabytes}GB", gigabytes * 2**30
+    if watts is not None and watts != spec.power_w:
+        name, changes["power_w"] = f"{name}-{watts}W", float(watts)
+    if not changes:
+        return spec
+    changes |= {"name": name, "aliases": (), "variant_of": spec.variant_of or spec.name, "price": None}
+    return spec.model_copy(update=changes)
 
 
 def _shipped_as(wanted: str) -> tuple[HardwareSpec, ...]:

@@ -214,14 +214,39 @@ def test_every_single_device_of_the_development_tables_is_found(file: str) -> No
         "NVIDIA A40 48GB": "A40",
         "NVIDIA L20 48 GB": "L20",
         "DGX Spark 128GB": "DGX-Spark",
+        "NVIDIA GH200 144G HBM3e": "GH200-144GB",
+        "NVIDIA GH200 Grace Hopper Superchip 96GB": "GH200-96GB",
+        "A100-SXM4-40G": "A100-SXM4-40GB",
+        "NVIDIA RTX 4000 Ada-PCIe-20GB": "RTX-4000-Ada",
+        "NVIDIA L40S-PCIe-48GB": "L40S",
+        "AMD Instinct MI300X-NPS1-SPX-192GB-750W": "MI300X",
+        "NVIDIA H200-SXM-141GB-CTS": "H200-SXM",
+        "Intel Gaudi 2 AI accelerator": "Gaudi-2",
+        "Apple M3 Max 40-core GPU": "M3-Max-40c",
+        "M1 Max 32GB": "M1-Max-32c-32GB",
+        "H100-80GB-SXM(500W)": "H100-SXM5-500W",
     }.items(),
 )
 def test_spellings_that_people_write(written: str, device: str) -> None:
     assert get_hardware(written).name == device
 
 
+def test_a_smaller_power_or_memory_in_a_name_makes_a_variant_with_the_kernels_of_the_whole_one() -> None:
+    capped, whole = get_hardware("H100-80GB-SXM(500W)"), get_hardware("H100")
+    assert (capped.power_w, capped.variant_of) == (500.0, whole.name) and get_hardware(capped.name) == capped
+    assert capped.model_copy(update={"name": whole.name, "aliases": whole.aliases, "variant_of": None}) == (
+        whole.model_copy(update={"power_w": 500.0, "price": None})
+    )
+    small = get_hardware("M3 Max 64GB")
+    assert small.memory_bytes == 64 * 2**30 and small.variant_of == "M3-Max-40c" and get_hardware(small.name) == small
+
+
 @pytest.mark.parametrize(
-    "name", ["RTX 4090 Laptop GPU", "RTX 4090 Mobile", "RTX 3080-12GB", "RTX 5090 24GB", "H100-SXM9", "L400", "A100X"]
+    "name",
+    [
+        *("RTX 4090 Laptop GPU", "RTX 4090 Mobile", "RTX 3080-12GB", "RTX 5090 24GB", "H100-SXM9", "L400", "A100X"),
+        *("H200 PCIe", "B200 PCIe", "H100 64GB", "M1 Max 128GB", "H100-SXM5-800W"),
+    ],
 )
 def test_a_part_of_a_name_is_not_the_device(name: str) -> None:
     with pytest.raises(MemboundError, match=f"hardware '{name}' is unknown; (did you mean|known are)"):
