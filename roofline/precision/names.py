@@ -9,22 +9,26 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.precision import PRECISIONS, Precision, Role, get_precision, sparse24
 from membound.roofline.precision.plan import PrecisionPlan, plan_of
 
-_UNSTATED = ("", "-", "nan", "none", "auto", "unknown")
+_UNSTATED = ("", "-", "nan", "none", "auto", "unknown", "n/a", "na")
 _SPELLINGS = {
     "bfloat16": "bf16",
-    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
-    **dict.fromkeys(("float32", "float", "f32"), "fp32"),
-    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn", "e4m3", "float8"), "fp8"),
+    **dict.fromkeys(("float16", "half", "f16", "q0f16"), "fp16"),
+    **dict.fromkeys(("float32", "float", "f32", "q0f32"), "fp32"),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn", "float8_e4m3", "e4m3", "float8", "w8a8_fp8"), "fp8"),
+    **dict.fromkeys(("float8wo", "float8dq", "fp8_wo", "fp8_static"), "fp8"),
     **dict.fromkeys(("float8_e5m2", "e5m2"), "fp8_e5m2"),
     **dict.fromkeys(("fp8_channel", "fp8_dynamic"), "fp8_row"),
     **dict.fromkeys(("block_fp8", "fp8_blockwise"), "fp8_block"),
     **dict.fromkeys(("fp4", "float4", "nvfp4_wo", "w4a16_nvfp4", "w4a4_nvfp4"), "nvfp4"),
     **dict.fromkeys(("mxfp4_wo", "w4a16_mxfp4", "w4a8_mxfp4"), "mxfp4"),
     **dict.fromkeys(("int8_wo", "sq", "int8_sq", "smoothquant"), "int8"),
-    **dict.fromkeys(("int4_wo", "gptq"), "int4"),
-    "awq": "int4_g128_zero",
+    **dict.fromkeys(("int8wo", "int8dq", "w8a8_int8", "eetq"), "int8"),
+    **dict.fromkeys(("int4_wo", "int4wo", "uint4", "gptq", "gptq_marlin", "marlin", "hqq", "autoround"), "int4"),
+    **dict.fromkeys(("awq", "awq_marlin"), "int4_g128_zero"),
+    "w4afp8": "int4",
     **dict.fromkeys(("bnb", "bitsandbytes"), "nf4"),
-    "bitnet": "ternary",
+    "nf4+dq": "nf4_dq",
+    **dict.fromkeys(("bitnet", "1.58bit", "1.58"), "ternary"),
     # the short names of llama-quantize's file types are also those of block layouts
     **{short: f"{short}_m" for short in ("q2_k", "q3_k", "q4_k", "q5_k")},
 }
@@ -35,25 +39,36 @@ _ACTIVATIONS_OF = {
     **{same: same for same in ("fp8_row", "nvfp4", "mxfp8", "mxfp6")},
     "fp8_block": "fp8_g128",
 }
-_SMOOTHQUANT = ("sq", "int8_sq", "smoothquant")
+_FP8_ACTIVATIONS = ("w4afp8",)
+_SMOOTHQUANT = ("sq", "int8_sq", "smoothquant", "int8dq")
+_WEIGHT_ONLY = re.compile(r".*\d_?wo")
 _SPARSE = ("2:4", "sparse")
+# How weights were quantized, which changes neither their bits nor the kernel's kind beyond what the rest says.
+_METHODS = re.compile(r"awq|gptq|exl[23]|hqq|eetq|marlin|machete|autoround|aqlm|qtip|quip|spqr|qserve|qoq|rtn|bnb")
 _REMARKS = re.compile(
-    r"awq|gptq|sq|g\d*|act|order|yes|no|sym|asym|zero|channel|row|per|dynamic|static|2:4|sparse|bpw"
-    r"|small|medium|large|skip|sliding|window|layers|int8|dot|for|q4"
+    rf"{_METHODS.pattern}|sq|g\d*|act|order|yes|no|sym|asym|symmetric|asymmetric|zero|channel|row|token|tensor|per"
+    r"|dynamic|static|2:4|sparse|bpw|block|blockwise|wise|128x128|e4m3|e4m3fn|weight|weights|only|wo"
+    r"|small|medium|large|skip|sliding|window|layers|int8|dot|for|q4|kv|cache|moe|experts|double|quant|qat"
 )
+# Remarks that leave open whether integers have a scale a group or one a row.
+_OF_NO_GROUP = re.compile(r"weights?|only|wo|kv|cache|moe|experts|sq")
+_IN_BLOCKS = ("block", "blockwise", "128x128")
 _WXAY = re.compile(r"w(\d+)a(\d+)(?:kv(\d+))?")
+# MLC's names: bits of a weight, of an activation, and a variant of the layout; groups of 32 (mlc-llm's documentation,
+# section "Compile Model", from memory).
+_MLC = re.compile(r"q([2348])f(?:16|32)(?:_\d)?")
 
 
 def parse_precision(text: str, role: Role = "weights") -> Precision | None:
     """The format that `text` means for weights, activations or a cache; None where it does not say.
 
-    Understands the dtype columns of published tables (`int4(awq g128)`, `4.0 bpw`, `fp8 2:4 sparse`, `int8_wo`), the
-    names of GGUF file types and the flags of vLLM, SGLang and TensorRT-LLM. Raises MemboundError for others.
-    GPTQ's act-order adds 32 bits a column, which is left out: below 0.01 bits a weight.
+    Understands the dtype columns of published tables (`int4(awq g128)`, `AWQ 4-bit`, `4.0 bpw`, `fp8 2:4 sparse`,
+    `int8_wo`, `q4f16_1`), the names of GGUF file types and the flags of vLLM, SGLang and TensorRT-LLM. Raises
+    MemboundError for others. GPTQ's act-order adds 32 bits a column, which is left out: below 0.01 bits a weight.
     """
     if text.strip().lower() in _UNSTATED:
         return None
-    name, *remarks = re.findall(r"[\w.:+]+", text.lower()) or [""]
+    name, *remarks = _words(text, role) or [""]
     if stray := [word for word in remarks if not _REMARKS.fullmatch(word)]:
         raise MemboundError(f"{role} precision {reprlib.repr(text)} is not understood: '{stray[0]}' is no known remark")
     try:
@@ -63,10 +78,44 @@ def parse_precision(text: str, role: Role = "weights") -> Precision | None:
     return sparse24(format) if "2:4" in remarks else format
 
 
+def _words(text: str, role: Role) -> list[str]:
+    """The words of a format's name with the one that names the format of `role` first, whatever stood before it."""
+    spelled = re.sub(r"(\d) ?bpw\b", r"\1 bpw", text.lower())
+    spelled = re.sub(r"(?<![.\w])([1-8])[- ]?bits?\b", r"int\1", spelled)
+    spelled = re.sub(r"\b(?:g|gs|group)[ _-]?(?:size)?[ =:_-]?(\d+)\b", r"g\1", spelled)
+    words = re.findall(r"[\w.:+]+", spelled)
+    named = [word for word in words if _is_a_format(word)]
+    pair = next((found for word in words if (found := _WXAY.fullmatch(word))), None)
+    if pair and named:  # `w8a8 (fp8)`: both; `w4a8 (fp8)`: the activations alone
+        bits = int(pair[_ROLES.index(role) + 1] or 16)
+        first = next((word for word in named if _width(word) == bits), pair[0])
+        return [first, *(word for word in words if word != pair[0] and word not in named)]
+    if words and _REMARKS.fullmatch(words[0]) and (named or "bpw" in words[2:]):
+        first = named[0] if named else words[words.index("bpw") - 1]
+        words.remove(first)
+        return [first, *words]
+    return words
+
+
+_ROLES: tuple[Role, ...] = ("weights", "activations", "kv")
+
+
+def _is_a_format(word: str) -> bool:
+    named = word in PRECISIONS or bool(re.fullmatch(r"int[1-8]", word))
+    return named or (word in _SPELLINGS and not _METHODS.fullmatch(word))
+
+
+def _width(word: str) -> int:
+    integer = re.fullmatch(r"int([1-8])", word)
+    return int(integer[1]) if integer else get_precision(_SPELLINGS.get(word, word)).width
+
+
 def _format(name: str, remarks: list[str], role: Role) -> Precision:
     if role == "activations":
-        if name.endswith("_wo") or name.startswith("w4a16"):
+        if _WEIGHT_ONLY.fullmatch(name) or name.startswith("w4a16"):
             return PRECISIONS["bf16"]  # weight-only: the activations stay in 16 bits
+        if name in _FP8_ACTIVATIONS:
+            return PRECISIONS["fp8"]
         if "dot" in remarks:
             return PRECISIONS["q8_1"]  # llama.cpp multiplies quantized weights with blocks of 8-bit activations
         if name == "fp8_block":
@@ -75,10 +124,16 @@ def _format(name: str, remarks: list[str], role: Role) -> Precision:
         return PRECISIONS[_CACHE_SPELLINGS[name]]
     if "bpw" in remarks:
         return get_precision(f"exl2_{name}")
+    if name in ("fp8", "e4m3") and {*_IN_BLOCKS} & {*remarks}:
+        return PRECISIONS["fp8_block" if role == "weights" else "fp8_g128"]
+    if match := _MLC.fullmatch(name):
+        return PRECISIONS["bf16"] if role != "weights" else get_precision(f"int{match[1]}_g32")
     if match := _WXAY.fullmatch(name):
-        return _of_width(int(match[("weights", "activations", "kv").index(role) + 1] or 16))
-    if (match := re.fullmatch(r"int([1-8])", name)) and remarks and "sq" not in remarks:
+        return _of_width(int(match[_ROLES.index(role) + 1] or 16))
+    if (match := re.fullmatch(r"int([1-8])", name)) and not all(map(_OF_NO_GROUP.fullmatch, remarks)):
         return _grouped(int(match[1]), remarks)
+    if name == "nf4" and "double" in remarks:
+        return PRECISIONS["nf4_dq"]
     if size := next((word for word in remarks if word in ("small", "medium", "large")), None):
         name = f"{name}_{size[0]}"
     return get_precision(_SPELLINGS.get(name, name))
@@ -94,7 +149,8 @@ def _grouped(bits: int, remarks: list[str]) -> Precision:
 
 
 def _of_width(bits: int) -> Precision:
-    return get_precision({16: "bf16", 32: "fp32"}.get(bits, f"int{bits}"))
+    name = {16: "bf16", 32: "fp32"}.get(bits, f"int{bits}")
+    return get_precision(name if name in PRECISIONS else f"{name}_g128")
 
 
 def parse_plan(weights: str, activations: str = "", kv: str = "") -> PrecisionPlan:
@@ -127,7 +183,7 @@ def _activations_of(text: str, weights: Precision) -> tuple[Precision, bool]:
     name = text.strip().lower()
     if name in _SMOOTHQUANT or name.replace(" ", "_") in _SMOOTHQUANT:
         return PRECISIONS["int8"], False
-    if name.endswith("_wo") or _WXAY.match(name):
+    if _WEIGHT_ONLY.fullmatch(name) or _WXAY.search(name) or name in _FP8_ACTIVATIONS:
         found = parse_precision(text, "activations")
         return (found, False) if found else (PRECISIONS["bf16"], True)
     if weights.width >= 16:

@@ -211,6 +211,17 @@ def test_every_dtype_of_the_development_tables_is_understood() -> None:
         "int4(g64) 2:4": "int4_g64_sparse24",
         "w4a16_mxfp4": "mxfp4",
         "W4A8": "int4",
+        "AWQ 4-bit": "int4_g128_zero",
+        "gptq-int8": "int8_g128",
+        "int4 group size 64": "int4_g64",
+        "int8 (weight-only)": "int8",
+        "W8A8 (FP8)": "fp8",
+        "nvfp4 (w4a4)": "nvfp4",
+        "FP8 (block-wise)": "fp8_block",
+        "exl3 3.5bpw": "exl2_3.5",
+        "q4f16_1": "int4_g32",
+        "2-bit (QTIP)": "int2_g128",
+        "nf4 (double quant)": "nf4_dq",
     }.items(),
 )
 def test_weight_names_of_tables_and_engines(text: str, name: str) -> None:
@@ -223,6 +234,8 @@ def test_the_same_word_means_another_format_for_a_cache_and_for_activations() ->
     formats = {role: parse_precision("int8", role) for role in ("weights", "kv")}  # type: ignore[arg-type]
     assert [format and format.name for format in formats.values()] == ["int8", "int8_head"]
     assert parse_plan("fp8_block").activations.name == "fp8_g128"
+    assert [parse_plan(text).activations.name for text in ("w8a8 (fp8)", "w4a8 (fp8)", "w4afp8")] == ["fp8"] * 3
+    assert parse_plan("int8 w8a8").activations.name == "int8" and parse_plan("int4 w4a16").activations.name == "bf16"
     assert parse_plan("int8_wo").activations.name == "bf16"
     assert parse_plan("sq").activations.name == "int8"
     assert parse_plan("q4_k_m", "fp16(int8 dot for Q4)").activations.name == "q8_1"
@@ -240,7 +253,7 @@ def test_what_is_not_stated_is_named() -> None:
     assert parse_plan("int4").assumed == ("activations", "kv")
 
 
-@pytest.mark.parametrize("text", ["int5000", "int4(quux)", "bf16 maybe", "4..0 bpw"])
+@pytest.mark.parametrize("text", ["int5000", "int4(quux)", "bf16 maybe", "4..0 bpw", "fp8 (moe mxfp4)", "mixed"])
 def test_a_name_that_is_not_understood_is_refused(text: str) -> None:
     with pytest.raises(MemboundError, match=r"weights precision '.*' is not understood"):
         parse_precision(text)
