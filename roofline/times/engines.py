@@ -99,7 +99,9 @@ def get_profile(name: str) -> EngineProfile:
 # What engines become that are told not to capture graphs.
 _EAGER_WAY = {"graphs": "eager", "vllm": "vllm-eager", "vllm-0.6": "vllm-eager", "sglang": "eager"}
 # Which profile an engine's name in a table means: the first whose pattern matches, and whose version or year does.
-_VLLM_V1 = (0, 7)
+_VLLM_GRAPHS, _VLLM_V1, _TGI_GRAPHS = (0, 3), (0, 7), (1, 4)
+# Engines whose point is that the host's processor and memory take part.
+_ON_THE_HOST = re.compile(r"ktransformers|powerinfer|flexgen|zero[- ]inference|fiddler|petals|hybridllm")
 
 
 def profile_of_engine(
@@ -107,8 +109,10 @@ def profile_of_engine(
 ) -> EngineProfile:
     """The profile of an engine as a table names it; the eager one where `eager` and the engine's own is not.
 
-    vLLM is three engines: eager until 2023, captured with a synchronous scheduler until 0.6, and the present one.
-    TensorRT-LLM's first releases have a profile of their own. An engine that no profile is of has the general one.
+    vLLM is three engines: eager until 2023 (0.2), captured with a synchronous scheduler until 0.6, and the present one.
+    TensorRT-LLM's first releases have a profile of their own, and so has Text Generation Inference before it captured
+    graphs (1.4, from memory). An engine that no profile is of has the general one. Raises MemboundError for one that
+    computes a part of the model on the host.
     """
     profile = get_profile(_profile_name(engine.lower(), version.lower(), year))
     if eager and profile.name in _EAGER_WAY:
@@ -117,16 +121,21 @@ def profile_of_engine(
 
 
 def _profile_name(engine: str, version: str, year: float | None) -> str:
-    found = re.search(r"(\d+)\.(\d+)", version)
+    if host := _ON_THE_HOST.search(engine):
+        raise MemboundError(f"engine '{host[0]}' computes a part of the model on the host, which no profile is of")
+    found = re.search(r"(\d+)\.(\d+)", version) or re.match(r"\D*[ -]v?(\d+)\.(\d+)", engine)
     number = (int(found.group(1)), int(found.group(2))) if found else None
-    if "vllm" in engine:
-        if "2023" in version or (number is None and year is not None and year <= 2023):
+    if "vllm" in engine or "aphrodite" in engine:
+        if "2023" in version or (number < _VLLM_GRAPHS if number else year is not None and year <= 2023):
             return "vllm-2023"
         old = number < _VLLM_V1 if number else year is not None and year <= 2024
         return "vllm-0.6" if old else "vllm"
-    if "tensorrt" in engine or "trt-llm" in engine:
+    if re.search(r"tensorrt|trt[-_ ]?llm|\bnim\b|optimum[- ]nvidia", engine):
         old = number[0] == 0 if number else year is not None and year <= 2024
         return "tensorrt-llm-0" if old else "tensorrt-llm"
+    if re.search(r"\btgi\b|text[- ]generation[- ]inference", engine):
+        old = number < _TGI_GRAPHS if number else year is not None and year <= 2023
+        return "eager" if old else "graphs"
     for pattern, name in _ENGINES:
         if re.search(pattern, engine):
             return name
@@ -139,10 +148,15 @@ _ENGINES: tuple[tuple[str, str], ...] = (
     (r"megatron", "megatron"),
     (r"turbomind|lmdeploy", "turbomind"),
     (r"gpt-fast|torch\.compile|torchao", "torch-compile"),
-    (r"exllama", "exllama"),
+    (r"exllama|tabbyapi", "exllama"),
     (r"autoawq.*gemv", "autoawq-gemv"),
     (r"autoawq", "autoawq"),
-    (r"llama\.?cpp|ollama|ctransformers", "llama.cpp"),
-    (r"mlc", "mlc"),
-    (r"transformers|lightning|accelerate|deepspeed|quarot|atom|autogptq|bitsandbytes", "transformers"),
+    (r"llama[-. _]?cpp|llama-bench|ollama|ctransformers|lm ?studio|kobold|gpt4all|llamafile|\bggml\b", "llama.cpp"),
+    (r"mlc|web-?llm", "mlc"),
+    (r"neuron|habana|maxtext|jetstream|\bmlx\b|fastgen|\bmii\b", "graphs"),
+    (
+        r"transformers|hugging ?face|\bhf\b|lightning|accelerate|deepspeed|quarot|atom|autogptq|bitsandbytes"
+        r"|pytorch eager",
+        "transformers",
+    ),
 )

@@ -35,10 +35,23 @@ def step_s(shape=None, **changes):
         ("AutoAWQ weight-only int4 awq (gemv kernel)", "", None, "autoawq-gemv"),
         ("HF transformers + bitsandbytes", "", None, "transformers"),
         ("somebody's engine", "1.0", 2026, "graphs"),
+        ("vLLM 0.11.2", "", None, "vllm"),
+        ("vLLM", "0.2.1", 2024, "vllm-2023"),
+        ("NVIDIA NIM", "1.8", 2025, "tensorrt-llm"),
+        ("trtllm", "", 2025, "tensorrt-llm"),
+        ("TGI", "1.1", 2023, "eager"),
+        ("text-generation-inference", "3.0", 2025, "graphs"),
+        ("DeepSpeed-FastGen (MII)", "0.2", 2024, "graphs"),
+        ("llama-cpp-python", "", 2024, "llama.cpp"),
     ],
 )
 def test_a_tables_engine_has_the_profile_of_its_generation(engine, version, year, name):
     assert profile_of_engine(engine, version, year).name == name
+
+
+def test_an_engine_that_computes_on_the_host_is_refused():
+    with pytest.raises(MemboundError, match="engine 'ktransformers' computes a part of the model on the host"):
+        profile_of_engine("KTransformers", "0.3")
 
 
 def test_an_engine_that_was_told_not_to_capture_launches_each_kernel():
