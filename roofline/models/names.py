@@ -9,10 +9,10 @@ from collections.abc import Iterator
 # a benchmark asked of it (MLPerf's 99 and 99.9 % of the accuracy).
 _TUNING = "instruct|chat|it|base|hf|thinking|reasoning|sft|dpo|pt|preview"
 _QUANTIZATION = (
-    r"fp\d+|bf16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|"
-    "quantized|dynamic|static|pertensor|kv|mostly"
+    r"fp\d+|b?f16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|exl[23]|hqq|qat|"
+    r"quantized|dynamic|static|pertensor|block|kv|mostly|\d+(\.\d+)?bpw"
 )
-_BENCHMARK = r"99(\.9)?|interactive"
+_BENCHMARK = r"99(\.9)?|interactive|edge"
 _IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}|{_BENCHMARK}")
 _FORMAT_AT_THE_END = re.compile(r"[-_. ](i?q\d(_[0-9a-z]+)*( - (small|medium|large))?|w\d+a\d+)$")
 # A version, a date, a length of context: what tells releases of one shape apart, and seldom shapes.

@@ -78,6 +78,9 @@ def test_every_model_that_a_table_names_is_known(table: str) -> None:
         ("Meta-Llama-3.1-8B-Instruct-quantized.w8a8", "Llama-3.1-8B"),
         ("qwen3 8B Q4_K - Medium", "Qwen3-8B"),
         ("Phi-3-mini-128k-instruct", "Phi-3-mini-128k"),
+        ("llama3_1-405b", "Llama-3.1-405B"),
+        ("llama3.1-8b-edge", "Llama-3.1-8B"),
+        ("RedHatAI/Qwen3-8B-FP8-block", "Qwen3-8B"),
     ],
 )
 def test_a_name_is_found_with_what_does_not_change_a_shape(name: str, known: str) -> None:
