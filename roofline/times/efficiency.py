@@ -26,6 +26,7 @@ import numpy as np
 
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.hardware.power import power_share
+from membound.roofline.precision import Precision
 from membound.roofline.shape import Count
 
 Family = Literal["gemm", "decode_attention", "prefill_attention", "moe", "elementwise", "collective"]
@@ -117,6 +118,7 @@ _NEAREST_KERNEL = {
     "allgather": "allreduce",
     "reducescatter": "allreduce",
     "sendrecv": "allreduce",
+    **{f"{name}_network": name for name in ("allreduce", "alltoall", "allgather", "reducescatter", "sendrecv")},
     "layernorm": "rmsnorm",
     "rope": "rmsnorm",
     "act": "rmsnorm",
@@ -124,6 +126,19 @@ _NEAREST_KERNEL = {
     "residual_add": "rmsnorm",
     "embedding": "rmsnorm",
 }
+
+
+def kernel_name(weights: Precision, dtype: str) -> str:
+    """How the published tables call a kernel of these weights that multiplies in `dtype`."""
+    if dtype in ("fp8", "int8", "fp4", "int4") and weights.width < 16:
+        if dtype == "fp8":
+            if weights.width <= 4:
+                return "w4a8"
+            return "fp8_block" if "block" in weights.name else "fp8"
+        return "nvfp4" if dtype == "fp4" else "int8"
+    if weights.width >= 16:
+        return "fp32" if dtype in ("fp32", "tf32") else "bf16"
+    return "w4a16" if weights.width <= 5 else "w8a16"
 
 
 _FIRST_KERNEL = {"collective": "allreduce", "elementwise": "rmsnorm"}

@@ -177,7 +177,7 @@ class KernelTimes:
         """The fitted kernel of two formats, and the dtype that the device multiplies them in."""
         if (weights, activations) not in self._rates:
             compute = compute_dtype(weights, activations, self.hardware)
-            self._rates[weights, activations] = (_kernel_name(weights, compute.dtype), compute.dtype)
+            self._rates[weights, activations] = (efficiency.kernel_name(weights, compute.dtype), compute.dtype)
         return self._rates[weights, activations]
 
     def _linear(self, operator: Operator) -> OperatorTime:
@@ -288,15 +288,19 @@ class KernelTimes:
         message = operator.collective
         assert message is not None
         fit = self.fit("collective", message.operation)
+        network = self.fit("collective", f"{message.operation}_network")
         p: Mapping[str, float] = fit.parameters
-        if published_fits().get((fit.family, fit.kernel, fit.scope, fit.library)) is fit:
+        if _is_published(fit):
             p = {**p, "contention": min(p.get("contention", 0.0), _USUAL_CONTENTION)}
+        beyond = p if _is_published(network) else network.parameters
         time_s: Count = 0.0
         link_s: Count = 0.0
         together = message.operation == "alltoall"  # what crosses the network is passed on while more of it comes
         sent = (message.operation, message.message_bytes, message.ranks, message.copies, message.stride)
         for hop in hops(self.hardware, *sent):
-            on_it = {**p, **_EXPERTS_NETWORK} if together and hop.beyond_node else p
+            on_it = beyond if hop.beyond_node else p
+            if together and hop.beyond_node:
+                on_it = {**on_it, **_EXPERTS_NETWORK}
             one_s, sent_s = efficiency.collective_s(
                 on_it,
                 message.operation,
@@ -312,19 +316,10 @@ class KernelTimes:
         return OperatorTime(time_s * there, 0.0, 0.0, (time_s - link_s) * there, link_s * there)
 
 
+def _is_published(fit: KernelFit) -> bool:
+    return published_fits().get((fit.family, fit.kernel, fit.scope, fit.library)) is fit
+
+
 def _cache_kernel(kv: Precision) -> str:
     """How the published tables call attention over a cache of this format."""
     return "fp8" if kv.width <= 8 else "bf16"
-
-
-def _kernel_name(weights: Precision, dtype: str) -> str:
-    """How the published tables call a kernel of these weights that multiplies in `dtype`."""
-    if dtype in ("fp8", "int8", "fp4", "int4") and weights.width < 16:
-        if dtype == "fp8":
-            if weights.width <= 4:
-                return "w4a8"
-            return "fp8_block" if "block" in weights.name else "fp8"
-        return "nvfp4" if dtype == "fp4" else "int8"
-    if weights.width >= 16:
-        return "fp32" if dtype in ("fp32", "tf32") else "bf16"
-    return "w4a16" if weights.width <= 5 else "w8a16"

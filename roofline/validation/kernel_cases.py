@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.hardware.links import link_for
+from membound.roofline.precision.names import parse_plan
+from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.shape import Count
 from membound.roofline.times import efficiency
-from membound.roofline.times.efficiency import Family
+from membound.roofline.times.efficiency import Family, kernel_name
 from membound.roofline.validation.statements import noted
 from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 
@@ -60,16 +63,31 @@ _ELEMENTWISE = {  # bytes moved for an element of the row's width, bf16: reads a
     "embedding": 4.0,
     "softmax": 4.0,
 }
+# Other names of the operators.
+_OPERATORS = {
+    **dict.fromkeys(("matmul", "linear", "mm"), "gemm"),
+    **dict.fromkeys(("attention_decode", "paged_attention", "generation_attention"), "decode_attention"),
+    **dict.fromkeys(("attention_prefill", "flash_attention", "context_attention"), "prefill_attention"),
+    **dict.fromkeys(("moe", "fused_moe", "moe_mlp"), "moe_ffn"),
+    **dict.fromkeys(("rms_norm",), "rmsnorm"),
+    **dict.fromkeys(("layer_norm",), "layernorm"),
+    **dict.fromkeys(("silu_and_mul", "silu_mul", "swiglu"), "act_mul"),
+}
 _COLLECTIVES = {
     "allreduce": "allreduce",
     "all_reduce": "allreduce",
     "allgather": "allgather",
     "reducescatter": "reducescatter",
+    "all_gather": "allgather",
+    "reduce_scatter": "reducescatter",
     "alltoall": "alltoall",
+    "all_to_all": "alltoall",
     "sendrecv": "sendrecv",
     "send_recv": "sendrecv",
     "p2p": "sendrecv",
 }
+# Messages over a network are fitted on their own: what a cluster's network reaches says nothing of links in a node.
+_NETWORK = "_network"
 # How much more than by chance the busiest rank gets where a table draws its tokens from a power law.
 POWER_LAW_IMBALANCE = 1.5
 # Boost clocks exceed the data sheet a little (RTX 4090: up to 2.75 GHz where 2.52 is promised).
@@ -100,19 +118,16 @@ class KernelCase:
 
 def case_of(row: Row) -> KernelCase:
     """The kernel of a row; raises MemboundError with the reason where membound has no operator for it."""
-    op, gpu = row.text("op"), row.text("gpu")
-    hardware = get_hardware(gpu)
+    hardware, op = get_hardware(row.text("gpu")), row.text("op").lower()
+    op = _OPERATORS.get(op, op)
     library = _library(row)
     measured_s = row.measured * 1e-6
     dtype_text = row.text("dtype").lower()
     if op in _COLLECTIVES:
-        kernel = _COLLECTIVES[op]
-        return KernelCase(
-            row, hardware, "collective", kernel, "bf16", library, _collective(row, hardware, kernel), measured_s
-        )
-    if dtype_text not in _FORMATS:
-        raise MemboundError(f"dtype '{dtype_text}' is unknown; known are {', '.join(_FORMATS)}")
-    kernel, dtype, weight_bytes, activation_bytes = _FORMATS[dtype_text]
+        amounts = _collective(row, hardware)
+        kernel = _COLLECTIVES[op] + (_NETWORK if amounts["beyond_node"] else "")
+        return KernelCase(row, hardware, "collective", kernel, "bf16", library, amounts, measured_s)
+    kernel, dtype, weight_bytes, activation_bytes = _format(dtype_text, hardware)
     if op in ("gemm", "gemm_sparse24"):
         sparse = op == "gemm_sparse24"
         bits = 8.0 * weight_bytes
@@ -143,6 +158,20 @@ def case_of(row: Row) -> KernelCase:
     raise MemboundError(f"op '{op}' is unknown; known are gemm, attention, moe_ffn, collectives and elementwise")
 
 
+def _format(text: str, hardware: HardwareSpec) -> tuple[str, str, float, float]:
+    """What a dtype column says, in the tables' own words or else in those of checkpoints and engines."""
+    if text in _FORMATS:
+        return _FORMATS[text]
+    try:
+        plan = parse_plan(text)
+    except MemboundError:
+        plan = None
+    if plan is None or "weights" in plan.assumed:
+        raise MemboundError(f"dtype '{text}' is unknown; known are {', '.join(_FORMATS)}")
+    dtype = compute_dtype(plan.weights, plan.activations, hardware).dtype
+    return kernel_name(plan.weights, dtype), dtype, plan.weights.bits / 8.0, plan.activations.bits / 8.0
+
+
 def _width(row: Row, op: str) -> float:
     """Elements that an elementwise kernel works on for one token; rotation turns the heads of one rank."""
     if op == "rope" and row.text("n_heads") and row.text("head_dim"):
@@ -152,9 +181,11 @@ def _width(row: Row, op: str) -> float:
 
 
 def _attention(row: Row, op: str) -> dict[str, float]:
-    """The sizes of attention; a decode step asks with one token a sequence where the row does not say."""
+    """The sizes of attention; a decode step asks with one token a sequence where the row does not say, and a prompt
+    attends to itself alone."""
     queries = row.size("q_len") if row.text("q_len") or op == "prefill_attention" else 1.0
-    length, heads = row.size("kv_len"), row.size("n_heads")
+    whole_prompt = op == "prefill_attention" and not row.text("kv_len")
+    length, heads = queries if whole_prompt else row.size("kv_len"), row.size("n_heads")
     if queries > length:
         raise MemboundError(
             f"{row.at('q_len')} is {queries:.15g}; kv_len, {length:.15g}, counts them and must not be less"
@@ -184,7 +215,7 @@ def _warm(row: Row) -> float:
     return 0.0 if "layerwise" in notes or "kineto" in notes else 1.0
 
 
-def _collective(row: Row, hardware: HardwareSpec, kernel: str) -> dict[str, float]:
+def _collective(row: Row, hardware: HardwareSpec) -> dict[str, float]:
     ranks = row.size("tp", MOST_DEVICES)
     per_node = noted(row, "devices per node", most=MOST_DEVICES, whole=True) or ranks
     link, shared = link_for(hardware, ranks, per_node)
@@ -193,6 +224,7 @@ def _collective(row: Row, hardware: HardwareSpec, kernel: str) -> dict[str, floa
         "bytes": row.size("m"),
         "bandwidth": link.bandwidth_bytes_per_s,
         "shared": float(shared),
+        "beyond_node": float(link is hardware.scale_out),
     }
 
 
@@ -269,6 +301,16 @@ class KernelBatch:
     def usual(self) -> NDArray[np.bool_]:
         """Rows that are not the best of many."""
         return np.array([not case.is_best_of_many for case in self.cases])
+
+    @property
+    def operation(self) -> str:
+        """What a collective does, wherever it passes."""
+        return self.kernel.removesuffix(_NETWORK)
+
+    @cached_property
+    def busiest(self) -> tuple[Floats, Floats]:
+        """Of experts over ranks: the distinct ones and the pairs of the rank that has most, whatever the parameters."""
+        return _busiest(self)
 
     def only(self, chosen: NDArray[np.bool_]) -> KernelBatch:
         """The batch of the chosen rows alone."""
@@ -397,7 +439,7 @@ def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     local, n = a["experts"] / a["ep"], a["intermediate"] / a["tp"]
     pairs = a["tokens"] * a["top_k"] / a["ep"]
-    busiest_active, busiest_pairs = _busiest(batch)
+    busiest_active, busiest_pairs = batch.busiest
     balanced = a["balanced"] > 0
     active = np.where(balanced, np.minimum(local, np.maximum(pairs, 1.0)), np.maximum(busiest_active, 1e-3))
     pairs = np.where(balanced, pairs, np.minimum(busiest_pairs, pairs * a["ep"]))
@@ -414,9 +456,9 @@ def _elementwise(p: Mapping[str, float], batch: KernelBatch) -> Count:
 
 
 def _collective_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
-    a = batch.amounts
-    inside = efficiency.collective_s(p, batch.kernel, a["bytes"], a["ranks"], a["bandwidth"], False)[0]
-    shared = efficiency.collective_s(p, batch.kernel, a["bytes"], a["ranks"], a["bandwidth"], True)[0]
+    a, operation = batch.amounts, batch.operation
+    inside = efficiency.collective_s(p, operation, a["bytes"], a["ranks"], a["bandwidth"], False)[0]
+    shared = efficiency.collective_s(p, operation, a["bytes"], a["ranks"], a["bandwidth"], True)[0]
     return np.where(a["shared"] > 0, shared, inside)
 
 

@@ -239,7 +239,7 @@ def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[
             reason = "the best of a search over shapes, not a usual kernel"
         tokens = case.amounts.get("m", case.amounts.get("tokens", case.amounts.get("batch")))
         phase = batch.family if batch.family != "gemm" else _gemm_phase(case.amounts["m"])
-        name = batch.kernel if batch.family == "collective" else case.row.text("model")
+        name = batch.operation if batch.family == "collective" else case.row.text("model")
         yield RowResult(case.row, batch.hardware.name, name, phase, tokens, predicted, low, high, reason)
 
 

@@ -54,6 +54,12 @@ _METHODS: dict[str, DraftMethod] = {
     "swift": DraftMethod(5.0, 16.0, 6.0),
     "kangaroo": DraftMethod(5.0, 4.0, 6.0),
 }
+_OTHER_NAMES = {
+    **dict.fromkeys(("tokenrecycling",), "recycling"),
+    **dict.fromkeys(("promptlookup", "ngram"), "pld"),
+    "lade": "lookahead",
+    **dict.fromkeys(("draft", "speculativesampling", "speculativedecoding"), "sps"),
+}
 SPECULATION_SPREAD, QUANTIZATION_SPREAD = 0.20, 0.20
 
 
@@ -80,6 +86,7 @@ def _speculation(row: Row) -> float:
     if accepted is None:
         raise MemboundError("the row does not state the mean accepted tokens, on which the speed-up depends")
     name = re.sub(r"[^a-z0-9]", "", row.text("technique").lower().split(":")[-1])
+    name = next((known for other, known in _OTHER_NAMES.items() if name.startswith(other)), name)
     method = next((method for key, method in _METHODS.items() if name.startswith(key)), None)
     if method is None:
         raise MemboundError(f"drafting method '{name}' is unknown; known are {', '.join(_METHODS)}")
@@ -115,7 +122,7 @@ _RULES: tuple[tuple[str, Callable[[Row], float]], ...] = (
     ("specul", _speculation),
     ("sparsity", _sparsity),
     ("2:4", _sparsity),
-    ("w8a8", _quantization),
+    *((word, _quantization) for word in ("w8a", "w4a", "awq", "gptq", "fp4", "4-bit", "8-bit")),
     ("weight-only", _quantization),
     ("quant", _quantization),
     ("int4", _quantization),

@@ -20,9 +20,17 @@ from membound.roofline.times.engines import profile_of_engine
 from membound.roofline.validation import statements
 from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 
-# Mean prompt and output of the benchmark's data sets that its tables call only "dataset" (MLPerf inference repository,
-# reference implementations; the prompts of Mixtral's mixed set and of Llama-3.1-8B's articles from memory).
-_MLPERF_TOKENS = {"Mixtral-8x7B": (300.0, 145.0), "GPT-J-6B": (870.0, 70.0), "Llama-3.1-8B": (780.0, 73.0)}
+# Mean prompt and output of the benchmark's data sets that its tables call only "dataset" (mlcommons/inference at 2025,
+# language/*/README.md: outputs of 684.68 tokens of Llama-3.1-405B and of 4043 of DeepSeek-R1; of Llama-3.1-8B 611
+# characters, which are the 128 tokens that it may have at most). From memory: all prompts, Mixtral's mixed set, and
+# GPT-J's outputs; DeepSeek-R1's prompts are assumed.
+_MLPERF_TOKENS = {
+    "Mixtral-8x7B": (300.0, 145.0),
+    "GPT-J-6B": (870.0, 70.0),
+    "Llama-3.1-8B": (780.0, 128.0),
+    "Llama-3.1-405B": (9400.0, 685.0),
+    "DeepSeek-V3": (800.0, 4043.0),
+}
 # Sequences in a step at most where an engine is only told to take what fits.
 _MOST_SEQUENCES = 1024.0
 _MEASURED_BATCH = "measured average batch"
@@ -207,6 +215,9 @@ def _decode_rate(case: StepCase) -> float:
     return _emitted(case) / case.static.tpot_s
 
 
+_SPECULATES = re.compile(r"specul|(?<!no )(?<!without )\b(mtp|eagle|medusa|draft)")
+
+
 def _emitted(case: StepCase) -> float:
     """Tokens a round of speculation yields for the time of a plain step, 1 without speculation.
 
@@ -214,7 +225,7 @@ def _emitted(case: StepCase) -> float:
     """
     technique = case.row.text("technique").lower()
     window = re.search(r"(\S*\d)-token window", technique)
-    if "specul" not in technique and not window:
+    if not _SPECULATES.search(technique) and not window:
         return 1.0
     length = statements.noted(case.row, "acceptance length", "accepted tokens")
     if length is None:
@@ -267,6 +278,7 @@ def _joules(case: StepCase) -> float:
 
 _METRICS: Mapping[str, Callable[[StepCase], float]] = {
     "tpot_ms": _tpot_ms,
+    "itl_ms": _tpot_ms,
     "prefill_ms": lambda case: 1e3 * case.static.prefill_s,
     "ttft_ms": _ttft_ms,
     "e2e_latency_ms": lambda case: 1e3 * case.static.latency_s,
@@ -278,6 +290,9 @@ _METRICS: Mapping[str, Callable[[StepCase], float]] = {
     "throughput_tok_s_total": _throughput,
     "throughput_tok_s_per_gpu": lambda case: _throughput(case) / _devices(case),
     "throughput_inout_tok_s_total": lambda case: _throughput(case) * (1.0 + case.prompt_tokens / case.output_tokens),
+    "throughput_inout_tok_s_per_gpu": lambda case: (
+        _throughput(case) * (1.0 + case.prompt_tokens / case.output_tokens) / _devices(case)
+    ),
     "req_s": lambda case: _throughput(case) / case.output_tokens,
     "ms_per_token_aggregate": lambda case: 1e3 / _decode_total(case),
     "joules_per_token": _joules,
