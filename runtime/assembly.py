@@ -106,6 +106,7 @@ class Assembly:
                 *self._compiled(),
                 *self.notes,
                 *([self.offload.note()] if self.offload is not None else []),
+                *self.executor.rollback.notes(),
                 *(self.decoder.routing_notes if isinstance(self.decoder, Decoder) else []),
                 *(notes or []),
                 *self.meter.notes(output_tokens),

@@ -19,8 +19,9 @@ from membound.runtime.blocks.latent import LatentMixer
 from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.norms import LayerNorm
 from membound.runtime.blocks.routing import RouterStatistics
-from membound.runtime.linear import BiasedLinear, Linear
+from membound.runtime.linear import BiasedLinear, Linear, reads_whole_step
 from membound.runtime.loading.weights import Weights
+from membound.runtime.ragged import GuessedBatch
 from membound.runtime.recipe import FormatRecipe, Recipe
 from membound.runtime.replays import Replays
 
@@ -137,15 +138,12 @@ class Decoder:
     def ignores_padding(self) -> bool:
         """Whether rows without a sequence do no harm: they have no seat for a state, and choose experts of their own.
 
-        It holds for the kernels that skip negative slots and empty contexts.
+        It holds for the kernels that skip negative slots and empty contexts, unless a scale is of a whole step's rows.
         """
         mixers = [block.mixer for block in self.blocks if block.mixer]
+        if any(reads_whole_step(linear) for _, linear in self.linears()):
+            return False
         return not self.mixtures() and all(isinstance(mixer, GroupedAttention | LatentMixer) for mixer in mixers)
-
-    @property
-    def verifies_in_one_shape(self) -> bool:
-        """Whether drafts of every number and shape are attended to by one kernel: a window has no tree's."""
-        return all(getattr(layer.attention, "window", None) is None for layer in self.spec.stack)
 
     @property
     def router_statistics(self) -> dict[int, RouterStatistics]:
@@ -193,7 +191,7 @@ class Decoder:
                 block(stream, batch, next(caches) if block.mixer else None)
             return stream.normed(self.final_norm)
 
-        if self._replays is None:
+        if self._replays is None or isinstance(batch, GuessedBatch):
             return Hidden(residual, stack(residual))
         way = self._latent is not None and self._latent.stays_on_latents(batch)
         return Hidden(residual, self._replays.run(stack, residual, batch, cache, layers, way))

@@ -36,7 +36,7 @@ class Decoders:
         self._calibrators: dict[tuple[str, str], Calibrator] = {}
         self._storing: dict[tuple[int, Precision, KvBudget | None], Decoder] = {}
         self._divided: tuple[tuple[str, str, str, int], DividedDecoder] | None = None
-        self._offloads: dict[tuple[str, str, str], ExpertOffload] = {}
+        self._offloads: dict[tuple[tuple[str, str, str], int], ExpertOffload] = {}
         self._processes = ExitStack()
         weakref.finalize(self, self._processes.close)
 
@@ -65,19 +65,25 @@ class Decoders:
 
     def offload(self, scenario: Scenario) -> ExpertOffload | None:
         """Where the experts of the scenario's decoder lie, if elsewhere."""
-        return self._offloads.get(self._key(scenario))
+        return self._offloads.get((self._key(scenario), scenario.setup.parallel.tp))
 
     def _built(self, scenario: Scenario) -> Decoder:
         loaded, recipe = self.model(scenario), self._recipe(scenario)
-        storage = scenario.setup.expert_storage
-        if storage is None:
+        offload = self._new_offload(scenario, recipe)
+        if offload is None:
             return Decoder(loaded.spec, loaded.weights.to(self.device), self.kernels, recipe)
-        check_parallel(loaded.spec, scenario.setup)
-        offload = ExpertOffload(recipe, storage, self.kernels, self.device)
         decoder = Decoder(loaded.spec, offload.placed(loaded.weights), self.kernels, offload)
         offload.attach(decoder)
-        self._offloads[self._key(scenario)] = offload
         return decoder
+
+    def _new_offload(self, scenario: Scenario, recipe: Recipe) -> ExpertOffload | None:
+        """What puts the experts that `recipe` packs elsewhere, if the scenario asks for it; this process's own."""
+        if (storage := scenario.setup.expert_storage) is None:
+            return None
+        check_parallel(self.model(scenario).spec, scenario.setup)
+        offload = ExpertOffload(recipe, storage, self.kernels, self.device)
+        self._offloads[self._key(scenario), scenario.setup.parallel.tp] = offload
+        return offload
 
     def _key(self, scenario: Scenario) -> tuple[str, str, str]:
         """What its packed weights depend on; raises MemboundError for a set-up that does not run."""
@@ -122,9 +128,14 @@ class Decoders:
     def part(self, scenario: Scenario, group: Group) -> Decoder:
         """What this process of `group` holds of the scenario's model."""
         loaded, whole = self.model(scenario), self.model(scenario).spec
-        recipe = ShardRecipe(self._recipe(scenario), group, whole, scenario.parallel)
-        spec, weights = shard_spec(whole, scenario.parallel), loaded.weights.to(self.device)
+        inner = self._recipe(scenario)
+        offload = self._new_offload(scenario, inner)
+        weights = loaded.weights.to(self.device) if offload is None else offload.placed(loaded.weights)
+        recipe = ShardRecipe(offload or inner, group, whole, scenario.parallel)
+        spec = shard_spec(whole, scenario.parallel)
         part = Decoder(spec, weights, self.kernels, recipe, replayed=False)
+        if offload is not None:
+            offload.attach(part)
         for mixture in part.mixtures().values():
             mixture.summed = group.all_reduce
         return self._with_store(part, scenario)

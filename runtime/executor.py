@@ -12,7 +12,8 @@ from membound.roofline.errors import MemboundError
 from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.kv.block_moves import BlockMover
-from membound.runtime.ragged import MOST_IN_TREE, Part, ragged_batch, slots_of
+from membound.runtime.ragged import MOST_IN_TREE, Part, guessed_batch, ragged_batch, slots_of
+from membound.runtime.rollback import Rollback
 from membound.runtime.sampling import Guesses, LogitsError, Sampler, Verified
 from membound.runtime.speculation.base import Proposer
 from membound.simulator.scheduling.loop import Clock
@@ -49,6 +50,7 @@ class TorchExecutor:
         self.proposer = proposer
         self.mover = mover
         self.seats = Seats()
+        self.rollback = Rollback(kv)
         self.steps = 0
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
@@ -57,11 +59,13 @@ class TorchExecutor:
         if self.mover is not None:
             self.mover()
         self.seats.update(step, sequences)
+        self.rollback.forget(step, sequences)
         normed, logits = self._computed(step.work, sequences)
         emitting = [work for work in step.work if work.emits]
         verified = self._verified(emitting, logits)
         paths = {work.sequence: found.path for work, found in zip(emitting, verified, strict=True)}
         self._keep_paths(emitting, paths, sequences)
+        self.rollback.settle(step, paths, self.seats.of)
         if self.proposer is not None:
             self.proposer.observe(step, sequences, normed, paths)
         emitted = {work.sequence: found.tokens for work, found in zip(emitting, verified, strict=True)}
@@ -114,12 +118,14 @@ class TorchExecutor:
         for work in listed:
             ids = sequences[work.sequence].token_ids
             assert ids is not None, "the runtime needs the tokens"
-            tokens += ids[work.start : work.context]
+            start = self.rollback.start(work)
+            tokens += ids[start : work.context]
             tokens += work.drafts
             blocks, seat = sequences[work.sequence].blocks, self.seats.of[work.sequence]
-            parts.append(Part(work.start, work.tokens, blocks, seat, len(work.drafts), work.parents))
+            parts.append(Part(start, work.context - start, blocks, seat, len(work.drafts), work.parents))
             rows += range(len(tokens) - work.logits_rows, len(tokens))
-        return torch.tensor(tokens), ragged_batch(parts, self.block_size), torch.tensor(rows, dtype=torch.int64)
+        batch = (guessed_batch if self.rollback.needed else ragged_batch)(parts, self.block_size)
+        return torch.tensor(tokens), batch, torch.tensor(rows, dtype=torch.int64)
 
     def _verified(self, emitting: list[Work], logits: Tensor) -> list[Verified]:
         """What each sequence emits; raises MemboundError that names the step and the request without numbers."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 
@@ -51,6 +53,44 @@ def ragged_batch(parts: Sequence[Part], block_size: int) -> RaggedBatch:
         most_queries=max(sizes),
         seats=torch.tensor([part.seat for part in parts]),
         tree=tree,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessedBatch(RaggedBatch):
+    """A batch of known tokens and of guesses behind them, for layers that must know where the known ones end.
+
+    `known` and `guesses` are batches of their own, whose tokens are `known_rows` and `guess_rows` of this one.
+    """
+
+    known: RaggedBatch
+    guesses: RaggedBatch
+    known_rows: Tensor
+    guess_rows: Tensor
+
+    def to(self, device: torch.device) -> GuessedBatch:
+        whole = super().to(device)
+        parts = {name: getattr(self, name).to(device) for name in ("known", "guesses", "known_rows", "guess_rows")}
+        return GuessedBatch(**vars(whole) | parts)
+
+
+def guessed_batch(parts: Sequence[Part], block_size: int) -> RaggedBatch:
+    """The batch of all parts, which are chains; where one of them has guesses, as known tokens and guesses."""
+    whole = ragged_batch(parts, block_size)
+    behind = [part for part in parts if part.guesses]
+    if not behind:
+        return whole
+    known = [part._replace(tokens=part.tokens - part.guesses, guesses=0) for part in parts]
+    guesses = [
+        part._replace(start=part.start + part.tokens - part.guesses, tokens=part.guesses, guesses=0) for part in behind
+    ]
+    is_guess = torch.cat([torch.arange(part.tokens) >= part.tokens - part.guesses for part in parts])
+    return GuessedBatch(
+        **vars(whole),
+        known=ragged_batch(known, block_size),
+        guesses=ragged_batch(guesses, block_size),
+        known_rows=torch.nonzero(~is_guess).flatten(),
+        guess_rows=torch.nonzero(is_guess).flatten(),
     )
 
 

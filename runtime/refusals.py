@@ -7,7 +7,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.kv.build import move_problem, runs_in
 from membound.runtime.quantization.recipes import format_problem
-from membound.runtime.speculation.build import RUNNING
+from membound.runtime.speculation.build import BESIDE_STATES, RUNNING
 from membound.runtime.supported import recurrent
 
 
@@ -32,9 +32,9 @@ def unmeasured(setup: EngineSetup, *, mxfp4: bool = False) -> str | None:
             ", ".join(RUNNING),
         ),
         (
-            setup.expert_storage is not None and setup.parallel.devices > 1,
-            "expert_offload on several devices",
-            "expert_offload on one",
+            setup.expert_storage is not None and setup.parallel.ep > 1,
+            "expert_offload of experts that parallel.ep divides",
+            "expert_offload on one device, and on those of parallel.tp",
         ),
         (setup.redundant_experts is not None, "expert_balancing", "experts in the order of the model"),
         (setup.overlap is not None, "dual_batch_overlap", "whole batches"),
@@ -52,9 +52,17 @@ def unmeasured_scenario(scenario: Scenario) -> str | None:
 
 
 def _taken_back(scenario: Scenario) -> str | None:
-    """What takes tokens back or takes them elsewhere, which a state that has merged them all does not allow."""
+    """What takes tokens back or takes them elsewhere, which a state that has merged them all does not allow.
+
+    Chains of drafts that are looked up or that another model writes are taken back: see `rollback`.
+    """
+    drafts = scenario.setup.drafts
     parts = (
-        (scenario.setup.drafts is not None, "speculation takes rejected drafts back", "remove the technique"),
+        (
+            drafts is not None and drafts.kind not in BESIDE_STATES,
+            f"{drafts and drafts.kind} drafts are trees, or read what the model computes",
+            f"take {' or '.join(BESIDE_STATES)}",
+        ),
         (scenario.engine.prefix_caching, "engine.prefix_caching continues from any block", "set it to false"),
         (scenario.engine.preemption == "swap", "engine.preemption 'swap' moves blocks", "set it to 'recompute'"),
         (scenario.engine.disaggregation is not None, "engine.disaggregation moves blocks", "remove it"),

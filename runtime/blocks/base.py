@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +20,10 @@ class LayerCache(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, whether or not they are in use."""
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """All that it knows of the tokens that it was given."""
 
 
 class Mixer(Protocol):

@@ -40,12 +40,15 @@ class DeltaNetMixer:
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
-        spec, weights, states = self.spec, self.weights, cache.parts
+        spec, weights, kernels, heads = self.spec, self.weights, self.kernels, self.spec.key_heads
         width = spec.value_heads * spec.value_head_dim
         qkv, z = self._linears["qkvz"](x).split([spec.conv_channels, width], dim=-1)
         ba = self._linears["ba"](x)
-        mixed = self.kernels.causal_convolution(states["conv"], qkv, weights["conv"], None, batch)
-        out = self.kernels.gated_delta(states["state"], mixed, ba, self.vectors, batch, spec.key_heads).flatten(1)
+        conv, vectors = weights["conv"], self.vectors
+        mixed = cache.advance("conv", batch, [qkv], lambda s, x, at: kernels.causal_convolution(s, *x, conv, None, at))
+        scanned = mixed, ba
+        out = cache.advance("state", batch, scanned, lambda s, x, at: kernels.gated_delta(s, *x, vectors, at, heads))
+        out = out.flatten(1)
         self.kernels.norm_heads(out, 0, spec.value_heads, weights["gated_norm"], self.eps)
         y = self.kernels.gated(out, z.to(out.dtype), silu=True)
         return self._linears["o"](y.to(self.kernels.activation_dtype))

@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import LatentAttention
@@ -26,6 +25,7 @@ from membound.runtime.rope import RopeTables
 
 # Up to as many new tokens of a sequence, one and its drafts, unpacking the whole context costs more than it saves.
 FEW_QUERIES = 16
+MOST_UNPACKED = 8192  # tokens at once: of DeepSeek-V3's 128 heads K and V are half a gigabyte in 16 bits
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,21 @@ class LatentMixer:
         """[tokens, heads, v_head_dim]."""
         if self.stays_on_latents(batch):
             return self._on_latents(q, batch, cache)
-        starts = batch.query_start.tolist()
+        starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         few = [i for i, length in enumerate(lengths) if self.absorbed and 0 < length <= FEW_QUERIES]
         out = q.new_empty(q.shape[0], self.spec.heads, self.spec.v_head_dim)
         if few:
             rows = torch.tensor([t for i in few for t in range(starts[i], starts[i + 1])], device=q.device)
             out[rows] = self._on_latents(q[rows], _part(batch, few, [lengths[i] for i in few], rows), cache)
-        for i, length in enumerate(lengths):
-            if length and i not in few:
-                own = slice(starts[i], starts[i + 1])
-                out[own] = self._unpacked(q[own], batch, i, cache)
+        many = [i for i, length in enumerate(lengths) if length and i not in few]
+        for group in _together(many, contexts):
+            new, kept = [lengths[i] for i in group], [contexts[i] for i in group]
+            latents = torch.cat([cache.of_sequence(batch, i, contexts[i]) for i in group]).to(q.dtype)
+            queries = torch.cat([q[starts[i] : starts[i + 1]] for i in group])
+            parts = self._unpacked(queries, latents, new, kept).split(new)
+            for i, part in zip(group, parts, strict=True):
+                out[starts[i] : starts[i + 1]] = part
         return out
 
     def _on_latents(self, q: Tensor, batch: RaggedBatch, cache: LatentKv) -> Tensor:
@@ -147,19 +151,26 @@ class LatentMixer:
         seen = kernels.latent_attention(q, cache.blocks, batch, self.scale, spec.kv_lora_rank)
         return kernels.heads_linear(seen, v_absorb)
 
-    def _unpacked(self, q: Tensor, batch: RaggedBatch, sequence: int, cache: LatentKv) -> Tensor:
-        """The new tokens q [tokens, heads, nope + rope] of one sequence over K and V of every head."""
-        spec, queries = self.spec, q.shape[0]
-        latents = cache.of_sequence(batch, sequence).to(q.dtype)
-        latent, key = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        unpacked = self._linears.kv_b(latent.contiguous()).unflatten(1, (spec.heads, -1))
-        k, v = unpacked.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
-        k = torch.cat([k, key.unsqueeze(1).expand(-1, spec.heads, -1)], dim=-1)  # [context, heads, nope + rope]
-        context = k.shape[0]
-        place = torch.arange(context, device=q.device)
-        seen = place <= place[context - queries :, None]  # [queries, context]
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)[0].transpose(0, 1)
+    def _unpacked(self, q: Tensor, latents: Tensor, new: list[int], contexts: list[int]) -> Tensor:
+        """The `new` tokens q [tokens, heads, nope + rope] of some sequences over K and V of every head.
+
+        `latents` [kept, rank + rope] are those of their `contexts`, one sequence's behind the other's.
+        """
+        latent, keys = latents.split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
+        unpacked = self._linears.kv_b(latent.contiguous()).unflatten(1, (self.spec.heads, -1))
+        return self.kernels.unpacked_attention(q, unpacked, keys, new, contexts, self.scale)
+
+
+def _together(sequences: list[int], contexts: list[int]) -> Iterator[list[int]]:
+    """The sequences in groups of up to MOST_UNPACKED tokens, or of one that has more."""
+    group: list[int] = []
+    for i in sequences:
+        if group and sum(contexts[j] for j in group) + contexts[i] > MOST_UNPACKED:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
 
 
 def _part(batch: RaggedBatch, sequences: list[int], lengths: list[int], rows: Tensor) -> RaggedBatch:

@@ -42,14 +42,17 @@ class Mamba2Mixer:
 
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
-        spec, weights, parts = self.spec, self.weights, cache.parts
+        spec, weights, kernels = self.spec, self.weights, self.kernels
         widths = [spec.d_inner, spec.conv_channels, spec.heads]
         z, inputs, dt = self.in_proj(x).split(widths, dim=-1)
-        mixed = self.kernels.causal_convolution(parts["conv"], inputs, weights["conv"], weights["conv_bias"], batch)
+        conv = weights["conv"], weights["conv_bias"]
+        mixed = cache.advance("conv", batch, [inputs], lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
         inner, b, c = mixed.split([spec.d_inner, *2 * (spec.groups * spec.d_state,)], dim=-1)
         inner, z = (part.unflatten(1, (spec.heads, -1)) for part in (inner, z))
         b, c = (part.unflatten(1, (spec.groups, -1)) for part in (b, c))
-        y = self.kernels.mamba2_scan(parts["state"], inner, dt, b, c, z, self.vectors, batch).flatten(1)
+        scanned = inner, dt, b, c, z
+        y = cache.advance("state", batch, scanned, lambda s, x, at: kernels.mamba2_scan(s, *x, self.vectors, at))
+        y = y.flatten(1)
         if spec.gated_norm:
             self.kernels.norm_heads(y, 0, spec.groups, weights["gated_norm"].view(spec.groups, -1), self.eps)
         return self.out_proj(y.to(self.kernels.activation_dtype))
@@ -90,9 +93,10 @@ class Mamba1Mixer:
     def __call__(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
         spec, weights, linears = self.spec, self.weights, self._linears
-        kind, states = self.kernels.activation_dtype, cache.parts
+        kind, kernels = self.kernels.activation_dtype, self.kernels
         inputs, z = linears["in_proj"](x).chunk(2, dim=-1)
-        mixed = self.kernels.causal_convolution(states["conv"], inputs, weights["conv"], weights["conv_bias"], batch)
+        conv, fixed = (weights["conv"], weights["conv_bias"]), (weights["a"], weights["d"])
+        mixed = cache.advance("conv", batch, [inputs], lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
         projected = linears["x_proj"](mixed.to(kind)).float()
         widths = [spec.dt_rank, spec.d_state, spec.d_state]
         if spec.inner_norms:
@@ -101,7 +105,8 @@ class Mamba1Mixer:
         rank, b, c = projected.split(widths, dim=-1)
         dt = linears["dt_proj"](self.kernels.joined([rank.to(kind)])).float()
         dt = self.kernels.activated(self.kernels.add_bias(dt, weights["dt_bias"]), "softplus")
-        y = self.kernels.mamba1_scan(states["state"], mixed, dt, b, c, z, weights["a"], weights["d"], batch)
+        scanned = mixed, dt, b, c, z
+        y = cache.advance("state", batch, scanned, lambda s, x, at: kernels.mamba1_scan(s, *x, *fixed, at))
         return linears["out_proj"](y.to(kind))
 
     def new_cache(self, num_blocks: int, block_size: int, seats: int) -> SeatStates:

@@ -55,7 +55,7 @@ class Rwkv6Mixer:
         assert isinstance(cache, SeatStates)
         spec, weights = self.spec, self.weights
         x = x.float()
-        back = _token_before(x, batch, cache.parts["mix_shift"]) - x
+        back = _token_before(x, batch, cache, "mix_shift") - x
         mixed = torch.tanh((x + back * weights["shift"][0]) @ self._shift_a.T).unflatten(1, (5, -1))
         moved = torch.einsum("tpr,phr->pth", mixed, self._shift_b)
         w, k, v, r, g = (x + back * (weights["shift"][i + 1] + moved[i]) for i in range(5))
@@ -64,7 +64,8 @@ class Rwkv6Mixer:
         parts = {"r": r, "k": k, "v": v, "g": g}
         r, k, v, g = (self.rkvg[name](parts[name].to(kind)).float() for name in "rkvg")
         r, decay, k, v = (part.unflatten(1, (spec.heads, -1)) for part in (r, torch.exp(-decay.exp()), k, v))
-        out = self.kernels.rwkv6_scan(cache.parts["state"], r, decay, k, v, weights["bonus"], batch)
+        kernels, bonus, scanned = self.kernels, weights["bonus"], (r, decay, k, v)
+        out = cache.advance("state", batch, scanned, lambda s, x, at: kernels.rwkv6_scan(s, *x, bonus, at))
         y = _group_norm(out, weights) * functional.silu(g)
         return self.o(y.to(kind))
 
@@ -107,7 +108,7 @@ class Rwkv7Mixer:
         assert isinstance(cache, SeatStates)
         spec, weights = self.spec, self.weights
         x = x.float()
-        back = _token_before(x, batch, cache.parts["mix_shift"]) - x
+        back = _token_before(x, batch, cache, "mix_shift") - x
         inputs = {name: x + back * shift for name, shift in zip("rwkvag", weights["shift"], strict=True)}
         kind = self.kernels.activation_dtype
         r, k, v = (self.rkv[name](inputs[name].to(kind)).float() for name in "rkv")
@@ -122,7 +123,8 @@ class Rwkv7Mixer:
         removed = functional.normalize((k * weights["k_k"]).unflatten(1, (spec.heads, -1)), dim=-1)
         k = k * (1 + (rate - 1) * weights["k_a"])
         r, k, v, w, rate = (part.unflatten(1, (spec.heads, -1)) for part in (r, k, v, decay, rate))
-        out = self.kernels.delta_scan(cache.parts["state"], r, w, k, v, -removed, removed * rate, batch)
+        kernels, scanned = self.kernels, (r, w, k, v, -removed, removed * rate)
+        out = cache.advance("state", batch, scanned, lambda s, x, at: kernels.delta_scan(s, *x, at))
         bonus = (r * k * weights["r_k"].unflatten(0, (spec.heads, -1))).sum(-1, keepdim=True) * v
         y = (_group_norm(out, weights) + bonus.flatten(1)) * gate
         return self.o(y.to(kind))
@@ -150,7 +152,7 @@ class ChannelMixNetwork(ShiftedFeedForward):
     def shifted(self, x: Tensor, batch: RaggedBatch, cache: LayerCache) -> Tensor:
         assert isinstance(cache, SeatStates)
         kind, x = self.kernels.activation_dtype, x.float()
-        back = _token_before(x, batch, cache.parts["ffn_shift"]) - x
+        back = _token_before(x, batch, cache, "ffn_shift") - x
         up = self._linears["up"]((x + back * self.shift[0]).to(kind))
         y = self._linears["down"](functional.relu(up).square())
         if "receptance" not in self._linears:
@@ -161,8 +163,12 @@ class ChannelMixNetwork(ShiftedFeedForward):
         return iter(self._linears.items())
 
 
-def _token_before(x: Tensor, batch: RaggedBatch, state: Tensor) -> Tensor:
-    """The x [tokens, hidden] of each token's predecessor; `state` [seats, hidden] holds those of the step before."""
+def _token_before(x: Tensor, batch: RaggedBatch, states: SeatStates, name: str) -> Tensor:
+    """The x [tokens, hidden] of each token's predecessor; the part `name` of the states holds that of the last one."""
+    return states.advance(name, batch, [x], lambda state, inputs, at: _shifted(state, inputs[0], at))
+
+
+def _shifted(state: Tensor, x: Tensor, batch: RaggedBatch) -> Tensor:
     edges, seats = batch.query_start.long(), seats_of(batch)
     before = x.roll(1, dims=0)
     before[edges[:-1]] = torch.where(fresh_of(batch)[:, None], 0, state[seats])

@@ -12,7 +12,6 @@ from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.blocks.attention import NewStore
 from membound.runtime.kv.store import KvStore, PlainKv
-from membound.runtime.rope import RopeTables
 
 
 class SinkKv(PlainKv):
@@ -20,12 +19,8 @@ class SinkKv(PlainKv):
 
     sinks: Tensor
 
-    def attend(
-        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
-    ) -> Tensor:
-        k, v = self.k_blocks, self.v_blocks
-        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, batch, k, v)
-        where = q, k, v, batch, scale, self.sinks
+    def read(self, q: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None) -> Tensor:
+        where = q, self.k_blocks, self.v_blocks, batch, scale, self.sinks
         return self.kernels.attention_with_sinks(*where, window=self.window, softcap=softcap)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.runtime.ragged import GuessedBatch
+
+Advance = Callable[[Tensor, Sequence[Tensor], RaggedBatch], Tensor]  # of a state, by some tokens' inputs, in place
 
 
 class SeatStates:
@@ -13,6 +18,7 @@ class SeatStates:
 
     def __init__(self, parts: Mapping[str, Tensor]) -> None:
         self.parts = dict(parts)
+        self._before_guesses: dict[str, Tensor] = {}
 
     @classmethod
     def zeroed(cls, seats: int, device: torch.device, **shapes: tuple[int, ...]) -> SeatStates:
@@ -22,6 +28,36 @@ class SeatStates:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        """All that is known of the tokens before."""
+        return list(self.parts.values())
+
+    def advance(self, name: str, batch: RaggedBatch, inputs: Sequence[Tensor], kernel: Advance) -> Tensor:
+        """What `kernel` makes of `inputs` [tokens, ...] and a part, which moves on by all tokens of the batch.
+
+        Where some are guesses it is kept as it is before them, so that `restore` finds it.
+        """
+        state = self.parts[name]
+        if not isinstance(batch, GuessedBatch):
+            return kernel(state, inputs, batch)
+        known = kernel(state, [part[batch.known_rows] for part in inputs], batch.known)
+        seats = batch.guesses.seats
+        assert seats is not None, "whoever splits a batch knows them"
+        if name not in self._before_guesses:
+            self._before_guesses[name] = torch.empty_like(state)
+        self._before_guesses[name][seats] = state[seats]
+        guessed = kernel(state, [part[batch.guess_rows] for part in inputs], batch.guesses)
+        out = known.new_empty(batch.num_tokens, *known.shape[1:])
+        out[batch.known_rows], out[batch.guess_rows] = known, guessed
+        return out
+
+    def restore(self, seats: Sequence[int]) -> None:
+        """All parts of these seats are as they were before the guesses of the last step that brought them any."""
+        for name, state in self.parts.items():
+            rows = torch.as_tensor(seats, device=state.device)
+            state[rows] = self._before_guesses[name][rows]
 
     def read_seats(self, seats: Sequence[int]) -> Tensor:
         """A copy of what is kept for these seats, as bytes [seats, bytes_per_seat]."""

@@ -107,7 +107,7 @@ class ExpertOffload:
         self.moves.__init__()  # type: ignore[misc]
 
     def note(self) -> str:
-        """What the experts' moves came to since the last `reset`, in one sentence."""
+        """What the experts' moves came to in this process since the last `reset`, in one sentence."""
         moves = self.moves
         return (
             f"experts: {moves.hit_rate:.0%} of {moves.hits + moves.misses} were there when they were chosen "

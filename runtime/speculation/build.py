@@ -31,11 +31,14 @@ from membound.runtime.speculation.eagle import EagleProposer, FeatureHead
 from membound.runtime.speculation.heads import Head, load_head, random_head, shipped_head
 from membound.runtime.speculation.medusa import MedusaHeads, MedusaProposer
 from membound.runtime.speculation.model import ModelProposer
+from membound.runtime.supported import recurrent
 from membound.simulator.scheduling.prefix import mixed_hash
 
 DRAWS_GUESSES = 1  # mixed into the seed of the run, with which the sampler verifies
 
 RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle", "mtp")
+# Of these, what drafts for a model with recurrent states: chains, by those who read none of its layers.
+BESIDE_STATES: tuple[DrafterKind, ...] = ("ngram", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,6 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     drafts = scenario.setup.drafts
     if drafts is None:
         return None
-    if not all(hasattr(layer, "move_tokens") for layer in host.cache):
-        raise MemboundError(
-            f"speculation takes back K and V of rejected tokens, but layers of '{scenario.model}' keep one state for "
-            f"all tokens of a sequence; leave {drafts.kind} drafts out"
-        )
     if drafts.kind == "ngram":
         return None
     if drafts.nodes is not None and drafts.nodes >= MOST_IN_TREE:
@@ -90,6 +88,11 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     if isinstance(drafts, ModelDrafts):
         decoder = host.load(_draft_scenario(scenario, drafts))
         _check_vocabulary(decoder, host.decoder)
+        if recurrent(decoder.spec):
+            raise MemboundError(
+                f"draft '{decoder.spec.name}' keeps a recurrent state, from which what it wrote ahead cannot be taken "
+                "back; give field 'draft' a model of attention, or take ngram_speculation"
+            )
         cache = decoder.new_cache(host.num_blocks, host.block_size)
         return ModelProposer(decoder, cache, host.block_size, drafts.gamma, choose)
     if isinstance(drafts, MedusaDrafts):

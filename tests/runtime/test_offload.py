@@ -130,6 +130,31 @@ def test_what_is_foreseen_need_not_be_waited_for(runtime: Runtime, plain: Scenar
     assert ahead.bytes == (ahead.misses + ahead.foreseen) * offload.caches[0].expert_bytes
 
 
+def test_each_of_two_processes_keeps_a_cache_of_its_part_of_the_experts(runtime: Runtime, plain: Scenario) -> None:
+    """Tokens are those of the same two processes without, and what moves of an expert is half of one device's."""
+    halved = plain.with_value("parallel.tp", 2)
+    here = runtime.run(halved, H100)
+    asked = halved.with_value("techniques", [{"name": "expert_offload", "cached_experts": 2, "prefetch": False}])
+    try:
+        result = runtime.run(asked, H100)
+        moved = runtime.decoders.offload(asked)
+        alone = offloaded(plain, cached_experts=2, prefetch=False)
+        runtime.run(alone, H100)
+        whole = runtime.decoders.offload(alone)
+    finally:
+        runtime.close()
+    assert result.outputs == here.outputs
+    assert moved.moves.misses > 0 and moved.moves.bytes == moved.moves.misses * moved.caches[0].expert_bytes
+    assert 2 * moved.caches[0].expert_bytes == whole.caches[0].expert_bytes
+    assert any("moved from the host" in note for note in result.provenance.notes)
+
+
+def test_experts_that_are_divided_are_not_put_elsewhere(runtime: Runtime, plain: Scenario) -> None:
+    asked = offloaded(plain).with_value("parallel", {"tp": 2, "ep": 2})
+    with pytest.raises(MemboundError, match=r"expert_offload of experts that parallel\.ep divides is predicted"):
+        runtime.run(asked, H100)
+
+
 def test_a_model_without_experts_is_refused(runtime: Runtime) -> None:
     chosen = load_scenario("live-cpu").with_value("techniques", [{"name": "expert_offload"}])
     chosen = chosen.with_value("weights", "random")
