@@ -8,15 +8,15 @@ import os
 import zlib
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from membound.app.feed import PLOTLY_URL_VARIABLE, with_news
+
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-PLOTLY_URL_VARIABLE = "MEMBOUND_PLOTLY_URL"
 HEIGHT = 450
 # A chart's buttons have a line of their own above it, where they lie on no legend and no bar.
 BAR_HEIGHT = 28
@@ -36,13 +36,14 @@ def draw(
     titles: Mapping[str, str] = TITLES,
     keeps_zoom: bool = False,
     selectable: bool = False,
+    feed: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """Draw a figure in the page's theme; it keeps its node when the page runs again with other data under its key.
 
     `alt` is read to those who do not see the chart, by default the figure's title and the names of its series. With
     `keeps_zoom` a chart that grows stays where the reader zoomed to. With `selectable` a point can be clicked, and its
-    custom data is returned. Without the server of `membound dashboard`, which serves Plotly, the chart is Streamlit's
-    own.
+    custom data is returned. From its `feed` (`feed.feed_of`) a chart whose traces name their series in `meta` hears of
+    new points itself. Without the server of `membound dashboard`, which serves Plotly, the chart is Streamlit's own.
     """
     alt = alt or describe(figure)
     height = figure.layout.height or HEIGHT
@@ -63,6 +64,7 @@ def draw(
         "titles": dict(titles),
         "keepsZoom": keeps_zoom,
         "selectable": selectable,
+        "feed": None if feed is None else dict(feed),
         "plotlyUrl": plotly_url,
     }
     state = _component()(
@@ -88,6 +90,6 @@ def _component() -> Any:
         "membound.chart",
         html='<div class="membound-chart" role="figure"></div>',
         css=STYLE,
-        js=(Path(__file__).parent / "assets" / "plot.js").read_text(encoding="utf-8"),
+        js=with_news("plot.js"),
         isolate_styles=False,
     )

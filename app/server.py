@@ -36,8 +36,10 @@ from streamlit.web.server.server_util import get_cookie_secret
 from streamlit.web.server.starlette.starlette_app_utils import decode_signed_value
 
 from membound.app import jobs
+from membound.app.feed import PLOTLY_URL_VARIABLE
 from membound.app.home import StoreError, membound_home
-from membound.app.plot import PLOTLY_URL_VARIABLE
+from membound.app.i18n import LANGUAGES, Translate
+from membound.app.news import news_of
 from membound.app.store import Store
 from membound.app.text import plain
 from membound.roofline import hardware, models
@@ -324,9 +326,20 @@ def _routes(store: Store) -> list[Route]:
     def favicon(request: Request) -> Response:
         return FileResponse(ASSETS / "favicon.png")
 
+    def news(request: Request) -> Response:
+        if not may_read(request.cookies, request.headers.get("host", "")):
+            return _not_logged_in()
+        after, spoken = request.query_params.get("after", ""), request.query_params.get("lang", "")
+        t = Translate(spoken if spoken in LANGUAGES else next(iter(LANGUAGES)))
+        try:
+            told = news_of(store, request.path_params["job_id"], int(after) if _is_count(after) else 0, t)
+        except StoreError as error:
+            return JSONResponse({"error": str(error)}, status_code=404)
+        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+
     def run(request: Request) -> Response:
         if not may_read(request.cookies, request.headers.get("host", "")):
-            return JSONResponse({"error": "Log in on a page of this dashboard first."}, status_code=401)
+            return _not_logged_in()
         try:
             found = store.run(request.path_params["run_id"])
             return JSONResponse(
@@ -349,5 +362,15 @@ def _routes(store: Store) -> list[Route]:
     return [
         Route("/assets/plotly.min.js", plotly_js),
         Route("/favicon.png", favicon),
+        Route("/api/jobs/{job_id}/news", news),
         Route("/api/runs/{run_id}", run),
     ]
+
+
+def _not_logged_in() -> Response:
+    return JSONResponse({"error": "Log in on a page of this dashboard first."}, status_code=401)
+
+
+def _is_count(words: str) -> bool:
+    """Whether words are a number of an event: SQLite's have at most 19 digits."""
+    return words.isascii() and words.isdecimal() and len(words) < 19

@@ -95,6 +95,23 @@ const fitted = (traces, layout, width) => {
   return { ...layout, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...columns } };
 };
 
+// A line through all that a long run told costs more to draw than it shows: every other of the older points goes then.
+const MOST_POINTS = 500;
+const thinned = (list) => list.length > MOST_POINTS ? list.filter((_, at) => (list.length - 1 - at) % 2 === 0) : list;
+
+// New points join the lines whose series they have. Nothing is drawn of a chart that is off the screen.
+const extend = (Plotly, node, points, series) => {
+  const { top, bottom } = node.getBoundingClientRect();
+  const fresh = points.filter(([seq]) => seq > node.seen);
+  if (!fresh.length || bottom < 0 || top > innerHeight) return;
+  node.seen = fresh.at(-1)[0];
+  const lines = node._fullData.map(({ x, y, meta }) => {
+    const value = 2 + series.indexOf(meta), told = fresh.filter((point) => point[value] != null);
+    return { x: thinned([...x ?? [], ...told.map(([, at]) => at)]), y: thinned([...y ?? [], ...told.map((point) => point[value])]) };
+  });
+  return Plotly.restyle(node, { x: lines.map(({ x }) => x), y: lines.map(({ y }) => y) });
+};
+
 const draw = async (Plotly, node, data, setStateValue) => {
   const { data: traces, layout: asked, frames } = JSON.parse(data.figure);
   const layout = fitted(traces, asked, node.clientWidth);
@@ -107,6 +124,10 @@ const draw = async (Plotly, node, data, setStateValue) => {
   if (node.titles !== titles) Object.assign(node, { titles, config: bar(Plotly, data) }); // with another Plotly begins anew
   await Plotly.react(node, { data: traces, config: node.config,
     layout: { ...layout, template, uirevision, height: data.height } });
+  if (data.feed) {
+    node.seen = data.feed.seq;
+    followed(data.feed, node, (_, { points }) => extend(Plotly, node, points, data.feed.series));
+  }
   if (frames) soon(() => node.drawn === drawn && Plotly.addFrames(node, frames));
   node.sizes ??= new ResizeObserver(() => {
     if (node.clientWidth && node.clientWidth !== node._fullLayout?.width) Plotly.Plots.resize(node);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -27,11 +28,30 @@ def chart(
     table: pd.DataFrame | None = None,
     select: bool = False,
     keeps_zoom: bool = False,
+    feed: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """A figure with its caption; with `table` a toggle shows the numbers instead, and they can be downloaded.
 
-    With `select` points can be clicked; their custom data is returned. `keeps_zoom` is for a chart that grows.
+    The toggle draws its chart anew and not the page, but for a chart that the page asks what was picked.
+    With `select` points can be clicked; their custom data is returned. `keeps_zoom` and `feed` are for a chart
+    that grows.
     """
+    if select:
+        return _chart(figure, key, alt, caption, table, keeps_zoom, feed, select)
+    st.fragment(_chart, key=f"{key}_part")(figure, key, alt, caption, table, keeps_zoom, feed, select)
+    return []
+
+
+def _chart(
+    figure: go.Figure,
+    key: str,
+    alt: str,
+    caption: str,
+    table: pd.DataFrame | None,
+    keeps_zoom: bool,
+    feed: Mapping[str, Any] | None,
+    select: bool,
+) -> list[Any]:
     t = translate()
     picked: list[Any] = []
     as_table = table is not None and st.toggle(t("chart.table"), key=f"{key}_table")
@@ -41,7 +61,9 @@ def chart(
         st.download_button(t("chart.csv"), csv, f"{key}.csv", "text/csv", key=f"{key}_csv", on_click="ignore")
     else:
         titles = {name: t(f"chart.{name}") for name in TITLES}
-        picked = draw(figure, f"{key}_chart", alt=alt, titles=titles, keeps_zoom=keeps_zoom, selectable=select)
+        picked = draw(
+            figure, f"{key}_chart", alt=alt, titles=titles, keeps_zoom=keeps_zoom, selectable=select, feed=feed
+        )
     if caption:
         st.caption(plain(caption))
     return picked

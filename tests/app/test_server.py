@@ -19,6 +19,9 @@ from streamlit.testing.v1 import AppTest
 from streamlit.web.server.starlette.starlette_app_utils import create_signed_value
 
 from membound.app import jobs, plot, server
+from membound.app.figures.live import MOST_POINTS
+from membound.app.i18n import Translate
+from membound.app.news import news_of
 from membound.app.store import Store
 from membound.roofline.errors import MemboundError
 
@@ -446,3 +449,54 @@ def test_errors_of_a_page_are_shown_as_a_sentence_and_logged_under_an_id(tmp_pat
     assert refusal == "batch is 0: at least 1."
     assert "RuntimeError: shapes differ" in crash and str(tmp_path) in shown.code[0].value
     assert shown.code[0].value.split()[-1] in caplog.text
+
+
+def _told(store: Store) -> str:
+    """A job that runs and has told of a point, a row and two texts."""
+    job_id = store.submit_job("compare", {"scenario": "name: told\n"})
+    store.attach_worker(job_id, os.getpid(), jobs.process_born(os.getpid()))
+    store.start_job(job_id)
+    began = store.job(job_id).started or 0.0
+    told = [
+        (began + 1, "live", {"t": 1.0, "tokens_per_s": 40.0, "running": 4}),
+        (began + 1, "text", {"request": 1, "prompt": "p", "text": "first"}),
+        (began + 2, "row", {"technique": "int8_weights"}),
+        (began + 2, "text", {"request": 1, "prompt": "p", "text": "second"}),
+    ]
+    store.report(job_id, told, (0.5, "done"))
+    return job_id
+
+
+def test_news_of_a_job_are_what_it_told_since_they_were_asked_for(tmp_path):
+    store = Store(tmp_path)
+    job_id = _told(store)
+    news = news_of(store, job_id, 0, Translate("zh"))
+    assert news["active"] and news["progress"] == 0.5 and Translate("zh")("says.done") in news["words"]
+    ((seq, at_s, *values),) = news["points"]
+    assert at_s == pytest.approx(1.0, abs=0.01) and values == [40.0, 4, None]
+    assert news["text"]["text"] == "second" and seq < news["told_rows"] < news["seq"]
+    later = news_of(store, job_id, news["seq"], Translate("en"))
+    assert (later["points"], later["text"], later["told_rows"]) == ([], None, 0) and later["seq"] == news["seq"]
+    store.finish_job(job_id, "cancelled")
+    assert not news_of(store, job_id, news["seq"], Translate("en"))["active"]
+
+
+def test_a_page_hears_of_a_job_by_the_server_whatever_it_asks_for(served):
+    folder, _, _, address, _ = served
+    job_id = _told(Store(folder / "home"))
+    for asked, points in (("lang=zh", 1), ("after=abc&lang=xx", 1), ("after=99999999", 0), (f"after={'9' * 40}", 1)):
+        status, body, headers = get(f"{address}/api/jobs/{job_id}/news?{asked}")
+        assert status == 200 and len(json.loads(body)["points"]) == points and headers["cache-control"] == "no-store"
+    status, body, _ = get(f"{address}/api/jobs/no-such-job/news")
+    assert status == 404 and "no-such-job" in json.loads(body)["error"]
+
+
+def test_what_a_page_hears_of_a_running_job_is_small(tmp_path):
+    store = Store(tmp_path)
+    job_id = _told(store)
+    seen = news_of(store, job_id, 0, Translate("en"))["seq"]
+    point = {"t": 1.0, "tokens_per_s": 123.456789, "running": 4, "kv_utilization": 0.5, "steps": 9}
+    store.report(job_id, [(time.time(), "live", point)] * 2)
+    assert len(json.dumps(news_of(store, job_id, seen, Translate("en")))) < 500
+    store.report(job_id, [(time.time(), "live", point)] * 5000)
+    assert len(news_of(store, job_id, seen, Translate("en"))["points"]) <= MOST_POINTS

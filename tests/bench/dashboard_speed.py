@@ -9,12 +9,13 @@
 - `frames`: from pressing the slider of Explore's roofline to the frame that shows the step at its new place.
 - `controls`: from clicking a button, an option of a list, the step of a number or a switch to the last change. What a
   page shows while worker processes compute is its answer at first (`shown`), theirs comes after (`answered`). `busy`
-  is the processor time of browser, server and worker processes together, which other programs lengthen less.
+  is the processor time of browser, server and worker processes together, which other programs lengthen less;
+  `received` is what the browser is sent, which depends on no machine.
 - `sessions`: the server's answers to so many sessions, each of which changes a control every few seconds; one is a
   browser, the others speak Streamlit's protocol, because all their browsers would not fit on this machine.
 - `live`: memory of the server while a page watches a run for so many minutes, at one sample a second, and the cores
-  that server and browser take. A run that is measured on the CPU (`--watched measure`) is looked at every three
-  seconds, others twice a second.
+  that server and browser take, with what the page asks and is told in a second. A run that is measured on the CPU
+  (`--watched measure`) is looked at less often than others (`views/console.py`).
 
 Times are of this machine with everything else that it does: the load average is in the result. `--home` is a store to
 work in (a new one), which is given the calibration of the tests where it has none.
@@ -126,10 +127,28 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def new_tab(chromium: Any, dashboard: Dashboard) -> tuple[Any, Tab]:
+class CountingTab(Tab):
+    """A tab that counts what its page is sent."""
+
+    def __init__(self, context: Any, dashboard: Dashboard) -> None:
+        super().__init__(context, dashboard)
+        self.received = self.asked = 0
+        self.page.on("websocket", lambda socket: socket.on("framereceived", self._frame))
+        self.page.on("response", self._response)
+
+    def _frame(self, frame: str | bytes) -> None:
+        self.received += len(frame)
+
+    def _response(self, response: Any) -> None:
+        if "/news?" in response.url:
+            self.asked += 1
+            self.received += int(response.headers.get("content-length", 0))
+
+
+def new_tab(chromium: Any, dashboard: Dashboard) -> tuple[Any, CountingTab]:
     context = chromium.new_context(locale="en-US", viewport=WIDE)
     context.add_init_script(WATCH)
-    return context, Tab(context, dashboard)
+    return context, CountingTab(context, dashboard)
 
 
 def path_of(page: str) -> str:
@@ -202,6 +221,7 @@ def controls(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int
         ]
         if samples:
             found[page] = {way: spread([one[way] for one in samples]) for way in ("shown", "answered", "busy")} | {
+                "received_kb": round(statistics.median(one["received"] for one in samples) / 1e3, 1),
                 "by_kind": {
                     kind: spread([one["answered"] for one in samples if one["kind"] == kind])
                     for kind in dict.fromkeys(one["kind"] for one in samples)
@@ -213,14 +233,14 @@ def controls(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int
     return found
 
 
-def _changed(tab: Tab, target: Any) -> tuple[str, dict[str, float]]:
+def _changed(tab: CountingTab, target: Any) -> tuple[str, dict[str, float]]:
     """Words of what is clicked, and milliseconds to what follows."""
     name = target.inner_text()
-    before_s = _all_cpu_s()
+    before_s, before = _all_cpu_s(), tab.received
     tab.page.evaluate(f"window.changed = ({CHANGE})(); 0")
     target.click(timeout=TIMEOUT_MS)
     seen = tab.page.evaluate("window.changed")
-    return name, {**seen, "busy": 1e3 * (_all_cpu_s() - before_s)}
+    return name, {**seen, "busy": 1e3 * (_all_cpu_s() - before_s), "received": tab.received - before}
 
 
 @dataclass(frozen=True)
@@ -278,6 +298,7 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float, kind: str) -> dict
         tab.page.goto(f"{tab.url}/live?job={job_id}", timeout=TIMEOUT_MS)
         tab.drawn(TIMEOUT_MS)
         began, server_s, all_s = time.monotonic(), _cpu_s(dashboard.process.pid), _all_cpu_s()
+        received, asked = tab.received, tab.asked
         while time.monotonic() - began < 60 * minutes:
             now = time.time()
             payload = {"t": now, "tokens_per_s": 100 + random.random(), "running": 4, "kv_utilization": 0.5}
@@ -306,6 +327,8 @@ def live(chromium: Any, dashboard: Dashboard, minutes: float, kind: str) -> dict
         "kind": kind,
         "server_cores": round(server_s / seconds, 3),
         "browser_cores": round((all_s - server_s) / seconds, 3),
+        "asked_a_second": round((tab.asked - asked) / seconds, 2),
+        "received_bytes_a_second": round((tab.received - received) / seconds),
         "server_rss_mib": {
             "begin": round(statistics.mean(rss[:tenth])),
             "end": round(statistics.mean(rss[-tenth:])),

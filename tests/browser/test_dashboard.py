@@ -56,7 +56,7 @@ def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click
     pytest.importorskip("torch")
     server = uncalibrated(MEMBOUND_TASKS="calibrate=fake_tasks:calibrate", PYTHONPATH=str(HERE))
     one, two = session(server).open("/"), session(server).open("/")
-    one.page.locator("[data-testid=stProgress]", has_text="bandwidth of memory").wait_for(timeout=PAGE_TIMEOUT_MS)
+    one.page.locator(".membound-job", has_text="bandwidth of memory").wait_for(timeout=PAGE_TIMEOUT_MS)
     for tab in (one, two):
         tab.drawn(PAGE_TIMEOUT_MS)
         tab.sees("Decode on this machine is bound by")
@@ -64,7 +64,7 @@ def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click
 
     one.click(EN("start.measure"))
     one.sees(EN("live.rows"), RUN_TIMEOUT_MS)
-    one.page.locator("[data-testid=stText]", has_text="assistant").wait_for(timeout=RUN_TIMEOUT_MS)
+    one.page.locator(".membound-written", has_text="assistant").wait_for(timeout=RUN_TIMEOUT_MS)
     one.page.reload()
     one.click(EN("job.cancel"))
     one.sees(EN("job.cancelled"), RUN_TIMEOUT_MS)
@@ -149,7 +149,7 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     tab.click(EN("live.run"))
     tab.page.wait_for_url(re.compile("job="), timeout=PAGE_TIMEOUT_MS)
     job_id = re.search(r"job=([\w-]+)", tab.page.url).group(1)  # type: ignore[union-attr]
-    tab.page.locator("[data-testid=stProgress]", has_text="cell 1 of").wait_for(timeout=RUN_TIMEOUT_MS)
+    tab.page.locator(".membound-job", has_text="cell 1 of").wait_for(timeout=RUN_TIMEOUT_MS)
     tab.drawn(RUN_TIMEOUT_MS)
     tab.page.wait_for_function(
         "document.querySelector('.membound-chart')?._fullData?.[0]?.y?.length > 1", timeout=RUN_TIMEOUT_MS
@@ -157,7 +157,7 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     tab.check()
 
     tab.page.reload()
-    tab.page.locator("[data-testid=stProgress]").first.wait_for(timeout=PAGE_TIMEOUT_MS)
+    tab.page.locator(".membound-job").first.wait_for(timeout=PAGE_TIMEOUT_MS)
     watcher = session().open(f"/live?job={job_id}")
     tab.click(EN("job.cancel"))
     for each in (tab, watcher):

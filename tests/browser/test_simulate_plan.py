@@ -131,7 +131,7 @@ def test_a_chart_downloads_as_png_and_as_svg(session: Session) -> None:
 def test_a_long_simulation_is_cancelled(session: Session) -> None:
     tab = session().open("/simulate?requests=100000&rate=40.0&versus=static,continuous,prefill_first")
     tab.page.get_by_role("button", name=EN("simulate.run"), exact=True).click(timeout=TIMEOUT_MS)
-    tab.page.locator("[data-testid=stProgress]", has_text="requests").wait_for(timeout=JOB_TIMEOUT_MS)
+    tab.page.locator(".membound-job", has_text="requests").wait_for(timeout=JOB_TIMEOUT_MS)
     tab.page.reload()
     tab.page.get_by_role("button", name=EN("job.cancel"), exact=True).click(timeout=TIMEOUT_MS)
     tab.sees(EN("job.cancelled"), JOB_TIMEOUT_MS)
