@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from membound.app.store import Run
-from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.results.comparison import Comparison
 from membound.roofline.results.metrics import summarize
 from membound.roofline.results.result import Provenance, RunResult
 from membound.roofline.results.samples import Samples
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import Scenario, scenario_of_text
 from membound.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def perfetto(run: Run) -> bytes:
 
 
 def _timelines(run: Run) -> Iterator[tuple[str, Timeline]]:
-    scenario = parse_scenario(parse_yaml(run.scenario_yaml(), f"scenario of run {run.id}"))
+    scenario = scenario_of_text(run.scenario_yaml(), f"scenario of run {run.id}")
     tables = {name: run.table(name).to_pandas() for name in ("requests", "steps")}
     keys = [key for key in CELL if key in tables["steps"].columns]
     cells = tables["steps"][keys].drop_duplicates().to_dict("records") if keys else [{}]

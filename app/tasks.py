@@ -12,8 +12,7 @@ from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, is_local, local_hardware
 from membound.roofline.home import local_calibration_path
-from membound.roofline.reading.plain_yaml import parse_yaml
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import Scenario, scenario_of_text
 
 if TYPE_CHECKING:
     from membound.app.worker import JobContext
@@ -21,9 +20,12 @@ if TYPE_CHECKING:
 
 
 def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
-    """Measures this machine's roofs and keeps them; the old calibration stays where that fails."""
+    """Measures this machine's roofs and keeps them; the old calibration stays where that fails.
+
+    A `quick` one measures no more than what a first look needs.
+    """
     need_torch()
-    from membound.runtime.calibration.calibrate import calibrate
+    from membound.runtime.calibration.calibrate import QUICK, calibrate
 
     def progress(fraction: float, message: str) -> None:
         context.check_cancelled()
@@ -32,7 +34,8 @@ def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     device = spec.get("device", "cpu")
     if device == "cuda":
         _need_gpu()
-    calibration = calibrate(device=device, threads=spec.get("threads"), progress=progress)
+    plan = QUICK if spec.get("quick") else None
+    calibration = calibrate(device=device, threads=spec.get("threads"), progress=progress, plan=plan)
     calibration.save(local_calibration_path())
     return {"created": calibration.created, "machine": calibration.machine}
 
@@ -226,7 +229,7 @@ def scenario_of(spec: dict[str, Any]) -> Scenario:
     text = spec.get("scenario")
     if not isinstance(text, str):
         raise MemboundError("the job has no field 'scenario' with a scenario's YAML text")
-    return parse_scenario(parse_yaml(text, "the scenario"))
+    return scenario_of_text(text)
 
 
 def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:

@@ -30,6 +30,9 @@ def calibrate(
             help="what of this machine; with --from this device alone, or one that a YAML file describes",
         ),
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="only what dense models in bf16 and int8 take, in half a minute")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine's roofs, or fit the kernels of other devices to a table of measurements."""
@@ -38,11 +41,13 @@ def calibrate(
     if table is not None:
         if threads is not None:
             raise MemboundError("option --threads is for measuring this machine; leave it out with --from")
+        if quick:
+            raise MemboundError("option --quick is for measuring this machine; leave it out with --from")
         print_result(_calibrate_from(table, device), as_json, report.foreign_calibration)
         return
     if device not in (None, "cpu", "cuda"):
         raise MemboundError("option --device needs --from TABLE.csv, except for cpu and cuda, which are measured here")
-    print_result(_calibrate(threads, device or "cpu").model_dump(mode="json"), as_json, report.calibration)
+    print_result(_calibrate(threads, device or "cpu", quick).model_dump(mode="json"), as_json, report.calibration)
 
 
 def ensure_calibrated(scenario: Scenario) -> None:
@@ -65,7 +70,7 @@ def ensure_calibrated(scenario: Scenario) -> None:
         _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
 
 
-def _calibrate(threads: int | None, device: str = "cpu") -> Any:
+def _calibrate(threads: int | None, device: str = "cpu", quick: bool = False) -> Any:
     from membound.app.tasks import need_torch
     from membound.roofline.home import local_calibration_path
 
@@ -79,13 +84,16 @@ def _calibrate(threads: int | None, device: str = "cpu") -> Any:
                 "which then takes several times as long",
                 err=True,
             )
-        listener.progress(0.0, "loading torch; what follows takes two to three minutes on a quiet machine")
+        takes = "half a minute" if quick else "two to three minutes"
+        listener.progress(0.0, f"loading torch; what follows takes {takes} on a quiet machine")
         need_torch()
+        from membound.runtime.calibration.calibrate import QUICK
         from membound.runtime.calibration.calibrate import calibrate as run_calibrate
 
         if device == "cuda":
             kernels.need_gpu()
-        calibration = run_calibrate(device=device, threads=threads, progress=listener.progress)
+        plan = QUICK if quick else None
+        calibration = run_calibrate(device=device, threads=threads, progress=listener.progress, plan=plan)
     calibration.save(local_calibration_path())
     return calibration
 

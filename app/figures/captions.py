@@ -7,15 +7,14 @@ from functools import lru_cache
 
 from membound.app.i18n import Translate
 from membound.roofline.errors import MemboundError
-from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.results.comparison import Comparison
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import scenario_of_text
 from membound.simulator.scheduling.build import batching_of
 
 
 def of_baseline(scenario_yaml: str, conditions: str, t: Translate) -> str:
     """`Plain engine: bf16 weights, static batching, one token a step`, at each point where they differ."""
-    engines = "; ".join(
+    engines = t("sign.semicolon").join(
         t("comparison.engine", weights=weights, batching=t(f"simulate.policy_{batching}"))
         for weights, batching in _plain_engines(scenario_yaml)
     )
@@ -35,7 +34,7 @@ def of_gains(scenario_yaml: str, rows: Sequence[Comparison], conditions: str, t:
 def _plain_engines(scenario_yaml: str) -> tuple[tuple[str, str], ...]:
     """Formats of the weights and batching of the engine without what is compared; none of a scenario that is none."""
     try:
-        plain = [scenario.with_techniques(()) for _, scenario in _scenario(scenario_yaml).points()]
+        plain = [scenario.with_techniques(()) for _, scenario in scenario_of_text(scenario_yaml).points()]
         engines = [(one.setup.precision.weights.name, batching_of(one.engine, one.setup).name) for one in plain]
     except MemboundError:
         return ()
@@ -46,11 +45,7 @@ def _plain_engines(scenario_yaml: str) -> tuple[tuple[str, str], ...]:
 def _alone(scenario_yaml: str) -> bool | None:
     """Whether each engine that is compared has one technique more than the plain one and nothing else."""
     try:
-        compared = _scenario(scenario_yaml).compared()
+        compared = scenario_of_text(scenario_yaml).compared()
     except MemboundError:
         return None
     return all(len(one.techniques) == 1 and not one.beside and not one.set for one in compared)
-
-
-def _scenario(scenario_yaml: str) -> Scenario:
-    return parse_scenario(parse_yaml(scenario_yaml, "the scenario"))

@@ -18,9 +18,8 @@ from membound.app.views.session import store
 from membound.app.views.verdicts import baseline_words, labelled
 from membound.roofline.precision import Role
 from membound.roofline.precision.names import parse_precision
-from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.results.comparison import Comparison
-from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.scenario import Scenario, scenario_of_text
 from membound.roofline.techniques import GainMetric, Speculative, Technique
 
 # Of the newest comparisons; older ones are in the history.
@@ -177,7 +176,7 @@ def _gains(run_id: str, _run: Run) -> Sequence[Measured]:
 
 
 def _scenario(run: Run) -> Scenario:
-    return parse_scenario(parse_yaml(run.scenario_yaml(), "the run"))
+    return scenario_of_text(run.scenario_yaml(), "the run")
 
 
 def _users(scenario: Scenario) -> float:

@@ -6,13 +6,16 @@ import streamlit as st
 
 from membound.app import jobs
 from membound.app.store import Job
-from membound.app.views import results, states, tour
+from membound.app.views import history, results, states, tour
 from membound.app.views.console import console
 from membound.app.views.machine import machine_card
 from membound.app.views.session import has_torch, show_job, shown_job, store, this_machine, translate
-from membound.roofline.scenario import load_scenario
+from membound.roofline.scenario import Scenario, load_scenario
 
-SCENARIO = "live-cpu"
+SCENARIO, FIRST_LOOK = "live-cpu", "live-cpu-first-look"
+# A newcomer waits a minute: one number of users, few requests, and twice, so that there is a spread. All of the
+# scenario is the next button.
+USERS, REQUESTS, REPEATS = 4, 12, 2
 LOOKED_AT = 20
 # Questions that need no measurement, each with the page that answers it, and what its address says.
 QUESTIONS = {"techniques": {"batch": "32"}, "plan": {}, "advisor": {}}
@@ -48,20 +51,35 @@ def _measure(job: Job | None) -> None:
     t = translate()
     with st.container(border=True):
         st.header(t("start.measure_title"))
-        scenario = load_scenario(SCENARIO)
-        st.markdown(t("start.measure_intro", model=scenario.model, techniques=len(scenario.techniques)))
+        whole = load_scenario(SCENARIO)
+        st.markdown(t("start.measure_intro", model=whole.model, techniques=len(whole.techniques)))
         if job is not None and job.active:
             console(job.id)
             return
-        ready = this_machine() is not None
-        label = t("start.measure") if job is None else t("start.measure_again")
-        if st.button(label, key="measure", type="primary", disabled=not ready):
-            show_job(jobs.submit(store(), "compare", {"scenario": scenario.to_yaml()}))
-            st.rerun()
-        if not ready and has_torch():
+        seen = job is not None and job.state == "done"
+        with st.container(horizontal=True, vertical_alignment="center"):
+            first, all_of_it = first_look(whole), t("start.measure_whole", points=len(list(whole.points())))
+            _button("measure", t("start.measure_again" if seen else "start.measure"), first, primary=not seen)
+            _button("measure_whole", all_of_it, whole, primary=seen)
+        if this_machine() is None and has_torch():
             st.caption(t("start.wait_for_roofs"))
         if job is not None:
             _outcome(job)
+
+
+def _button(key: str, label: str, scenario: Scenario, *, primary: bool) -> None:
+    """A button that compares a scenario; where the roofs are being measured still, the run waits for them."""
+    if st.button(label, key=key, type="primary" if primary else "secondary", disabled=not has_torch()):
+        show_job(jobs.submit(store(), "compare", {"scenario": scenario.to_yaml()}))
+        st.rerun()
+
+
+def first_look(whole: Scenario) -> Scenario:
+    """The same engine and techniques at one operating point, with as few requests as show them at work."""
+    point = {"workload.arrivals.concurrency": USERS, "workload.requests": REQUESTS}
+    said = f"{whole.name} at {USERS} users with {REQUESTS} requests: the newcomer's first look."
+    short = {"name": FIRST_LOOK, "description": said, "repeats": REPEATS}
+    return whole.model_copy(update={"sweep": ()}).with_values(short | point)
 
 
 def _outcome(job: Job) -> None:
@@ -69,7 +87,7 @@ def _outcome(job: Job) -> None:
     if job.state != "done" or job.result is None:
         states.ended_badly(job)
         return
-    results.outcome(job.result, job.spec["scenario"], SCENARIO)
+    results.outcome(job.result, job.spec["scenario"], history.scenario_name(job))
     st.page_link(st.session_state["pages"]["live"], label=t("start.to_live"), icon=":material/play_arrow:")
 
 
@@ -78,7 +96,7 @@ def _measurement() -> Job | None:
     name = shown_job()
     for job in store().jobs("compare", limit=LOOKED_AT):
         here = "endpoint" not in job.spec and job.state != "cancelled"
-        ours = here and job.spec.get("scenario", "").startswith(f"name: {SCENARIO}\n")
+        ours = here and history.scenario_name(job) in (SCENARIO, FIRST_LOOK)
         if job.id == name or (name is None and ours):
             return jobs.poll(store(), job.id)
     return None

@@ -6,7 +6,16 @@ from membound.roofline.scenario.scenario import (
     check_path,
     load_scenario,
     parse_scenario,
+    scenario_of_text,
     shipped_scenarios,
 )
 
-__all__ = ["Scenario", "Slo", "check_path", "load_scenario", "parse_scenario", "shipped_scenarios"]
+__all__ = [
+    "Scenario",
+    "Slo",
+    "check_path",
+    "load_scenario",
+    "parse_scenario",
+    "scenario_of_text",
+    "shipped_scenarios",
+]

@@ -201,6 +201,11 @@ def parse_scenario(document: Any, origin: str = "scenario") -> Scenario:
         raise MemboundError(f"{origin}: {one_sentence(error, Scenario)}") from None
 
 
+def scenario_of_text(text: str, origin: str = "the scenario") -> Scenario:
+    """A scenario from YAML text, which names devices by their names alone; raises MemboundError with one sentence."""
+    return parse_scenario(parse_yaml(text, origin), origin)
+
+
 def shipped_scenarios() -> dict[str, str]:
     """Name and YAML text of every scenario in `data/scenarios/`."""
     folder = resources.files("membound.data") / "scenarios"

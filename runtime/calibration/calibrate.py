@@ -44,7 +44,7 @@ MEMORY_FROM_BYTES = 256 * 2**20
 BUSY_LOAD = 0.5
 KINDS = ("rms_norm", "add_rms_norm", "rope_and_store", "silu_mul", "embed", "attention", *KV_KINDS)
 
-__all__ = ["CalibrationError", "Plan", "calibrate"]
+__all__ = ["QUICK", "CalibrationError", "Plan", "calibrate"]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,31 @@ class Plan:
     operators: OperatorGrid = field(default_factory=OperatorGrid)
     host: HostGrid = field(default_factory=HostGrid)
     layers: LayerGrid = field(default_factory=LayerGrid)
+    kinds: tuple[str, ...] = (*KINDS, *LAYER_KINDS)
     checks: tuple[LinearCheck | AttentionCheck, ...] = CHECKS
     pool_bytes: int = POOL_BYTES
+    note: str = ""
+
+
+# For who waits for a first answer: what a dense model takes in bf16 and int8, at a fifth of the sizes. What else a
+# model or a technique may take is missing, and whoever asks for it is told so.
+QUICK = Plan(
+    linears=LinearGrid(formats=("bf16", "int8"), m=(1, 2, 4, 8, 9, 16, 31, 32, 64, 128, 512)),
+    operators=OperatorGrid(
+        tokens=(1, 4, 16, 64, 256, 1024),
+        widths=(512, 2048),
+        heads=(Heads(8, 2, 64), Heads(32, 8, 64)),
+        loads=(
+            *(Load(sequences, context) for sequences in (1, 4, 16) for context in (64, 256, 1024)),
+            *(Load(sequences, 256, 5) for sequences in (1, 4, 16)),
+            *(Load(1, new, new) for new in (32, 128, 512)),
+            Load(4, 32, 32),
+        ),
+    ),
+    host=HostGrid(sequences=(1, 4, 16)),
+    kinds=tuple(kind for kind in KINDS if kind not in KV_KINDS),
+    note="measured quickly: dense models in bf16 and int8 alone; `membound calibrate` measures all, at more sizes",
+)
 
 
 def calibrate(
@@ -156,11 +179,12 @@ class _Calibrator:
         operators = {
             kind: Part(_words_of(kind), len(self.operators.amounts(kind)), partial(self.operators.measure, kind))
             for kind in KINDS
-            if kind not in KV_KINDS or not self.kernels.emulates_quantized_kv
+            if kind in self.plan.kinds and (kind not in KV_KINDS or not self.kernels.emulates_quantized_kv)
         }
         layers = {
             kind: Part(f"{kind} layers", len(self.layers.amounts(kind)), partial(self.layers.measure, kind))
             for kind in LAYER_KINDS
+            if kind in self.plan.kinds
         }
         host = Part("planning and sampling", len(self.host.amounts()), self.host.measure)
         repeatability = repeat([*bandwidths, *linears.values(), *operators.values(), *layers.values(), host], progress)
@@ -190,7 +214,10 @@ class _Calibrator:
             operators=costs,
             repeatability=repeatability,
             residual=0.0,
-            notes=[f"load average {load:.1f} when it began: other programs were running"] if load > BUSY_LOAD else [],
+            notes=[
+                *([self.plan.note] if self.plan.note else []),
+                *([f"load average {load:.1f} when it began: other programs were running"] if load > BUSY_LOAD else []),
+            ],
         )
         progress(1.0, "checking the tables on other shapes")
         return calibration.model_copy(update={"residual": float(np.median(self._errors(calibration)))})

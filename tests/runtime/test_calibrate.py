@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from membound.app.i18n import sentences
 from membound.kernels.bench.benchmark import Timer, cuda_timer, rows_within
 from membound.kernels.bench.trial import Run
 from membound.kernels.dispatch import kernels_for
@@ -18,11 +19,19 @@ from membound.roofline.hardware.calibration import attention_over
 from membound.roofline.models import get_model
 from membound.roofline.models.recurrent import Mamba2
 from membound.roofline.shape import StepShape
+from membound.roofline.scenario import load_scenario
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.calibration import passes
 from membound.runtime.calibration.bandwidth import BandwidthProbe
-from membound.runtime.calibration.calibrate import AttentionCheck, CalibrationError, LinearCheck, Plan, calibrate
+from membound.runtime.calibration.calibrate import (
+    QUICK,
+    AttentionCheck,
+    CalibrationError,
+    LinearCheck,
+    Plan,
+    calibrate,
+)
 from membound.runtime.calibration.host import HostGrid
 from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid
 from membound.runtime.calibration.linears import LinearGrid, LinearProbe
@@ -226,3 +235,18 @@ def test_a_small_plan_gives_a_whole_calibration(monkeypatch: pytest.MonkeyPatch)
     assert quantized <= set(found.operators) or kernels_for("cpu").emulates_quantized_kv
     assert heard == sorted(heard) and heard[-1] == 1.0
     assert type(found).model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_quick_plan_has_all_that_the_first_look_needs_and_a_fifth_of_the_sizes() -> None:
+    scenario = load_scenario("live-cpu")
+    model = get_model(scenario.model)
+    setups = [EngineSetup(), *(one.apply(EngineSetup()) for one in scenario.techniques)]
+    operators = [op for setup in setups for op in step_operators(model, setup, StepShape.decode(16, 300))]
+    assert {op.kind for op in operators} - {"linear"} <= {*QUICK.kinds, "host"}
+    assert {setup.weights.name for setup in setups} <= set(QUICK.linears.formats)
+    for quick, whole in (
+        (QUICK.linears.size * len(QUICK.linears.formats), Plan().linears.size * len(Plan().linears.formats)),
+        (len(QUICK.operators.loads) * len(QUICK.operators.heads), len(Plan().operators.loads) * 4),
+    ):
+        assert quick < whole / 4
+    assert sentences("en")["says.quickly"] == QUICK.note
