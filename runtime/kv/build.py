@@ -15,7 +15,7 @@ from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
 from membound.runtime.kv.quest import QuestKv, QuestStep
 from membound.runtime.kv.steps import LastStep
-from membound.runtime.kv.store import KvStore
+from membound.runtime.kv.store import KvStore, PagedKv, PlainKv
 from membound.runtime.kv.streaming import StreamingKv, StreamingStep
 
 
@@ -31,16 +31,21 @@ def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> New
     evicting: LastStep[EvictingStep] = LastStep()
     quest: LastStep[QuestStep] = LastStep()
 
+    def new_pages(attention: GroupedQueryAttention, num_blocks: int, block_size: int) -> PagedKv:
+        if format.width >= 16:
+            return PlainKv.zeroed(kernels, attention, num_blocks, block_size, device)
+        name = KERNEL_FORMATS[format.name]
+        return KernelQuantizedKv.zeroed(kernels, name, attention, num_blocks, block_size, device)
+
     def new_store(attention: GroupedQueryAttention, num_blocks: int, block_size: int, seats: int) -> KvStore:
         if budget is not None and budget.policy == "streaming":
-            return StreamingKv(kernels, attention, budget, seats, device, streaming)
+            return StreamingKv(new_pages, attention, budget, seats, streaming)
         if budget is not None and budget.evicts:
-            return EvictingKv(kernels, attention, budget, seats, device, evicting)
+            return EvictingKv(new_pages, attention, budget, seats, evicting)
         if budget is not None:
-            return QuestKv(kernels, attention, budget, num_blocks, block_size, device, quest)
+            return QuestKv(new_pages, attention, budget, num_blocks, block_size, quest)
         if format.name in KERNEL_FORMATS:
-            name = KERNEL_FORMATS[format.name]
-            return KernelQuantizedKv.zeroed(kernels, name, attention, num_blocks, block_size, device)
+            return new_pages(attention, num_blocks, block_size)
         return KiviKv(kernels, attention, format, num_blocks, block_size, seats, device)
 
     return new_store
@@ -82,10 +87,10 @@ def _budget_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str
         return None
     if not any(isinstance(part.attention, GroupedQueryAttention) for part in model.groups()):
         return f"kv_eviction needs a cache of keys and values, which '{model.name}' does not have; leave it out"
-    if setup.kv.width < 16:
+    if _is_kivi(setup.kv):
         return (
-            f"kv_eviction of a cache in {setup.kv.name} is predicted, not measured yet: the runtime evicts from one in "
-            "16 bits"
+            f"kv_eviction chooses single tokens, but {setup.kv.name} keeps tokens in groups that share a scale; take "
+            "int8, int4 or fp8 for kv_quantization, or leave one of the two out"
         )
     if any(part.attention.window is not None for part in model.groups()):
         return (
@@ -119,7 +124,7 @@ def _kivi_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str |
                 f"kv_quantization is {format.name}, whose values share a scale along {group} channels, but a head of "
                 f"'{model.name}' has {width}; take int8, int4 or fp8"
             )
-    if setup.drafts is not None and setup.drafts.kind != "ngram":
+    if setup.drafts is not None and setup.drafts.kind not in ("ngram", "draft_model"):  # chains beside this cache
         return (
             f"kv_quantization is {format.name}, which rounds tokens when they are old enough and cannot move them, as "
             f"{setup.drafts.kind} drafts ask; take int8, int4 or fp8, or ngram_speculation"

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.base import RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.per_head import head_batch, per_head_qkv
 from membound.runtime.kv.policies import policy_of
 from membound.runtime.kv.scratch import prompt_scratch
 from membound.runtime.kv.steps import LastStep, PromptPart, SeatedStep
+from membound.runtime.kv.store import NewPages
 from membound.runtime.rope import RopeTables
 
 BLOCK = 16  # tokens that the kernels read together
+ONLY_HEAD = 0  # a block holds one
 
 
 @dataclass(frozen=True)
@@ -53,26 +55,22 @@ class EvictingKv:
     is known when the prompt is over.
     """
 
-    emulated = False
     on_host = True
 
     def __init__(
         self,
-        kernels: Kernels,
+        new_pages: NewPages,
         attention: GroupedQueryAttention,
         budget: KvBudget,
         seats: int,
-        device: torch.device,
         steps: LastStep[EvictingStep],
     ) -> None:
-        heads, width = attention.kv_heads, attention.head_dim
-        self.kernels, self.heads, self.width, self.steps = kernels, heads, width, steps
+        heads = attention.kv_heads
+        self.heads, self.width, self.steps = heads, attention.head_dim, steps
         self.policy, self.budget = policy_of(budget), budget.tokens
         self.blocks = -(-budget.tokens // BLOCK)  # of one head of one seat
-        shape = (seats * heads * self.blocks, BLOCK, 1, width)
-        self.k_blocks, self.v_blocks = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
-        places = (seats, heads, self.blocks * BLOCK)
-        self.keys, self.values = (blocks.view(*places, width) for blocks in (self.k_blocks, self.v_blocks))
+        self.kv = new_pages(attention.model_copy(update={"kv_heads": 1}), seats * heads * self.blocks, BLOCK)
+        places, device = (seats, heads, self.blocks * BLOCK), self.kv.parts[0].device
         self.positions = torch.zeros(places, dtype=torch.int32, device=device)
         self.scores = torch.zeros(places, device=device)
         self.order = torch.zeros(
@@ -81,8 +79,16 @@ class EvictingKv:
         self.prompt_end = [0] * seats
 
     @property
+    def emulated(self) -> bool:
+        return self.kv.emulated
+
+    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.k_blocks, self.v_blocks, self.positions, self.scores, self.order))
+        return sum(part.nbytes for part in self.kept)
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return *self.kv.parts, self.positions, self.scores, self.order
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
@@ -116,16 +122,14 @@ class EvictingKv:
         device, seat, new = qkv.device, part.seat, qkv.shape[0]
         held = min(part.start, self.budget)
         end = held + new
-        scratch = prompt_scratch(new, part.start, held, BLOCK, self.keys.transpose(1, 2))
-        keys, values = scratch.tokens(0)  # [tokens, heads, D]
-        keys[:held], values[:held] = (kept[seat, :, :held].transpose(0, 1) for kept in (self.keys, self.values))
-        blocks = scratch.k_blocks, scratch.v_blocks
-        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, scratch.batch, *blocks)
-        attended = self.kernels.attention(q, *blocks, scratch.batch, scale, softcap=softcap)
+        scratch = prompt_scratch(new, part.start, held, BLOCK, self.kv, self.heads)
+        head, places = torch.arange(self.heads, device=device)[:, None], torch.arange(self.budget, device=device)
+        slots = (seat * self.heads + head) * self.blocks * BLOCK + places  # [heads, budget]
+        scratch.kv.put(places[:held], self.kv.tokens(slots[:, :held], ONLY_HEAD), head)
+        q = scratch.kv.write(qkv, rope, scratch.batch)
+        attended = scratch.kv.read(q, scratch.batch, scale, softcap)
 
-        seen = self.kernels.attention_scores(
-            q, scratch.k_blocks, scratch.batch, scale, queries=self.policy.queries(new), softcap=softcap
-        )
+        seen = scratch.kv.received(q, scratch.batch, scale, self.policy.queries(new), softcap)
         scores = self.policy.scores(seen[0, :, :end])
         scores[:, :held] += self.scores[seat, :, :held]
         positions = torch.cat(
@@ -136,8 +140,7 @@ class EvictingKv:
         chosen = ranks.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values  # [heads, kept]
         self.positions[seat, :, :kept] = positions.gather(1, chosen)
         self.scores[seat, :, :kept] = scores.gather(1, chosen)
-        for state, full in ((self.keys, keys), (self.values, values)):
-            state[seat, :, :kept] = full.transpose(0, 1).gather(1, chosen[..., None].expand(-1, -1, self.width))
+        self.kv.put(slots[:, :kept], scratch.kv.tokens(chosen, head), ONLY_HEAD)
         self.order[seat, :, :kept] = ranks.gather(1, chosen).argsort(dim=1).int()
         self.order[seat, :, kept:] = torch.arange(kept, self.budget, dtype=torch.int32, device=device)
         self.prompt_end[seat] = part.start + new
@@ -169,14 +172,13 @@ class EvictingKv:
         """Attention of one new token of each of some seats, which takes its place first."""
         place = self._places(step)  # [sequences, heads]
         batch = head_batch(step.positions, (step.first + place).flatten(), step.context_len, step.block_table)
-        blocks = self.k_blocks, self.v_blocks
-        q = self.kernels.rope_and_store(per_head_qkv(qkv, self.heads, self.width), rope.cos, rope.sin, batch, *blocks)
-        attended = self.kernels.attention(q, *blocks, batch, scale, softcap=softcap)
+        q = self.kv.write(per_head_qkv(qkv, self.heads, self.width), rope, batch)
+        attended = self.kv.read(q, batch, scale, softcap)
         head = torch.arange(self.heads, device=qkv.device)
         self.positions[step.seats, head, place] = step.newest[:, 0].int()
         if self.policy.decode_scores:
             self.scores[step.seats, head, place] = 0.0
-            seen = self.kernels.attention_scores(q, self.k_blocks, batch, scale, queries=1, softcap=softcap)
+            seen = self.kv.received(q, batch, scale, 1, softcap)
             self.scores[step.seats[:, 0], :, : seen.shape[-1]] += seen.view(len(step.seats), self.heads, -1)
         return attended.view(len(step.seats), -1)
 

@@ -14,6 +14,7 @@ from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.precision import Precision
 from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.kv.scratch import Scratch, seats_of
+from membound.runtime.kv.store import PlainKv
 from membound.runtime.rope import RopeTables
 
 
@@ -51,6 +52,10 @@ class KiviKv:
     def nbytes(self) -> int:
         return self.kv.nbytes
 
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return *self.kv.parts, self.kv.recent_keys, self.kv.recent_values, self.kv.rounded
+
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
@@ -78,15 +83,14 @@ class KiviKv:
     def _attend_to_copy(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None
     ) -> Tensor:
-        scratch = Scratch(batch, self.kv.block_size, self.kv.recent_keys)
+        recent = PlainKv(self.kernels, self.kv.recent_keys, self.kv.recent_values, self.seen)
+        scratch = Scratch(batch, self.kv.block_size, recent, recent.k_blocks.shape[-2])
         seats = seats_of(batch)
         for i, (seat, start) in enumerate(zip(seats, scratch.starts, strict=True)):
             if start:
                 keys, values = scratch.tokens(i)
                 keys[:start], values[:start] = self.kv.tokens(batch.block_table[i], seat, start)
-        k, v = scratch.k_blocks, scratch.v_blocks
-        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, scratch.batch, k, v)
-        attended = self.kernels.attention(q, k, v, scratch.batch, scale, window=self.seen, softcap=softcap)
+        attended = scratch.kv.attend(qkv, rope, scratch.batch, scale, softcap)
         for i, (seat, start) in enumerate(zip(seats, scratch.starts, strict=True)):
             self.kv.keep(batch.block_table[i], seat, *scratch.tokens(i), start)
         return attended

@@ -33,15 +33,19 @@ class LatentKv:
     def nbytes(self) -> int:
         return self.blocks.nbytes
 
-    def of_sequence(self, batch: RaggedBatch, sequence: int) -> Tensor:
-        """The latents of all tokens of a sequence of the batch: [context, rank + rope]."""
-        context, size = int(batch.context_len[sequence]), self.blocks.shape[1]
+    def of_sequence(self, batch: RaggedBatch, sequence: int, context: int) -> Tensor:
+        """The latents of a sequence of the batch, which has `context` tokens: [context, rank + rope]."""
+        size = self.blocks.shape[1]
         table = batch.block_table[sequence, : -(-context // size)].long()
         return self.blocks[table].flatten(0, 2)[:context]
 
     @property
     def parts(self) -> Sequence[Tensor]:
         return (self.blocks,)
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.parts
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
         return content_of(self.parts, blocks)

@@ -10,8 +10,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.kernels.kv_formats import KvQuantFormat, QuantizedKv
 from membound.roofline.models import GroupedQueryAttention
-from membound.runtime.kv.content import content_of, put_content
-from membound.runtime.kv.store import move_slots
+from membound.runtime.kv.store import PagedKv
 from membound.runtime.rope import RopeTables
 
 # The kernels' formats by the name of their precision in roofline: a scale (int4: and a minimum) for each head's vector
@@ -23,15 +22,12 @@ KERNEL_FORMATS: dict[str, KvQuantFormat] = {
 }
 
 
-class KernelQuantizedKv:
+class KernelQuantizedKv(PagedKv):
     """K and V in a format that the kernels write and attend to without unpacking them first."""
 
-    emulated = False
-
     def __init__(self, kernels: Kernels, kv: QuantizedKv, window: int | None = None) -> None:
-        self.kernels = kernels
+        super().__init__(kernels, window)
         self.kv = kv
-        self.window = window
 
     @classmethod
     def zeroed(
@@ -48,29 +44,36 @@ class KernelQuantizedKv:
         return cls(kernels, QuantizedKv.zeros(format, *shape, device), attention.window)
 
     @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    def attend(
-        self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
-    ) -> Tensor:
-        q = self.kernels.rope_and_store_quantized(qkv, rope.cos, rope.sin, batch, self.kv)
-        return self.kernels.attention_quantized(q, self.kv, batch, scale, window=self.window, softcap=softcap)
-
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        return content_of(self.parts, blocks)
-
-    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        put_content(self.parts, blocks, content)
-
-    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
-        by_token = [self.kv.k, self.kv.v]
-        if self.kv.format != "fp8":
-            by_token.append(self.kv.scales.transpose(1, 2))
-        move_slots(by_token, sources, targets)
+    def emulated(self) -> bool:
+        return self.kernels.emulates_quantized_kv
 
     @property
-    def parts(self) -> list[Tensor]:
+    def parts(self) -> Sequence[Tensor]:
         """What lies in blocks; the scale of a whole tensor does not."""
         by_block = [self.kv.k, self.kv.v]
         return by_block if self.kv.format == "fp8" else [*by_block, self.kv.scales]
+
+    @property
+    def by_token(self) -> Sequence[Tensor]:
+        codes = [self.kv.k, self.kv.v]
+        return codes if self.kv.format == "fp8" else [*codes, self.kv.scales.transpose(1, 2)]
+
+    def write(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch) -> Tensor:
+        return self.kernels.rope_and_store_quantized(qkv, rope.cos, rope.sin, batch, self.kv)
+
+    def read(self, q: Tensor, batch: RaggedBatch, scale: float, softcap: float | None = None) -> Tensor:
+        return self.kernels.attention_quantized(q, self.kv, batch, scale, window=self.window, softcap=softcap)
+
+    def received(self, q: Tensor, batch: RaggedBatch, scale: float, queries: int, softcap: float | None) -> Tensor:
+        return self.kernels.attention_scores(q, self.kv, batch, scale, queries=queries, softcap=softcap)
+
+    def keys(self, slots: Tensor) -> Tensor:
+        codes, *scales = (part.view(-1, part.shape[-1]).index_select(0, slots) for part in (self.kv.k, *self.parts[2:]))
+        codes = codes[None, :, None]  # a block of all these tokens
+        kept = QuantizedKv(self.kv.format, codes, codes, scales[0][None, None] if scales else self.kv.scales)
+        return kept.dequantized()[0][0, :, 0]
+
+    def empty(self, blocks: int, block_size: int, kv_heads: int) -> KernelQuantizedKv:
+        device = self.kv.k.device
+        kv = QuantizedKv.zeros(self.kv.format, blocks, block_size, kv_heads, self.kv.head_dim, device)
+        return KernelQuantizedKv(self.kernels, kv, self.window)

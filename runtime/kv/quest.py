@@ -13,14 +13,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.base import RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.kv.per_head import per_head_qkv
 from membound.runtime.kv.scratch import spans
 from membound.runtime.kv.steps import LastStep
-from membound.runtime.kv.store import move_slots
+from membound.runtime.kv.store import NewPages, move_slots
 from membound.runtime.rope import RopeTables
 
 MOST_SELECTING = 33  # new tokens of a sequence that decodes or verifies drafts; a prompt reads all of its pages
@@ -63,39 +63,44 @@ class QuestKv:
     page that is written again, after rejected drafts, may be wider than need be and never narrower.
     """
 
-    emulated = False
     on_host = True
 
     def __init__(
         self,
-        kernels: Kernels,
+        new_pages: NewPages,
         attention: GroupedQueryAttention,
         budget: KvBudget,
         num_blocks: int,
         block_size: int,
-        device: torch.device,
         steps: LastStep[QuestStep],
     ) -> None:
         heads, width = attention.kv_heads, attention.head_dim
-        self.kernels, self.heads, self.width, self.block_size, self.steps = kernels, heads, width, block_size, steps
+        self.heads, self.width, self.block_size, self.steps = heads, width, block_size, steps
         self.pages = max(2, budget.tokens // block_size)
-        shape = (num_blocks * heads, block_size, 1, width)
-        self.k_blocks, self.v_blocks = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
-        self.bounds = torch.zeros(num_blocks * heads, 2 * width, dtype=kernels.kv_dtype, device=device)
+        self.kv = new_pages(attention.model_copy(update={"kv_heads": 1}), num_blocks * heads, block_size)
+        device = self.kv.parts[0].device
+        self.bounds = torch.zeros(num_blocks * heads, 2 * width, dtype=self.kv.kernels.kv_dtype, device=device)
+
+    @property
+    def emulated(self) -> bool:
+        return self.kv.emulated
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.k_blocks, self.v_blocks, self.bounds))
+        return sum(part.nbytes for part in self.kept)
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return *self.kv.parts, self.bounds
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
         step = self.steps.of(batch, lambda: self._step(batch))
-        blocks = self.k_blocks, self.v_blocks
         flat = per_head_qkv(qkv, self.heads, self.width).index_select(0, step.order)
-        q = self.kernels.rope_and_store(flat, rope.cos, rope.sin, step.batch, *blocks)  # [tokens * heads, group, D]
+        q = self.kv.write(flat, rope, step.batch)  # [tokens * heads, group, D]
         self._widen_bounds(step.batch.slots, step.pages_written, step.begun)
-        attended = self.kernels.attention(q, *blocks, self._chosen(q, step), scale, softcap=softcap)
+        attended = self.kv.read(q, self._chosen(q, step), scale, softcap)
         out = torch.empty_like(attended)
         out[step.order] = attended
         return out.view(qkv.shape[0], -1)
@@ -107,8 +112,8 @@ class QuestKv:
         put_content(self.parts, blocks, content)
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
-        both = self.k_blocks, self.v_blocks
-        by_token = [part.view(-1, self.heads, self.block_size, self.width).transpose(1, 2) for part in both]
+        parts = self.kv.parts
+        by_token = [part.view(-1, self.heads, self.block_size, part.shape[-1]).transpose(1, 2) for part in parts]
         move_slots(by_token, sources, targets)
         slots = self._slots(targets).flatten()
         self._widen_bounds(slots, slots // self.block_size, slots[:0])
@@ -116,7 +121,7 @@ class QuestKv:
     @property
     def parts(self) -> list[Tensor]:
         """All that is kept, by the numbers of the scheduler's blocks."""
-        return [part.view(-1, self.heads, *part.shape[1:]) for part in (self.k_blocks, self.v_blocks, self.bounds)]
+        return [part.view(-1, self.heads, *part.shape[1:]) for part in self.kept]
 
     def _slots(self, slots: Tensor) -> Tensor:
         """Where each head of the tokens in the scheduler's `slots` [tokens] lies: [tokens, heads]."""
@@ -127,7 +132,7 @@ class QuestKv:
         """The keys in `slots`, which lie in `pages`, count for their bounds; those of `begun` pages begin anew."""
         if len(begun):
             self.bounds[begun] = -torch.inf
-        keys = self.k_blocks.view(-1, self.width).index_select(0, slots)
+        keys = self.kv.keys(slots).to(self.bounds.dtype)
         index = pages[:, None].expand(-1, 2 * self.width)
         self.bounds.scatter_reduce_(0, index, torch.cat([keys, -keys], dim=1), "amax")
 

@@ -8,32 +8,33 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.runtime.kv.store import PagedKv
 
 
 class Scratch:
     """K and V of every sequence of a batch in consecutive blocks of its own, and the batch as it is stored there."""
 
-    def __init__(self, batch: RaggedBatch, block_size: int, like: Tensor) -> None:
-        """`like` [..., kv_heads, head_dim] says type, device and width."""
+    def __init__(self, batch: RaggedBatch, block_size: int, like: PagedKv, kv_heads: int) -> None:
+        """`like` says how they are kept."""
         self.starts, self.ends = spans(batch)
         self.block_size = block_size
         blocks = [-(-end // block_size) for end in self.ends]
         self._first = [sum(blocks[:i]) for i in range(len(blocks))]
-        shape = (sum(blocks), block_size, *like.shape[-2:])
-        self.k_blocks, self.v_blocks = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        self.kv = like.empty(sum(blocks), block_size, kv_heads)
         table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
         slots = []
         for i, (first, count) in enumerate(zip(self._first, blocks, strict=True)):
             table[i, :count] = torch.arange(first, first + count)
             slots.append(torch.arange(self.starts[i], self.ends[i]) + first * block_size)
-        device = like.device
+        device = self.kv.parts[0].device
         self.batch = replace(batch, block_table=table.to(device), slots=torch.cat(slots).to(device))
 
     def tokens(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """K and V [tokens, kv_heads, head_dim] of a sequence, to be read and written."""
+        """K and V [tokens, kv_heads, head_dim] of a sequence in 16 bits, to be read and written."""
         first, end = self._first[sequence], self.ends[sequence]
         last = first + -(-end // self.block_size)
-        return self.k_blocks[first:last].flatten(0, 1)[:end], self.v_blocks[first:last].flatten(0, 1)[:end]
+        k, v = (part[first:last].flatten(0, 1)[:end] for part in self.kv.parts)
+        return k, v
 
 
 def spans(batch: RaggedBatch) -> tuple[list[int], list[int]]:
@@ -47,9 +48,9 @@ def seats_of(batch: RaggedBatch) -> list[int]:
     return list(range(batch.num_sequences)) if batch.seats is None else batch.seats.tolist()
 
 
-def prompt_scratch(new: int, start: int, held: int, block_size: int, like: Tensor) -> Scratch:
+def prompt_scratch(new: int, start: int, held: int, block_size: int, like: PagedKv, kv_heads: int) -> Scratch:
     """Room for `held` tokens of one sequence and `new` ones behind them, which stand at `start` in their text."""
-    device = like.device
+    device = like.parts[0].device
     batch = RaggedBatch(
         positions=torch.arange(start, start + new, device=device),
         slots=torch.arange(held, held + new, device=device),
@@ -58,4 +59,4 @@ def prompt_scratch(new: int, start: int, held: int, block_size: int, like: Tenso
         block_table=torch.zeros(1, 1, dtype=torch.int32, device=device),
         most_queries=new,
     )
-    return Scratch(batch, block_size, like)
+    return Scratch(batch, block_size, like, kv_heads)

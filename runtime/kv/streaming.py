@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.base import RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.scratch import prompt_scratch
 from membound.runtime.kv.steps import LastStep, PromptPart, SeatedStep
+from membound.runtime.kv.store import NewPages
 from membound.runtime.rope import RopeTables
 
 BLOCK = 16  # tokens that the kernels read together
@@ -33,29 +34,32 @@ class StreamingStep:
 class StreamingKv:
     """At each seat the first `sinks` tokens, and a ring of the newest: which is the same for all layers and heads."""
 
-    emulated = False
     on_host = True
 
     def __init__(
         self,
-        kernels: Kernels,
+        new_pages: NewPages,
         attention: GroupedQueryAttention,
         budget: KvBudget,
         seats: int,
-        device: torch.device,
         steps: LastStep[StreamingStep],
     ) -> None:
-        self.kernels, self.steps = kernels, steps
+        self.steps, self.heads = steps, attention.kv_heads
         self.budget, self.sinks = budget.tokens, budget.sinks
         self.blocks = -(-budget.tokens // BLOCK)  # of one seat
-        shape = (seats * self.blocks, BLOCK, attention.kv_heads, attention.head_dim)
-        self.k_blocks, self.v_blocks = (torch.zeros(shape, dtype=kernels.kv_dtype, device=device) for _ in range(2))
-        places = (seats, self.blocks * BLOCK, attention.kv_heads, attention.head_dim)
-        self.keys, self.values = self.k_blocks.view(places), self.v_blocks.view(places)
+        self.kv = new_pages(attention, seats * self.blocks, BLOCK)
+
+    @property
+    def emulated(self) -> bool:
+        return self.kv.emulated
+
+    @property
+    def kept(self) -> Sequence[Tensor]:
+        return self.kv.parts
 
     @property
     def nbytes(self) -> int:
-        return self.k_blocks.nbytes + self.v_blocks.nbytes
+        return self.kv.nbytes
 
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
@@ -63,7 +67,7 @@ class StreamingKv:
         step = self.steps.of(batch, lambda: self._step(batch))
         if not step.seated.prompts:
             assert step.decoding is not None, "a step computes something"
-            return self._decode(qkv, rope, step.decoding, scale, softcap)
+            return self.kv.attend(qkv, rope, step.decoding, scale, softcap)
         out: Tensor | None = None
         for part in step.seated.prompts:
             attended = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
@@ -72,7 +76,7 @@ class StreamingKv:
         assert out is not None, "there was a prompt"
         if step.decoding is not None and step.seated.rows is not None:
             rows = step.seated.rows
-            out[rows] = self._decode(qkv[rows], rope, step.decoding, scale, softcap)
+            out[rows] = self.kv.attend(qkv[rows], rope, step.decoding, scale, softcap)
         return out
 
     @property
@@ -109,21 +113,15 @@ class StreamingKv:
         )
         return StreamingStep(seated, decoding)
 
-    def _decode(self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None) -> Tensor:
-        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, batch, self.k_blocks, self.v_blocks)
-        return self.kernels.attention(q, self.k_blocks, self.v_blocks, batch, scale, softcap=softcap)
-
     def _prompt(self, qkv: Tensor, rope: RopeTables, part: PromptPart, scale: float, softcap: float | None) -> Tensor:
         """Attention of a chunk to what was kept before it and to itself; of its tokens those stay that are not old."""
-        seat, held = part.seat, min(part.start, self.budget)
-        scratch = prompt_scratch(qkv.shape[0], part.start, held, BLOCK, self.keys)
-        keys, values = scratch.tokens(0)
-        keys[:held], values[:held] = self.keys[seat, :held], self.values[seat, :held]
-        q = self.kernels.rope_and_store(qkv, rope.cos, rope.sin, scratch.batch, scratch.k_blocks, scratch.v_blocks)
-        attended = self.kernels.attention(q, scratch.k_blocks, scratch.v_blocks, scratch.batch, scale, softcap=softcap)
+        first, held = part.seat * self.blocks * BLOCK, min(part.start, self.budget)
+        scratch = prompt_scratch(qkv.shape[0], part.start, held, BLOCK, self.kv, self.heads)
+        before = torch.arange(held, device=qkv.device)
+        scratch.kv.put(before, self.kv.tokens(first + before))
+        attended = scratch.kv.attend(qkv, rope, scratch.batch, scale, softcap)
         positions = scratch.batch.positions
         oldest = part.start + qkv.shape[0] - (self.budget - self.sinks)
         stays = torch.nonzero((positions < self.sinks) | (positions >= oldest)).flatten()
-        place = self.place_of(positions[stays])
-        self.keys[seat, place], self.values[seat, place] = keys[held + stays], values[held + stays]
+        self.kv.put(first + self.place_of(positions[stays]), scratch.kv.tokens(held + stays))
         return attended

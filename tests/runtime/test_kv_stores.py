@@ -11,7 +11,7 @@ from membound.kernels.base import RaggedBatch
 from membound.kernels.dispatch import kernels_for
 from membound.kernels.grouped import decode, encode, pack, unpack
 from membound.roofline.errors import MemboundError
-from membound.roofline.memory import cached_token_bytes, page_bytes
+from membound.roofline.memory import cache_terms, cached_token_bytes, page_bytes
 from membound.roofline.models import GroupedQueryAttention, get_model
 from membound.roofline.precision import get_precision
 from membound.roofline.scenario.engine import Disaggregation, Engine
@@ -146,8 +146,7 @@ def test_no_more_tokens_are_kept_than_the_budget_has(policy):
     kept = store.positions[0, :, :96]
     assert all(len(set(head)) == 96 for head in kept.tolist())
     assert bool((kept == 199).any(dim=1).all()), "the newest token is kept"
-    both = store.k_blocks.nbytes + store.v_blocks.nbytes
-    assert both == 96 * cached_token_bytes(ATTENTION, get_precision("bf16"), 1)
+    assert store.kv.nbytes == 96 * cached_token_bytes(ATTENTION, get_precision("bf16"), 1)
 
 
 def test_streaming_keeps_the_sinks_and_the_newest():
@@ -156,7 +155,7 @@ def test_streaming_keeps_the_sinks_and_the_newest():
     read(exact, qkv, [200])
     read(store, qkv, [120, 40, *[1] * 40])
     kept = torch.tensor([0, 1, 2, 3, *range(108, 200)])
-    assert torch.equal(store.keys[0, store.place_of(kept)], exact.k_blocks.flatten(0, 1)[kept])
+    assert torch.equal(store.kv.tokens(store.place_of(kept))[0], exact.k_blocks.flatten(0, 1)[kept])
     assert store.nbytes == 96 * cached_token_bytes(ATTENTION, get_precision("bf16"), 1)
 
 
@@ -243,8 +242,63 @@ def test_pages_take_the_bytes_that_the_roofline_counts_and_move_with_their_bound
     read(one, qkv, [96])
     other.write_blocks(range(6), one.read_blocks(range(6)))
     assert torch.equal(other.bounds, one.bounds)
-    keys = one.k_blocks.view(-1, BLOCK, ATTENTION.head_dim)
+    keys = one.kv.k_blocks.view(-1, BLOCK, ATTENTION.head_dim)
     assert torch.equal(one.bounds, torch.cat([keys.amax(1), -keys.amin(1)], dim=1))
+
+
+# -- eviction of a quantized cache
+
+
+POLICIES = ("streaming", "h2o", "snapkv", "quest")
+KERNEL_FORMATS = ("fp8", "int8", "int4")
+
+
+def both_of(policy: str, format: str, budget: int, tokens: int):
+    """A store of a set-up that evicts and quantizes."""
+    setup = engine_setup((KvEviction(policy=policy, budget=budget), KvQuantization(format=format)))
+    assert store_problem(setup, Engine(), get_model("SmolLM2-135M")) is None
+    return store_for(setup, KERNELS, CPU)(ATTENTION, -(-tokens // BLOCK), BLOCK, 1), setup
+
+
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_that_holds_everything_of_a_quantized_cache_changes_nothing(policy, format):
+    """Tokens move between the scratch of a prompt and their seats as codes, so that none is rounded twice."""
+    qkv, chunks = inputs(90), [40, 20, *[1] * 30]
+    store, _ = both_of(policy, format, 96, 90)
+    quantized = read(store_of(KvQuantization(format=format), 90), qkv, chunks)
+    assert torch.equal(read(store, qkv, chunks), quantized)
+    assert not torch.equal(quantized, read(plain(90), qkv, chunks))
+
+
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_evicting_quantized_cache_takes_the_bytes_that_the_roofline_counts(policy, format):
+    model = get_model("SmolLM2-135M").model_copy(update={"layers": 1, "attention": ATTENTION})
+    store, setup = both_of(policy, format, 96, 192)
+    held = 96 if setup.kv_budget.evicts else 192
+    counted = cache_terms(model, setup).bytes(192.0)
+    pages = 0 if setup.kv_budget.evicts else store.bounds.nbytes
+    assert counted == store.kv.nbytes + pages == held * cached_token_bytes(ATTENTION, setup.kv, 1) + pages
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "quest"])
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
+def test_what_a_prompt_looked_for_is_kept_in_codes_too(policy, format):
+    qkv, chunks = told(300, needle=40, asked_from=240), [200, 60, *[1] * 40]
+    exact = read(plain(300), qkv, chunks)[-1]
+    found = read(both_of(policy, format, 96, 300)[0], qkv, chunks)[-1]
+    lost = read(both_of("streaming", format, 96, 300)[0], qkv, chunks)[-1]
+    assert (found > 0.8 * exact).all() and (lost < 10).all()
+
+
+@pytest.mark.parametrize("format", KERNEL_FORMATS)
+def test_bounds_of_a_quantized_page_hold_its_keys_as_they_are_stored(format):
+    store, _ = both_of("quest", format, 64, 96)
+    read(store, inputs(96), [70, *[1] * 26])
+    keys = store.kv.kv.dequantized()[0].view(-1, BLOCK, ATTENTION.head_dim)
+    bounds = torch.cat([keys.amax(1), -keys.amin(1)], dim=1)
+    torch.testing.assert_close(store.bounds.float(), bounds, rtol=2**-8, atol=0)
 
 
 # -- what is refused
@@ -261,7 +315,7 @@ def test_pages_take_the_bytes_that_the_roofline_counts_and_move_with_their_bound
         (["snapkv"], {"prefix_caching": True}, "SmolLM2-135M", "which a cache that evicts does not have"),
         (["snapkv"], {"preemption": "swap", "host_kv_gib": 1.0}, "SmolLM2-135M", "which a cache that evicts does"),
         (["snapkv"], {"disaggregation": Disaggregation()}, "SmolLM2-135M", "which a cache that evicts does not have"),
-        (["snapkv", "int8"], {}, "SmolLM2-135M", "kv_eviction of a cache in int8_head is predicted, not measured yet"),
+        (["snapkv", "kivi2"], {}, "SmolLM2-135M", "kivi2 keeps tokens in groups that share a scale"),
         (["quest"], {"block_size": 32}, "SmolLM2-135M", "pages of 16 tokens, but engine.block_size is 32"),
         ([], {"prefix_caching": True}, "Jamba-v0.1", "has recurrent states, which no block holds"),
     ],
