@@ -6,8 +6,10 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 5.0
+# What the name of a commit ends with where files differ from it.
+DIRTY = "-dirty"
 
 
 @cache
@@ -15,7 +17,7 @@ def commit() -> str | None:
     """The commit that is checked out, with `-dirty` where files differ from it; None where this is no checkout."""
     if not (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
         return None
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", f"--dirty={DIRTY}", "--abbrev=10", "--exclude=*"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -33,6 +33,16 @@ def seconds(value: float) -> str:
     return f"{digits(value / scale)} {unit}"
 
 
+def known_seconds(value: float | None) -> str:
+    """A time, and a dash where there is none."""
+    return "–" if value is None else seconds(value)
+
+
+def usd(value: float | None) -> str:
+    """A price in US dollars, and a dash where none is known."""
+    return "–" if value is None else f"${value:,.2f}"
+
+
 def milliseconds(value: float) -> str:
     """Always in ms, where numbers are compared down a column."""
     return f"{digits(value * 1e3)} ms"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from membound.app.checkout import DIRTY, ROOT, commit
 from membound.app.home import membound_home
 from membound.app.store import Store
 from membound.roofline.errors import MemboundError
@@ -106,12 +107,13 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _membound() -> dict[str, Any]:
-    root = Path(__file__).resolve().parents[2]
-    commit = dirty = None
-    if (root / ".git").exists():
-        commit = _first_line("git", "-C", str(root), "rev-parse", "--short", "HEAD")
-        dirty = _first_line("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") is not None
-    return {"version": _version_of("membound"), "commit": commit, "changed_since_commit": dirty, "folder": str(root)}
+    found = commit()
+    return {
+        "version": _version_of("membound"),
+        "commit": None if found is None else found.removesuffix(DIRTY),
+        "changed_since_commit": None if found is None else found.endswith(DIRTY),
+        "folder": str(ROOT),
+    }
 
 
 def _python() -> dict[str, Any]:

@@ -47,6 +47,12 @@ def point_label(point: Mapping[str, object], t: Translate) -> str:
     return t("sign.list").join(f"{path.rsplit('.', 1)[-1]} {value}" for path, value in point.items()) or t("point.only")
 
 
+def metric_title(metric: str, statistic: str | None, t: Translate) -> str:
+    """A metric with the statistic of its distribution, where it is one of a distribution."""
+    words = t(f"metric.{metric}")
+    return words if statistic is None else f"{words}{t('sign.comma')}{t(f'statistic.{statistic}')}"
+
+
 def by_point(rows: Sequence[Comparison], t: Translate) -> dict[str, list[Comparison]]:
     """Rows by the label of their point, in the order in which the points came."""
     groups: dict[str, list[Comparison]] = {}

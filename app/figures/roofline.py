@@ -13,7 +13,6 @@ from membound.app import text
 from membound.app.figures.template import (
     BLUE,
     BOUND_COLORS,
-    BOUND_MARKS,
     BOUND_SYMBOLS,
     GREEN,
     GREY,
@@ -30,12 +29,9 @@ from membound.roofline.hardware import HardwareSpec
 INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
 STEP_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)
 STEP_SYMBOLS = ("star", "star-diamond", "hourglass", "bowtie", "cross")
-# of the colours and symbols those before are for the step that moves and its plain engine
-PINNED_FROM = 2
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
 # markers with less of the step's time have no label, and a label names so many operators; hovering shows all
 LEAST_NAMED_SHARE, MOST_NAMES = 0.02, 3
-SLIDER_HEIGHT = 104
 # spaces that keep a name off the marker that it is anchored to
 NAME_INDENT = "\u2003" * 2
 
@@ -94,11 +90,12 @@ def roofline_figure(
         tickvals=x_ticks,
         ticktext=[f"{tick:,g}" for tick in x_ticks],
     )
-    _rates_axis(fig, *roofs.rate_range, t)
+    rates_axis(fig, *roofs.rate_range, t)
     return fig
 
 
-def _rates_axis(fig: go.Figure, low: float, high: float, t: Translate) -> None:
+def rates_axis(fig: go.Figure, low: float, high: float, t: Translate) -> None:
+    """The axis of FLOP/s, from `low` to `high`."""
     ticks = log_ticks(low, high)
     fig.update_yaxes(
         type="log",
@@ -188,12 +185,12 @@ def _same_rates(group: Sequence[tuple[str, float]]) -> dict[str, str]:
 
 
 def _draw_operators(fig: go.Figure, cost: StepCost, t: Translate) -> None:
-    for trace in _operator_traces(cost, list(BOUND_SYMBOLS), t):
+    for trace in operator_traces(cost, list(BOUND_SYMBOLS), t):
         if trace["x"]:
             fig.add_trace(trace)
 
 
-def _operator_traces(cost: StepCost, bounds: Sequence[str], t: Translate) -> list[dict[str, Any]]:
+def operator_traces(cost: StepCost, bounds: Sequence[str], t: Translate) -> list[dict[str, Any]]:
     """A trace for each bound, empty where nothing is held by it, and one that names the operators.
 
     Hollow markers, because they are predicted; an operator without FLOPs has no place on a log axis.
@@ -279,19 +276,19 @@ def _intensity(op: OperatorCost) -> float:
 
 
 def _draw_steps(fig: go.Figure, steps: Sequence[PlacedStep], t: Translate) -> None:
-    for trace in _step_traces(steps, t):
+    for trace in step_traces(steps, t):
         fig.add_trace(trace)
 
 
-def _step_traces(steps: Sequence[PlacedStep], t: Translate) -> list[dict[str, Any]]:
+def step_traces(steps: Sequence[PlacedStep], t: Translate) -> list[dict[str, Any]]:
     """A trace for each series of steps, with their intervals as error bars."""
     series = list(dict.fromkeys(step.series for step in steps))
-    return [
-        _series(index, name, [step for step in steps if step.series == name], t) for index, name in enumerate(series)
-    ]
+    placed = [[step for step in steps if step.series == name] for name in series]
+    return [series_trace(index, name, of, t) for index, (name, of) in enumerate(zip(series, placed, strict=True))]
 
 
-def _series(index: int, series: str, placed: Sequence[PlacedStep], t: Translate) -> dict[str, Any]:
+def series_trace(index: int, series: str, placed: Sequence[PlacedStep], t: Translate) -> dict[str, Any]:
+    """Steps of a series as hollow stars with their intervals."""
     costs = [step.cost for step in placed]
     rates, lows, highs = (
         [float(cost.flops / seconds(cost)) for cost in costs]
@@ -326,122 +323,6 @@ def _series(index: int, series: str, placed: Sequence[PlacedStep], t: Translate)
         ],
         "hoverinfo": "text",
     }
-
-
-# --- a step that moves ---
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the slider can put the step: a batch, and the steps that are drawn there, the last with its operators."""
-
-    batch: int
-    steps: tuple[PlacedStep, ...]
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """A step that stays where it is beside the one that moves; `roofs` are its device's where that is another one."""
-
-    step: PlacedStep
-    number: int
-    roofs: Roofs | None
-    device: str
-
-
-def moving_figure(
-    roofs: Roofs,
-    places: Sequence[Place],
-    batch: int,
-    t: Translate,
-    *,
-    height: int = 460,
-    pinned: Sequence[Pinned] = (),
-) -> go.Figure:
-    """The roofline of the step at `batch`, with a slider that moves it to others, drawn by the browser alone.
-
-    Every place has the same traces, so that what moves is their data and not the chart.
-    """
-    at = next(index for index, place in enumerate(places) if place.batch == batch)
-    fig = roofline_figure(roofs, (), t, height=height + SLIDER_HEIGHT)
-    _draw_pinned(fig, roofs, pinned, t)
-    fixed = len(fig.data)
-    held = {op.bound for place in places for op in place.steps[-1].cost.operators}
-    bounds = [bound for bound in BOUND_SYMBOLS if bound in held]
-    moving = [_moving_traces(place, bounds, roofs, t) for place in places]
-    fig.add_traces(moving[at])
-    indices = list(range(fixed, len(fig.data)))
-    fig.frames = [
-        go.Frame(name=str(place.batch), data=[_moved(trace) for trace in traces], traces=indices)
-        for place, traces in zip(places, moving, strict=True)
-    ]
-    at_once = {"mode": "immediate", "frame": {"duration": 0, "redraw": False}, "transition": {"duration": 0}}
-    steps = [
-        {"label": str(place.batch), "method": "animate", "args": [[str(place.batch)], at_once]} for place in places
-    ]
-    prefix = t("roofline.slide") + " "
-    fig.update_layout(
-        sliders=[{"active": at, "steps": steps, "currentvalue": {"prefix": prefix}, "pad": {"t": 66, "b": 4}}],
-        margin={"b": 56 + SLIDER_HEIGHT},
-    )
-    return fig
-
-
-def _draw_pinned(fig: go.Figure, roofs: Roofs, pinned: Sequence[Pinned], t: Translate) -> None:
-    """Pinned steps, each with a shape of its own, and the outline of each other device's roofs, named in the legend."""
-    others = {one.device: (one.number, one.roofs) for one in pinned if one.roofs is not None}
-    for device, (number, others_roofs) in others.items():
-        bandwidth, rate = max(others_roofs.bandwidths.values()), max(others_roofs.rates.values())
-        low, high = others_roofs.intensity_range
-        fig.add_scatter(
-            x=[low, rate / bandwidth, high],
-            y=[low * bandwidth, rate, rate],
-            mode="lines",
-            name=t("pins.roofs", device=device),
-            line={"color": STEP_COLORS[PINNED_FROM + number], "dash": "dashdot", "width": 1.5},
-            hovertemplate=f"{t('pins.roofs', device=device)}<extra></extra>",
-        )
-    for one in pinned:
-        fig.add_trace(_series(PINNED_FROM + one.number, one.step.series, [one.step], t))
-    if others:
-        ranges = [roofs.rate_range, *(held.rate_range for _, held in others.values())]
-        _rates_axis(fig, min(low for low, _ in ranges), max(high for _, high in ranges), t)
-
-
-def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Translate) -> list[dict[str, Any]]:
-    cost = place.steps[-1].cost
-    shares = cost.shares()
-    bound = cost.bottleneck
-    words = t(
-        "roofline.at",
-        batch=place.batch,
-        time=text.seconds(float(cost.time_s)),
-        bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
-        share=text.percent(float(shares[bound])),
-    )
-    said = {
-        "type": "scatter",
-        "x": [roofs.intensity_range[1]],
-        "y": [roofs.rate_range[0] * 1.5],
-        "mode": "text",
-        "text": [words],
-        "textposition": "top left",
-        "textfont": {"size": 14},
-        "cliponaxis": False,
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    return [*_operator_traces(cost, bounds, t), *_step_traces(place.steps, t), said]
-
-
-def _moved(trace: dict[str, Any]) -> dict[str, Any]:
-    """What of a trace differs from place to place."""
-    changed: dict[str, Any] = {
-        key: trace[key] for key in ("type", "x", "y", "text", "customdata", "hovertext", "error_y") if key in trace
-    }
-    if isinstance(trace.get("marker", {}).get("size"), list):
-        changed["marker"] = {"size": trace["marker"]["size"]}
-    return changed
 
 
 def rate_of(op: OperatorCost) -> float:

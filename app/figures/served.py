@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from membound.app import text
-from membound.app.figures.comparison import point_label
+from membound.app.figures.comparison import metric_title, point_label
 from membound.app.figures.template import MEASURED, PREDICTED, TEMPLATE, translucent
 from membound.app.i18n import Translate
 
@@ -19,8 +19,7 @@ SIDE = 0.12  # predicted stands left of measured
 
 def named(row: Row, t: Translate) -> str:
     """The metric of a row, with the statistic of its distribution."""
-    words, statistic = t(f"metric.{row['metric']}"), row["statistic"]
-    return words if statistic is None else f"{words}{t('sign.comma')}{t(f'statistic.{statistic}')}"
+    return metric_title(row["metric"], row["statistic"], t)
 
 
 def value(row: Row, number: float) -> str:

@@ -32,11 +32,15 @@ def rate_figure(points: Sequence[SweepPoint], batch: int, t: Translate) -> go.Fi
     _line(fig, batches, [p.tokens_per_s for p in points], t("sweep.predicted"), BLUE, "dash")
     memory = [p.memory_roof_tokens_per_s for p in points]
     compute = [p.compute_roof_tokens_per_s for p in points]
-    _line(fig, batches, memory, t("sweep.memory_roof"), ORANGE, "solid", markers=False)
-    _line(fig, batches, compute, t("sweep.compute_roof"), VERMILLION, "dot", markers=False)
+    highest = 1.25 * max(p.high_tokens_per_s for p in points)
+    for roof, name, color, dash in (
+        (memory, "memory_roof", ORANGE, "solid"),
+        (compute, "compute_roof", VERMILLION, "dot"),
+    ):
+        if min(roof) < highest:  # the legend names what the chart shows
+            _line(fig, batches, roof, t(f"sweep.{name}"), color, dash, markers=False)
     _batch_axis(fig, batches, batch, t)
-    highest = max(p.high_tokens_per_s for p in points)
-    fig.update_yaxes(title=t("sweep.rate_y"), range=[0, highest * 1.25], exponentformat="none")
+    fig.update_yaxes(title=t("sweep.rate_y"), range=[0, highest], exponentformat="none")
     return fig
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from membound.app import text
-from membound.app.figures.comparison import point_label, technique_title
+from membound.app.figures.comparison import metric_title, point_label, technique_title
 from membound.app.figures.template import BLUE, GREEN, GREY, VERMILLION, figure
 from membound.app.i18n import Translate
 from membound.app.two_runs import BASELINE, Key, Pair, Value
@@ -30,9 +30,7 @@ def named(key: Key, t: Translate) -> str:
     if key.technique != BASELINE:
         words = t("two.gain", technique=technique_title(key.technique, t), metric=t(f"short.{key.metric}"))
     else:
-        words = t(f"metric.{key.metric}")
-        if key.statistic is not None:
-            words = f"{words}{t('sign.comma')}{t(f'statistic.{key.statistic}')}"
+        words = metric_title(key.metric, key.statistic, t)
     return f"{words} · {point_label(dict(key.point), t)}" if key.point else words
 
 

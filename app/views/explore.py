@@ -10,7 +10,7 @@ import streamlit as st
 
 from membound.app import text
 from membound.app.configurations import Configuration
-from membound.app.figures import memory, roofline, sweep
+from membound.app.figures import memory, moving_roofline, roofline, sweep
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.app.views import choices, pins, states, tables
@@ -124,9 +124,9 @@ def _fit(point: OperatingPoint, t: Translate) -> None:
         )
 
 
-def _moving_figure(point: OperatingPoint, pinned: Sequence[roofline.Pinned], t: Translate) -> go.Figure:
-    places = [roofline.Place(other.batch, tuple(_steps(other, t))) for other in point.at_batches]
-    return roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t, pinned=pinned)
+def _moving_figure(point: OperatingPoint, pinned: Sequence[moving_roofline.Pinned], t: Translate) -> go.Figure:
+    places = [moving_roofline.Place(other.batch, tuple(_steps(other, t))) for other in point.at_batches]
+    return moving_roofline.moving_figure(roofline.roofs_of(point.hardware), places, point.batch, t, pinned=pinned)
 
 
 def _roofline(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:

@@ -11,7 +11,8 @@ import streamlit as st
 from membound.app import text
 from membound.app.configurations import Configuration, read, told_apart
 from membound.app.figures.comparison import technique_title
-from membound.app.figures.roofline import Pinned, PlacedStep, roofs_of
+from membound.app.figures.moving_roofline import Pinned
+from membound.app.figures.roofline import PlacedStep, roofs_of
 from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.app.views import linked

@@ -36,7 +36,7 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
     t = translate()
     gains = [row for row in rows if row.technique != "baseline"]
     baselines = [row for row in rows if row.technique == "baseline"]
-    conditions = "; ".join(dict.fromkeys(said(row.conditions, t) for row in rows))
+    conditions = t("sign.semicolon").join(dict.fromkeys(said(row.conditions, t) for row in rows))
     left, right = st.columns([1, 2.4], gap="medium")
     with left:
         st.header(t("results.baseline"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import string
-from functools import cache
+from functools import cache, lru_cache
 
 from membound.app.i18n import Translate, sentences
 
@@ -24,11 +24,20 @@ COUNTS = (
 
 def said(message: str, t: Translate) -> str:
     """A worker's sentence translated; as it is where no sentence of the catalog matches."""
+    name, values = _parsed(message)
+    if name is None:
+        return message
+    return t(f"says.{name}", **{key: said(value, t) if key in NESTED else value for key, value in values.items()})
+
+
+@lru_cache(maxsize=4096)
+def _parsed(message: str) -> tuple[str | None, dict[str, str]]:
+    """The sentence of the catalog that a message is, and what stands in its placeholders; a page says the same ones
+    again and again."""
     for name, pattern in _patterns():
         if found := pattern.fullmatch(message):
-            values = {key: said(value, t) if key in NESTED else value for key, value in found.groupdict().items()}
-            return t(f"says.{name}", **values)
-    return message
+            return name, found.groupdict()
+    return None, {}
 
 
 @cache

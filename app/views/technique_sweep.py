@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pandas as pd
 import streamlit as st
@@ -34,7 +35,9 @@ GUESSES = 4
 NEARLY_ALL = 0.9
 
 
+@st.fragment
 def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> None:
+    """The gains over batch or context; what is swept, and over what, changes no more of the page than this."""
     st.header(t("techniques.sweep"))
     with st.container(horizontal=True, vertical_alignment="bottom"):
         axis = fields.one_of("choice", "over", AXES, AXES[0], t, lambda name: t(f"techniques.over_{name}"))
@@ -45,8 +48,7 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
         return
     points = choice.over(axis)
     xs = [point.batch if axis == "batch" else point.context for point in points]
-    asked = (choice.sweep_key(axis), tuple(names), drafts)
-    found = background.answer(background.ask(asked, swept, points, names, drafts == "fixed"), "techniques_sweep")
+    found = background.answer(_asked(choice, axis, drafts, names), "techniques_sweep")
     if found is None:
         return
     curves = {name: _curve(choice, name, xs, [effects[name] for effects in found], t) for name in names}
@@ -76,9 +78,29 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
     st.markdown("\n".join(f"- {line}" for line in words))
 
 
+def ask_ahead(choice: EngineChoice) -> None:
+    """Asks what the sweep will ask, so that it is computed beside what the page asks before it."""
+    axis, drafts = (
+        linked.seed("over", linked.one_of(AXES), AXES[0]),
+        linked.seed("drafts", linked.one_of(DRAFTS), DRAFTS[0]),
+    )
+    names = linked.seed("sweep", linked.some_of(TECHNIQUES), list(_usual(choice)))
+    if names:
+        _asked(choice, axis, drafts, names[:MOST_SWEPT])
+
+
+def _asked(choice: EngineChoice, axis: str, drafts: str, names: list[str]) -> Future[list[dict[str, Effect]]]:
+    asked = (choice.sweep_key(axis), tuple(names), drafts)
+    return background.ask(asked, swept, choice.over(axis), names, drafts == "fixed")
+
+
+def _usual(choice: EngineChoice) -> list[str]:
+    return SWEPT if choice.device.calibration is None else SWEPT_HERE
+
+
 def _swept(choice: EngineChoice, t: Translate) -> list[str]:
     """Which techniques are drawn over the axis; as many as have a style of their own."""
-    usual = SWEPT if choice.device.calibration is None else SWEPT_HERE
+    usual = _usual(choice)
     linked.seed("sweep", linked.some_of(TECHNIQUES), list(usual))
     chosen: list[str] = st.pills(
         t("techniques.swept"),

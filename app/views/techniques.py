@@ -21,7 +21,7 @@ from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.app.views.technique_cards import technique_cards
-from membound.app.views.technique_sweep import experts_read, technique_sweep
+from membound.app.views.technique_sweep import ask_ahead, experts_read, technique_sweep
 from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
@@ -45,6 +45,7 @@ def page() -> None:
         with st.container(border=True):
             choice = choose_formats(choose_engine(t), t)
         known = background.ask(choice.effects_key, effects_of, choice, tuple(TECHNIQUES))
+        ask_ahead(choice)
         effects = background.answer(known, "techniques")
     except MemboundError as error:
         states.problem(str(error), t("techniques.error_help"))

@@ -45,7 +45,7 @@ def _published(t: Translate) -> None:
     kept = int((promises["reached"] <= promises["promised"]).sum())
     whole, missed = len(listed[0].table), listed[0].missed
     st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole))
-    st.write(t("validate.published_missed", missed="; ".join(said(what, t) for what in missed)))
+    st.write(t("validate.published_missed", missed=t("sign.semicolon").join(said(what, t) for what in missed)))
     kernels, runs = judged.counts(listed[0])
     st.write(t("validate.published_said", kernels=kernels, runs=runs))
     promises["what"] = [said(what, t) for what in promises["what"]]

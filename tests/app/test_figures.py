@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from membound.app.figures import comparison, live, memory, roofline, sweep
+from membound.app.figures import comparison, live, memory, moving_roofline, roofline, sweep
 from membound.app.figures.template import BOUND_COLORS, BOUND_MARKS, BOUND_SYMBOLS
 from membound.app.i18n import Translate
 from membound.roofline import hardware, models
@@ -66,20 +66,20 @@ def test_labels_name_what_takes_long_and_count_the_rest() -> None:
     assert all(label.count(",") < roofline.MOST_NAMES for label in labels)
 
 
-def _places(device: hardware.HardwareSpec) -> list[roofline.Place]:
+def _places(device: hardware.HardwareSpec) -> list[moving_roofline.Place]:
     points = [_point(device, batch=batch) for batch in (1, 8, 512)]
-    return [roofline.Place(point.batch, (roofline.PlacedStep("s", "", point.cost),)) for point in points]
+    return [moving_roofline.Place(point.batch, (roofline.PlacedStep("s", "", point.cost),)) for point in points]
 
 
 def test_the_slider_moves_the_step_to_where_it_would_be_drawn(device: hardware.HardwareSpec) -> None:
     """Every frame is the figure of its batch, trace by trace."""
     places = _places(device)
-    fig = roofline.moving_figure(roofline.roofs_of(device), places, 8, T)
+    fig = moving_roofline.moving_figure(roofline.roofs_of(device), places, 8, T)
     assert [frame.name for frame in fig.frames] == ["1", "8", "512"]
     assert [step.label for step in fig.layout.sliders[0].steps] == ["1", "8", "512"]
     assert fig.layout.sliders[0].steps[fig.layout.sliders[0].active].label == "8"
     for place, frame in zip(places, fig.frames, strict=True):
-        still = roofline.moving_figure(roofline.roofs_of(device), places, place.batch, T)
+        still = moving_roofline.moving_figure(roofline.roofs_of(device), places, place.batch, T)
         assert len(frame.data) == len(frame.traces)
         for index, moved in zip(frame.traces, frame.data, strict=True):
             for key in ("x", "y", "text", "hovertext", "customdata"):
@@ -89,7 +89,7 @@ def test_the_slider_moves_the_step_to_where_it_would_be_drawn(device: hardware.H
 
 def test_the_slider_says_what_the_step_takes_and_what_binds_it(device: hardware.HardwareSpec) -> None:
     places = _places(device)
-    fig = roofline.moving_figure(roofline.roofs_of(device), places, 1, T)
+    fig = moving_roofline.moving_figure(roofline.roofs_of(device), places, 1, T)
     for place, frame in zip(places, fig.frames, strict=True):
         (said,) = frame.data[-1].text
         cost = place.steps[-1].cost

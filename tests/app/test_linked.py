@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import open_page
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs
@@ -48,13 +49,6 @@ def _asked_here(key: object, function: Callable[..., Any], *arguments: object) -
     return future
 
 
-def _page(name: str, **query: str) -> AppTest:
-    at = AppTest.from_string(f"from membound.app.views import {name}\n{name}.page()", default_timeout=60)
-    for key, value in query.items():
-        at.query_params[key] = value
-    return at.run()
-
-
 def _widgets(at: AppTest) -> Iterator[tuple[str, tuple[str, frozenset[str]]]]:
     """The key of each widget, with its kind and its options as they are shown."""
     for kind in WIDGETS:
@@ -67,7 +61,7 @@ def test_no_two_pages_give_one_key_two_meanings(home: Path) -> None:
     """A key is the session's: a page that knows other options drops what was chosen, or pasted, on another one."""
     held: dict[str, tuple[str, str, frozenset[str]]] = {}
     for name, query in PAGES:
-        at = _page(name, **query)
+        at = open_page(name, **query)
         assert not at.exception
         for key, (kind, options) in _widgets(at):
             page, other_kind, others = held.setdefault(key, (name, kind, options))
@@ -108,7 +102,7 @@ def test_what_was_chosen_holds_where_the_address_says_nothing_that_the_page_know
 
 
 def test_a_choice_on_an_open_page_wins_over_the_address_that_opened_it() -> None:
-    at = _page("explore", batch="32")
+    at = open_page("explore", batch="32")
     assert at.segmented_control(key="batch").value == 32
     at.segmented_control(key="batch").set_value(4).run()
     at.query_params["batch"] = "32"  # as a browser sends it that has not yet been told of the choice

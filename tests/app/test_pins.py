@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
 from membound.app.configurations import Configuration, read, told_apart
-from membound.app.figures import roofline
+from membound.app.figures import moving_roofline, roofline
 from membound.app.i18n import Translate
 from membound.app.views import pins
 from membound.roofline import hardware, models
@@ -100,8 +100,8 @@ def test_four_are_compared_at_most_and_each_has_its_shape(home: Path, language: 
     at = _explore(pins=",".join(written), lang=language)
     assert not at.exception and not at.error
     assert len(at.table[0].value) == 1 + pins.MOST_PINS and at.button(key="pin").disabled
-    symbols = [roofline.STEP_SYMBOLS[roofline.PINNED_FROM + number] for number in range(pins.MOST_PINS)]
-    assert len(set(symbols) | set(roofline.STEP_SYMBOLS[: roofline.PINNED_FROM])) == pins.MOST_PINS + 2
+    symbols = [roofline.STEP_SYMBOLS[moving_roofline.PINNED_FROM + number] for number in range(pins.MOST_PINS)]
+    assert len(set(symbols) | set(roofline.STEP_SYMBOLS[: moving_roofline.PINNED_FROM])) == pins.MOST_PINS + 2
 
 
 def test_a_pin_whose_device_cannot_be_had_says_why(home: Path) -> None:
@@ -119,8 +119,8 @@ def test_another_devices_roofs_are_drawn_and_in_view(home: Path) -> None:
     (drawn,) = pins.placed(rows, t)
     assert drawn.roofs is not None
     point = present.point()
-    places = [roofline.Place(8, (roofline.PlacedStep("this", "", point.cost),))]
-    fig = roofline.moving_figure(roofline.roofs_of(point.hardware), places, 8, t, pinned=[drawn])
+    places = [moving_roofline.Place(8, (roofline.PlacedStep("this", "", point.cost),))]
+    fig = moving_roofline.moving_figure(roofline.roofs_of(point.hardware), places, 8, t, pinned=[drawn])
     low, high = (10**exponent for exponent in fig.layout.yaxis.range)
     seen = [trace for trace in fig.data if trace.name in (drawn.step.series, t("pins.roofs", device=drawn.device))]
     assert len(seen) == 2 and all(low <= rate <= high for trace in seen for rate in list(trace.y)[-1:])

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 from membound.app import judged
-from membound.app.i18n import Translate
+from membound.app.i18n import Translate, sentences
 from membound.app.views.said import said
+from membound.roofline.hardware import catalog
 from membound.roofline.scenario import Slo
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.moves import quality_of
+from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import Demand
 from membound.simulator.planning.sensitivity import changes_of
-from membound.simulator.steady import Lengths
 
 ROOT = Path(__file__).parents[2]
 # what jobs of the dashboard run, as far as it tells how far it is
@@ -35,6 +36,7 @@ REFUSERS = [
 ]
 SAYS = {"progress", "report", "Part", "LiveObserver", "_measure"}
 EN, ZH = Translate("en"), Translate("zh")
+QUICK_NOTE = sentences("en")["says.quickly"]
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 
 
@@ -131,13 +133,30 @@ def test_what_a_sentence_holds_is_said_too_and_names_are_not() -> None:
         "21 runs were repeated because other programs held up their threads",
         "10 of 135 cells stayed disturbed by other programs: close them",
         "SmolLM2-135M, pretrained weights, Intel(R) Xeon(R) Processor, 2 threads, 3 repeats",
+        "requests were turned away; request 7, because 40 requests wait, and at most 32 may",
+        "requests were turned away; request 0, because 9000 tokens are more than the 8192 of the model's context; give "
+        "shorter requests",
+        "the requests cover 09:00 to 09:40 of the day: 3.2 arrivals/s, of a mean of 2; workload.arrivals.start_s says "
+        "where the run begins, workload.requests how far it gets",
+        "times of steps are within ±12%: from this machine's calibration",
+        "prefill engines busy 81% of the time, decode engines 40%, links 3%",
+        QUICK_NOTE,
     ],
 )
 def test_what_is_noted_of_a_run_is_said_in_chinese(note: str) -> None:
     told = said(note, ZH)
     assert CHINESE.search(told) and said(note, EN) == note
     assert sorted(re.findall(r"\d+", told)) == sorted(re.findall(r"\d+", note))
-    assert not re.search(r"held up|repeated|attributed|stayed", told)
+    assert not re.search(r"held up|repeated|attributed|stayed|turned away|because|cover|measured", told)
+
+
+def test_who_lists_a_price_is_said_in_chinese() -> None:
+    prices = [device.price for device in catalog().values() if device.price is not None]
+    assert prices
+    for price in prices:
+        told = said(price.source, ZH)
+        assert CHINESE.search(told) or " " not in price.source.partition(", ")[2], price.source
+        assert not re.search(r"transcribed|recorded|on demand|starting|whole instance|as of", told), told
 
 
 def test_the_rows_of_the_published_promises_have_chinese_names() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streamlit.testing.v1 import AppTest
+from pages import open_page, words_of
 
 from membound.app import jobs, served, tasks
 from membound.app.i18n import Translate
@@ -67,25 +67,13 @@ def _ran(store: Store, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {"job": job_id, **result}
 
 
-def _page(**query: str) -> AppTest:
-    at = AppTest.from_string("from membound.app.views import live\nlive.page()", default_timeout=30)
-    for key, value in query.items():
-        at.query_params[key] = value
-    return at.run()
-
-
-def _words(at: AppTest) -> str:
-    shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error, *at.text]
-    return "\n".join(str(element.value) for element in shown)
-
-
 def test_a_comparison_at_a_server_is_kept_and_shown_predicted_beside_measured(store: Store, fake: Any) -> None:
     with fake.serving(lambda exchange: fake.well(exchange, gap_s=0.002)) as server:
         done = _ran(store, "compare", {"scenario": SCENARIO, "endpoint": {"url": server.url}})
     assert {row["metric"] for row in done["metrics"]} >= {"tpot_s", "ttft_s", "e2e_s"}
     assert store.run(done["run_id"]).kind == "compare"
     for query in ({"job": done["job"]}, {"run": done["run_id"]}, {"job": done["job"], "lang": "zh"}):
-        at = _page(**query)
+        at = open_page("live", **query)
         assert not at.exception and not at.error
         table = at.dataframe[0].value
         assert len(table) == len(done["metrics"])
@@ -150,8 +138,8 @@ def test_the_key_of_a_variable_set_for_it_is_sent_and_kept_nowhere(
 
 
 def test_live_asks_a_server_with_what_its_fields_hold(store: Store) -> None:
-    at = _page(scenario="plan-70b", kind="compare", machine="endpoint")
-    assert T("live.endpoint_empty") in _words(at) and at.button(key="run").disabled
+    at = open_page("live", scenario="plan-70b", kind="compare", machine="endpoint")
+    assert T("live.endpoint_empty") in words_of(at) and at.button(key="run").disabled
     at.text_input(key="endpoint").set_value("http://127.0.0.1:8000").run()
     at.text_input(key="served").set_value("llama").run()
     assert at.query_params["endpoint"] in (["http://127.0.0.1:8000"], "http://127.0.0.1:8000")
@@ -165,7 +153,9 @@ def test_live_asks_a_server_with_what_its_fields_hold(store: Store) -> None:
 
 def test_a_link_names_a_server_and_never_a_key(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMBOUND_KEY_TEST", "x")
-    at = _page(scenario="plan-70b", machine="endpoint", endpoint="http://127.0.0.1:8000", key_env="MEMBOUND_KEY_TEST")
+    at = open_page(
+        "live", scenario="plan-70b", machine="endpoint", endpoint="http://127.0.0.1:8000", key_env="MEMBOUND_KEY_TEST"
+    )
     assert at.text_input(key="endpoint").value == "http://127.0.0.1:8000"
     assert not at.text_input(key="key_env").value
     at.text_input(key="key_env").set_value("MEMBOUND_KEY_TEST").run()
@@ -178,11 +168,11 @@ def test_a_link_names_a_server_and_never_a_key(store: Store, monkeypatch: pytest
 def test_a_gpu_can_be_calibrated_from_the_page_and_chosen(
     store: Store, monkeypatch: pytest.MonkeyPatch, language: str, tmp_path: Path
 ) -> None:
-    assert "gpu" not in _page(lang=language).segmented_control(key="machine").options
+    assert "gpu" not in open_page("live", lang=language).segmented_control(key="machine").options
     driver = tmp_path / "nvidia0"
     driver.touch()
     monkeypatch.setattr(devices, "GPU_FILES", (driver,))
-    at = _page(lang=language, machine="gpu")
+    at = open_page("live", lang=language, machine="gpu")
     t = Translate(language)
     assert at.button(key="run").disabled
     assert at.button(key="calibrate").label == t("live.calibrate", machine=t("live.machine_gpu"))
@@ -192,6 +182,6 @@ def test_a_gpu_can_be_calibrated_from_the_page_and_chosen(
 
 
 def test_a_scenario_for_another_device_is_not_started_here(store: Store) -> None:
-    at = _page(scenario="plan-70b", kind="measure")
+    at = open_page("live", scenario="plan-70b", kind="measure")
     assert at.button(key="run").disabled
-    assert T("live.for_other", hardware="#").partition("#")[0] in _words(at)
+    assert T("live.for_other", hardware="#").partition("#")[0] in words_of(at)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
-from streamlit.testing.v1 import AppTest
+from pages import open_page, words_of
 
 from membound.app import jobs, two_runs
 from membound.app import store as stores
@@ -86,18 +86,6 @@ def _compared(store: Store, tpot_s: float, gain: float, points: tuple[int, ...] 
     )  # fmt: skip
 
 
-def _page(**query: str) -> AppTest:
-    at = AppTest.from_string("from membound.app.views import live\nlive.page()", default_timeout=30)
-    for key, value in query.items():
-        at.query_params[key] = value
-    return at.run()
-
-
-def _words(at: AppTest) -> str:
-    shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error, *at.text]
-    return "\n".join(str(element.value) for element in shown)
-
-
 def test_two_measurements_are_compared_number_by_number(store: Store) -> None:
     a, b = store.run(_measured(store, 0.02)), store.run(_measured(store, 0.01, threads=4, format="int8", requests=48))
     found = {(pair.key.metric, pair.key.statistic): pair for pair in two_runs.pairs(a, b)}
@@ -162,7 +150,7 @@ def test_a_part_that_only_one_has_is_one_difference(document: dict[str, Any], pa
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_a_link_is_the_comparison(store: Store, language: str) -> None:
     a, b = _measured(store, 0.02), _measured(store, 0.01, threads=4, format="int8")
-    at = _page(a=a, b=b, lang=language)
+    at = open_page("live", a=a, b=b, lang=language)
     t = Translate(language)
     assert not at.exception and not at.error
     numbers, (scenario, conditions) = at.dataframe[0].value, (table.value for table in at.table)
@@ -173,26 +161,28 @@ def test_a_link_is_the_comparison(store: Store, language: str) -> None:
 
 def test_choosing_two_runs_writes_the_link(store: Store) -> None:
     a, b = _measured(store, 0.02), _compared(store, 0.02, 1.8)
-    at = _page()
-    assert T("two.choose") in _words(at)
+    at = open_page("live")
+    assert T("two.choose") in words_of(at)
     at.selectbox(key="a").set_value(a).run()
     at.selectbox(key="b").set_value(a).run()
-    assert T("two.same_run") in _words(at)
+    assert T("two.same_run") in words_of(at)
     at.selectbox(key="b").set_value(b).run()
     assert not at.exception and at.dataframe and at.table
     assert [str(at.query_params[key]).strip("[]'") for key in ("a", "b")] == [a, b]
 
 
 def test_what_cannot_be_compared_is_said(store: Store) -> None:
-    assert T("history.empty") in _words(_page())
+    assert T("history.empty") in words_of(open_page("live"))
     one = _measured(store, 0.02, users=32)
-    assert T("two.empty") in _words(_page())
+    assert T("two.empty") in words_of(open_page("live"))
     other = _compared(store, 0.02, 1.8)
-    at = _page(a=one, b=other)
-    assert T("two.nothing_shared") in _words(at) and not at.exception
-    assert T("two.missing", run="20200101-000000-abcdef") in _words(_page(a="20200101-000000-abcdef", b=one))
+    at = open_page("live", a=one, b=other)
+    assert T("two.nothing_shared") in words_of(at) and not at.exception
+    assert T("two.missing", run="20200101-000000-abcdef") in words_of(
+        open_page("live", a="20200101-000000-abcdef", b=one)
+    )
     (store.run(other).folder / "scenario.yaml").unlink()
-    assert T("two.unreadable") in _words(_page(a=one, b=other))
+    assert T("two.unreadable") in words_of(open_page("live", a=one, b=other))
 
 
 def test_measured_runs_stay_in_the_history_whatever_else_was_asked(store: Store) -> None:
@@ -200,7 +190,7 @@ def test_measured_runs_stay_in_the_history_whatever_else_was_asked(store: Store)
     for _ in range(120):
         job = store.submit_job("plan", {"digest": "x"})
         store.finish_job(job, "done", result={"run_id": "x"})
-    assert any(button.key == f"open_{kept}" for button in _page().button)
+    assert any(button.key == f"open_{kept}" for button in open_page("live").button)
 
 
 def test_the_history_reads_no_results_and_shows_more_when_asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +203,7 @@ def test_the_history_reads_no_results_and_shows_more_when_asked(store: Store, mo
 
     read = stores._job
     monkeypatch.setattr(stores, "_job", lambda row: pytest.fail("a result was read") if row["result"] else read(row))
-    at = _page()
+    at = open_page("live")
     opened = [button for button in at.button if str(button.key).startswith("open_")]
     assert len(opened) == history.SHOWN and opened[0].key == f"open_{failed}"
     at.button(key="more").click().run()
@@ -222,8 +212,8 @@ def test_the_history_reads_no_results_and_shows_more_when_asked(store: Store, mo
     at.button(key="more").click().run()
     assert sum(str(button.key).startswith("open_") for button in at.button) == 31
     assert not any(button.key == "more" for button in at.button)
-    assert sum(str(b.key).startswith("open_") for b in _page(lines="20").button) == 20
-    assert not _page(lines="-3").exception
+    assert sum(str(b.key).startswith("open_") for b in open_page("live", lines="20").button) == 20
+    assert not open_page("live", lines="-3").exception
 
 
 @given(some.lists(some.floats(0.001, 1000.0), min_size=1, max_size=6), some.floats(0.0, 2.0))

@@ -11,13 +11,15 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import open_page, words_of
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs, text, uploads
 from membound.app.i18n import Translate
 from membound.app.store import Job, Store
 from membound.app.tasks import run_max_rate, run_plan, run_policies, run_validate
-from membound.app.views import asked, plan, scenario_choice, traffic
+from membound.app.views import asked, plan_tables, plan_words, scenario_choice, traffic
+from membound.app.views.said import said
 from membound.app.worker import JobContext
 from membound.roofline.errors import MemboundError
 from membound.roofline.reading.plain_yaml import parse_yaml
@@ -56,18 +58,6 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     return Store(tmp_path)
 
 
-def _page(name: str, **query: str) -> AppTest:
-    at = AppTest.from_string(f"from membound.app.views import {name}\n{name}.page()", default_timeout=60)
-    for key, value in query.items():
-        at.query_params[key] = value
-    return at.run()
-
-
-def _words(at: AppTest) -> str:
-    shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error]
-    return "\n".join(str(element.value) for element in shown)
-
-
 def _work(store: Store, job: Job) -> None:
     """Does what the job's worker would do."""
     assert store.start_job(job.id)
@@ -77,7 +67,7 @@ def _work(store: Store, job: Job) -> None:
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("name", ["simulate", "plan", "validate"])
 def test_a_page_works_from_an_empty_store_in_both_languages(store: Store, name: str, language: str) -> None:
-    at = _page(name, lang=language)
+    at = open_page(name, lang=language)
     assert not at.exception and not at.error
     assert at.title[0].value == Translate(language)(f"{name}.title")
 
@@ -85,13 +75,13 @@ def test_a_page_works_from_an_empty_store_in_both_languages(store: Store, name: 
 @pytest.mark.parametrize("name", ["simulate", "plan"])
 def test_the_defaults_are_asked_once_whoever_opens_the_page(store: Store, name: str) -> None:
     for _ in range(3):
-        at = _page(name)
+        at = open_page(name)
     assert [job.kind for job in store.jobs()] == [KINDS[name]]
     assert at.button(key=f"cancel_{store.jobs()[0].id}").label == T("job.cancel")
 
 
 def test_other_choices_wait_for_the_button(store: Store) -> None:
-    at = _page("simulate", **SMALL_RUN)
+    at = open_page("simulate", **SMALL_RUN)
     assert store.jobs() == []
     at.button(key="ask_policies").click().run()
     (job,) = store.jobs("policies")
@@ -101,15 +91,15 @@ def test_other_choices_wait_for_the_button(store: Store) -> None:
 
 
 def test_a_simulation_is_shown_to_whoever_asks_the_same(store: Store) -> None:
-    _page("simulate", **SMALL_RUN).button(key="ask_policies").click().run()
+    open_page("simulate", **SMALL_RUN).button(key="ask_policies").click().run()
     _work(store, store.jobs("policies")[0])
-    at = _page("simulate", **SMALL_RUN)
+    at = open_page("simulate", **SMALL_RUN)
     assert not at.exception and not at.error
     summary = (store.runs("policies")[0].comparison() or {})["cases"][0]["summary"]
     share = f"{100 * summary['slo_attainment']:.1f} %"
-    assert T("simulate.answer", share=share, kept=T("simulate.both_objectives")) in _words(at)
+    assert T("simulate.answer", share=share, kept=T("simulate.both_objectives")) in words_of(at)
     assert list(at.dataframe[0].value.columns) == [T("simulate.c_metric"), "as chosen", "static"]
-    other = _page("simulate", **(SMALL_RUN | {"rate": "5.0"}))
+    other = open_page("simulate", **(SMALL_RUN | {"rate": "5.0"}))
     assert not other.header, "another question has no answer yet"
 
 
@@ -117,9 +107,9 @@ def _own(store: Store, **changes: Any) -> AppTest:
     """Simulate with a scenario of somebody's own, answered."""
     scenario = parse_yaml(OWN, "own") | changes
     asked = {"from": "own", "yaml": scenario_choice.packed(yaml.safe_dump(scenario))}
-    _page("simulate", **asked).button(key="ask_policies").click().run()
+    open_page("simulate", **asked).button(key="ask_policies").click().run()
     _work(store, store.jobs("policies")[0])
-    at = _page("simulate", **asked)
+    at = open_page("simulate", **asked)
     assert not at.exception and not at.error
     return at
 
@@ -138,7 +128,7 @@ def test_only_objectives_that_are_given_are_said_to_be_kept(
     store: Store, slo: dict[str, float], kept: str | None
 ) -> None:
     at = _own(store, slo=slo)
-    words, rows = _words(at), [row for frame in at.dataframe for row in frame.value.iloc[:, 0].astype(str)]
+    words, rows = words_of(at), [row for frame in at.dataframe for row in frame.value.iloc[:, 0].astype(str)]
     if kept is None:
         assert at.header[0].value == "20 of 20 requests are answered; no objective is given."
     else:
@@ -165,37 +155,37 @@ def test_the_conditions_of_a_cluster_count_the_devices_of_each_group(
 
 
 def test_a_plan_says_how_many_of_each_device(store: Store) -> None:
-    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    open_page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
     _work(store, store.jobs("plan")[0])
-    at = _page("plan", **SMALL_PLAN)
+    at = open_page("plan", **SMALL_PLAN)
     assert not at.exception and not at.error
     best = (store.runs("plan")[0].comparison() or {})["devices"][0]["best"]
     assert at.header[0].value.startswith(f"{best['gpus']} × H100-SXM5, ${best['usd_per_h']:.2f} an hour")
     assert [(card.label, card.value) for card in at.metric] == [("H100-SXM5", f"{best['gpus']} GPUs")]
 
 
-def test_a_chinese_plan_has_no_english_sentence_but_the_sources_of_prices(store: Store) -> None:
-    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+def test_a_chinese_plan_has_no_english_sentence_but_the_names_of_who_lists_prices(store: Store) -> None:
+    open_page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
     _work(store, store.jobs("plan")[0])
-    at = _page("plan", **SMALL_PLAN, lang="zh")
+    at = open_page("plan", **SMALL_PLAN, lang="zh")
     devices = (store.runs("plan")[0].comparison() or {})["devices"]
-    sources = {text.plain(one["best"]["price"]["source"]) for one in devices}
-    tables = [str(cell) for frame in at.dataframe for cell in frame.value.to_numpy().ravel()]
-    for words in (*_words(at).split("\n"), *tables):
+    sources = {text.plain(said(one["best"]["price"]["source"], Translate("zh"))) for one in devices}
+    tables = [str(cell) for frame in (*at.dataframe, *at.table) for cell in frame.value.to_numpy().ravel()]
+    for words in (*words_of(at).split("\n"), *tables):
         for source in sources:
             words = words.replace(source, "")
         assert not re.search(r"(?:[A-Za-z][\w'-]*[ ,;:]+){3,}[A-Za-z]", words), words
 
 
 def test_a_plan_says_whether_it_holds_at_the_upper_end_of_its_times(store: Store) -> None:
-    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    open_page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
     _work(store, store.jobs("plan")[0])
-    at = _page("plan", **SMALL_PLAN)
+    at = open_page("plan", **SMALL_PLAN)
     end = (store.runs("plan")[0].comparison() or {})["devices"][0]["best"]["upper_end"]
     held = "holds" if end["meets_slo"] else "more" if end["gpus_that_meet_it"] else "never"
     error = text.percent(end["relative_error"])
-    assert T(f"plan.upper_end_{held}", error=error, gpus=end["gpus_that_meet_it"], device="H100-SXM5") in _words(at)
-    assert any(T("plan.c_upper_end") in frame.value for frame in at.dataframe)
+    assert T(f"plan.upper_end_{held}", error=error, gpus=end["gpus_that_meet_it"], device="H100-SXM5") in words_of(at)
+    assert any(T("plan.c_upper_end") in frame.value for frame in at.table)
 
 
 @pytest.mark.parametrize(
@@ -209,22 +199,22 @@ def test_a_plan_says_whether_it_holds_at_the_upper_end_of_its_times(store: Store
 )
 def test_each_case_of_the_upper_end_has_its_words(end: dict[str, Any] | None, words: str, cell: str) -> None:
     deployed = {"device": "H100", "upper_end": end}
-    said = plan._at_upper_end(deployed, T)
-    assert words in said and bool(said) == bool(end) and plan._holds(deployed, T) == cell
+    told = plan_words._at_upper_end(deployed, T)
+    assert words in told and bool(told) == bool(end) and plan_tables._holds(deployed, T) == cell
 
 
 def test_nothing_chosen_is_said_not_asked(store: Store) -> None:
-    at = _page("plan", plan_devices="none-of-these")
-    assert T("plan.choose_some") in _words(at) and store.jobs() == []
+    at = open_page("plan", plan_devices="none-of-these")
+    assert T("plan.choose_some") in words_of(at) and store.jobs() == []
 
 
 def test_a_failed_job_says_why_until_it_is_asked_again(store: Store) -> None:
-    _page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
+    open_page("plan", **SMALL_PLAN).button(key="ask_plan").click().run()
     store.finish_job(store.jobs("plan")[0].id, "failed", error="field 'model' is 'x': no such model")
-    at = _page("plan", **SMALL_PLAN)
+    at = open_page("plan", **SMALL_PLAN)
     assert "no such model" in at.error[0].value
     at.button(key="ask_plan").click().run()
-    assert len(store.jobs("plan")) == 2 and not _page("plan", **SMALL_PLAN).error
+    assert len(store.jobs("plan")) == 2 and not open_page("plan", **SMALL_PLAN).error
 
 
 @pytest.mark.parametrize(
@@ -237,13 +227,13 @@ def test_a_failed_job_says_why_until_it_is_asked_again(store: Store) -> None:
     ],
 )
 def test_what_contradicts_itself_is_one_sentence(store: Store, query: dict[str, str], said: str) -> None:
-    at = _page("simulate", **query)
+    at = open_page("simulate", **query)
     assert not at.exception and said in at.error[0].value and store.jobs() == []
 
 
 @pytest.mark.parametrize("value", ["nan", "-3", "1e400", "inf", "many", ""])
 def test_a_number_in_the_url_that_is_none_is_the_default(store: Store, value: str) -> None:
-    at = _page("simulate", rate=value, requests=value)
+    at = open_page("simulate", rate=value, requests=value)
     assert at.number_input(key="rate").value == traffic.DEFAULTS["rate"]
     assert at.number_input(key="requests").value == traffic.DEFAULTS["requests"]
 
@@ -270,40 +260,40 @@ def test_a_table_in_the_url_is_validated_by_a_job(store: Store) -> None:
     row |= {"m": "16", "n": "4096", "k": "4096", "latency_us": "20"}
     digest = uploads.keep(store, "\n".join([",".join(row), ",".join(row.values())]).encode())
     query = {"against": "table", "table": digest}
-    _page("validate", **query).button(key="ask_validate").click().run()
+    open_page("validate", **query).button(key="ask_validate").click().run()
     _work(store, store.jobs("validate")[0])
-    at = _page("validate", **query)
+    at = open_page("validate", **query)
     assert not at.exception and not at.error
-    assert T("validate.counts", rows="1", predicted="1", refused="0", judged="1") in _words(at)
+    assert T("validate.counts", rows="1", predicted="1", refused="0", judged="1") in words_of(at)
 
 
 def test_validate_shows_the_shipped_record_until_this_machine_has_runs(store: Store) -> None:
-    at = _page("validate", against="machine")
-    assert not at.exception and T("validate.no_runs") in _words(at)
+    at = open_page("validate", against="machine")
+    assert not at.exception and T("validate.no_runs") in words_of(at)
     assert "11 rows" in at.header[0].value
 
 
 def test_the_largest_rate_is_found_for_whoever_asks_but_not_of_a_closed_loop(store: Store) -> None:
-    _page("simulate", **SMALL_RUN).button(key="ask_policies").click().run()
+    open_page("simulate", **SMALL_RUN).button(key="ask_policies").click().run()
     _work(store, store.jobs("policies")[0])
-    _page("simulate", **SMALL_RUN).button(key="ask_max_rate").click().run()
+    open_page("simulate", **SMALL_RUN).button(key="ask_max_rate").click().run()
     _work(store, store.jobs("max_rate")[0])
-    at = _page("simulate", **SMALL_RUN)
+    at = open_page("simulate", **SMALL_RUN)
     found = store.runs("max_rate")[0].comparison() or {}
     assert found["summary"]["ttft_s"]["p99"] <= 1.0 and found["max_rate_rps"] > 4.5
-    assert f"{text.digits(found['max_rate_rps'])} requests/s" in _words(at)
+    assert f"{text.digits(found['max_rate_rps'])} requests/s" in words_of(at)
 
     closed = SMALL_RUN | {"traffic": "closed_loop", "users": "4"}
-    _page("simulate", **closed).button(key="ask_policies").click().run()
+    open_page("simulate", **closed).button(key="ask_policies").click().run()
     _work(store, store.jobs("policies")[0])
-    assert "ask_max_rate" not in {button.key for button in _page("simulate", **closed).button}
+    assert "ask_max_rate" not in {button.key for button in open_page("simulate", **closed).button}
 
 
 # --- whole scenarios instead of the form ---
 
 
 def test_a_shipped_scenario_is_simulated_as_it_is(store: Store) -> None:
-    at = _page("simulate", **{"from": "cluster-failover", "versus": "round_robin"})
+    at = open_page("simulate", **{"from": "cluster-failover", "versus": "round_robin"})
     assert not at.exception and not at.error and store.jobs() == []
     at.button(key="ask_policies").click().run()
     (job,) = store.jobs("policies")
@@ -313,7 +303,7 @@ def test_a_shipped_scenario_is_simulated_as_it_is(store: Store) -> None:
 
 def test_ones_own_scenario_is_in_the_url(store: Store) -> None:
     text = load_scenario("plan-70b").to_yaml()
-    at = _page("simulate", **{"from": "own", "yaml": scenario_choice.packed(text)})
+    at = open_page("simulate", **{"from": "own", "yaml": scenario_choice.packed(text)})
     assert not at.exception and not at.error
     assert at.text_area(key="draft_simulate").value == text
     at.text_area(key="draft_simulate").set_value(f"{text}nonsense: 1\n").run()
@@ -366,8 +356,8 @@ def test_a_bomb_in_the_url_is_not_unpacked() -> None:
 
 def test_requests_that_were_turned_away_are_said_with_the_reason(store: Store) -> None:
     query = {"model": "OPT-2.7B", "requests": "20", "prompt": "4000", "spread": "fixed", "versus": ""}
-    _page("simulate", **query).button(key="ask_policies").click().run()
+    open_page("simulate", **query).button(key="ask_policies").click().run()
     _work(store, store.jobs("policies")[0])
-    at = _page("simulate", **query)
+    at = open_page("simulate", **query)
     assert not at.exception and at.header[0].value == T("simulate.nobody", requests="20")
     assert "20 of 20 requests" in at.warning[0].value and "because" in at.warning[0].value

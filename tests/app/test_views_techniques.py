@@ -13,6 +13,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
+from pages import open_page, words_of
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs
@@ -41,7 +42,15 @@ T = Translate("en")
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An empty store on a calibrated machine, which starts no worker and no process."""
     monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
-    monkeypatch.setattr(background, "ask", _asked_here)
+    asked: dict[object, Future[Any]] = {}
+
+    def ask(key: object, function: Callable[..., Any], *arguments: object) -> Future[Any]:
+        known = (function.__qualname__, key)
+        if known not in asked:
+            asked[known] = _asked_here(key, function, *arguments)
+        return asked[known]
+
+    monkeypatch.setattr(background, "ask", ask)
     monkeypatch.setattr(jobs, "submit", lambda store, kind, spec, owner="": store.submit_job(kind, spec, owner))
     (tmp_path / "calibration").mkdir()
     shutil.copy(Path(__file__).with_name("calibration.json"), tmp_path / "calibration" / "local.json")
@@ -55,20 +64,6 @@ def _asked_here(key: object, function: Callable[..., Any], *arguments: object) -
     except MemboundError as error:
         future.set_exception(error)
     return future
-
-
-def _page(name: str, **query: str) -> AppTest:
-    at = AppTest.from_string(f"from membound.app.views import {name}\n{name}.page()", default_timeout=60)
-    for key, value in query.items():
-        at.query_params[key] = value
-    at.run()
-    assert not at.exception
-    return at
-
-
-def _words(at: AppTest) -> str:
-    shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error]
-    return "\n".join(str(element.value) for element in shown)
 
 
 def _measured(store: Store, **rows: tuple[int, float]) -> None:
@@ -94,7 +89,7 @@ def _measured(store: Store, **rows: tuple[int, float]) -> None:
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("language", list(LANGUAGES))
 def test_a_page_answers_from_an_empty_start_in_both_languages(store: Store, name: str, language: str) -> None:
-    at = _page(name, lang=language)
+    at = open_page(name, lang=language)
     assert not at.error and at.title[0].value == Translate(language)(f"{name}.title")
     assert "×" in at.header[0].value
 
@@ -110,30 +105,30 @@ def test_a_page_answers_from_an_empty_start_in_both_languages(store: Store, name
     ],
 )
 def test_a_page_stands_any_model_on_any_device(store: Store, name: str, model: str, device: str) -> None:
-    at = _page(name, model=model, hw=device, batch="256", ctx="512")
+    at = open_page(name, model=model, hw=device, batch="256", ctx="512")
     assert at.header or at.error or at.warning
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_model_that_does_not_fit_is_said_with_what_would_help(store: Store, name: str) -> None:
-    at = _page(name, model="Llama-3.1-70B", hw="H100-SXM5")
-    assert "does not fit" in _words(at)
+    at = open_page(name, model="Llama-3.1-70B", hw="H100-SXM5")
+    assert "does not fit" in words_of(at)
     if name != "stack":
-        assert "weight quantization, int4" in _words(at)
+        assert "weight quantization, int4" in words_of(at)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_machine_that_was_not_calibrated_is_one_sentence(store: Store, name: str) -> None:
     (store.home / "calibration" / "local.json").unlink()
-    at = _page(name, hw="local")
-    assert "calibrat" in at.error[0].value and T(f"{name}.error_help") in _words(at)
+    at = open_page(name, hw="local")
+    assert "calibrat" in at.error[0].value and T(f"{name}.error_help") in words_of(at)
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_link_reproduces_the_point(store: Store, name: str) -> None:
-    at = _page(name, model="Qwen2.5-7B", hw="A100-SXM4-80GB", batch="64", ctx="4096", profile="vllm", gain="tpot_s")
+    at = open_page(name, model="Qwen2.5-7B", hw="A100-SXM4-80GB", batch="64", ctx="4096", profile="vllm", gain="tpot_s")
     assert at.selectbox(key="model").value == "Qwen2.5-7B" and at.selectbox(key="profile").value == "vllm"
-    assert "Qwen2.5-7B on A100-SXM4-80GB, batch 64, context 4,096" in _words(at)
+    assert "Qwen2.5-7B on A100-SXM4-80GB, batch 64, context 4,096" in words_of(at)
 
 
 # English that stays: names of papers and tables
@@ -156,7 +151,7 @@ def _all_words(at: AppTest) -> list[str]:
     ("model", "device"), [("Llama-3.1-8B", "H100-SXM5"), ("DeepSeek-V3", "H100-SXM5"), ("GPT-2", "local")]
 )
 def test_a_chinese_page_has_no_english_sentence(store: Store, name: str, model: str, device: str) -> None:
-    at = _page(name, lang="zh", model=model, hw=device, stack="eagle,kv_eviction,mtp,sparsity_2_4")
+    at = open_page(name, lang="zh", model=model, hw=device, stack="eagle,kv_eviction,mtp,sparsity_2_4")
     left = [words for words in _all_words(at) if words not in SOURCES and ENGLISH.search(words)]
     assert not left, left
 
@@ -185,20 +180,20 @@ def test_a_page_says_that_it_computes_and_then_shows_what_came(
 
     monkeypatch.setattr(background, "ask", ask)
     monkeypatch.setattr(background, "WAIT_S", 0.0)
-    at = _page(name)
-    assert T("state.computing") in _words(at) and not at.header
+    at = open_page(name)
+    assert T("state.computing") in words_of(at) and not at.header
     while pending := [key for key, future in coming.items() if not future.done()]:
         for key in pending:
             coming[key].set_result(asked[key]())
         at.run()
-    assert not at.exception and T("state.computing") not in _words(at) and "×" in at.header[0].value
+    assert not at.exception and T("state.computing") not in words_of(at) and "×" in at.header[0].value
 
 
 # --- Techniques ---
 
 
 def test_a_newcomer_reads_whether_speculation_helps_at_batch_32(store: Store) -> None:
-    answers = {batch: _words(_page("techniques", batch=str(batch))) for batch in (32, 1024)}
+    answers = {batch: words_of(open_page("techniques", batch=str(batch))) for batch in (32, 1024)}
     asked = "**Does speculation help at batch {}?**"
     (line,) = (line for line in answers[32].splitlines() if asked.format(32) in line)
     assert "▲ Yes: 1." in line and "guesses a step" in line
@@ -211,16 +206,16 @@ def test_content_that_is_easy_to_guess_makes_speculation_gain_more(store: Store)
         choice = EngineChoice("Llama-3.1-8B", "H100-SXM5", 1, "graphs", 8, 2048, "tpot_s", task)
         gains[task] = effects_of(choice, ("ngram_speculation",))["ngram_speculation"].gain("tpot_s") or 0.0
     assert gains["retrieval"] > gains["chat"] > 1.0
-    assert "acceptance as measured for chat" in _words(_page("techniques"))
-    assert "acceptance assumed" in _words(_page("techniques", task="any"))
+    assert "acceptance as measured for chat" in words_of(open_page("techniques"))
+    assert "acceptance assumed" in words_of(open_page("techniques", task="any"))
 
 
 def test_a_chosen_format_is_costed_and_named_and_in_the_url(store: Store) -> None:
-    at = _page("techniques", hw="B200-SXM", batch="256", weights="nvfp4/nvfp4")
-    assert "weight quantization, nvfp4 + nvfp4" in _words(at)
+    at = open_page("techniques", hw="B200-SXM", batch="256", weights="nvfp4/nvfp4")
+    assert "weight quantization, nvfp4 + nvfp4" in words_of(at)
     at.selectbox(key="weights").set_value("fp8").run()
-    assert "weight quantization, fp8" in _words(at) and at.query_params["weights"] in ("fp8", ["fp8"])
-    assert "weight quantization, kivi2" not in _words(_page("techniques", weights="kivi2"))
+    assert "weight quantization, fp8" in words_of(at) and at.query_params["weights"] in ("fp8", ["fp8"])
+    assert "weight quantization, kivi2" not in words_of(open_page("techniques", weights="kivi2"))
 
 
 @pytest.mark.parametrize("device", ["H100-SXM5", "B200-SXM", "MI300X", "A100-SXM4-80GB"])
@@ -234,10 +229,10 @@ def test_every_format_that_a_page_offers_is_costed_or_refused_in_a_sentence(devi
 
 def test_weights_that_are_multiplied_with_narrow_activations_are_named_and_said_to_be_faster(store: Store) -> None:
     """int4 weights with int8 activations: on a device with an int8 rate a prompt is not slower than with bf16 ones."""
-    words = _words(_page("techniques", hw="A10G", weights="int4/int8"))
+    words = words_of(open_page("techniques", hw="A10G", weights="int4/int8"))
     assert "weight quantization, int4 + int8" in words
     assert T("techniques.about_weight_quantization_multiplied") in words
-    assert T("techniques.about_weight_quantization") in _words(_page("techniques", hw="A10G", weights="int4"))
+    assert T("techniques.about_weight_quantization") in words_of(open_page("techniques", hw="A10G", weights="int4"))
     base = EngineChoice("Llama-3.1-8B", "A10G", 1, "graphs", 32, 2048, "output_tokens_per_s")
     alone, multiplied = (
         effects_of(replace(base, weights=name), ["weight_quantization"])["weight_quantization"]
@@ -247,41 +242,45 @@ def test_weights_that_are_multiplied_with_narrow_activations_are_named_and_said_
 
 
 def test_the_sweep_says_where_fixed_drafts_stop_to_pay(store: Store) -> None:
-    assert "pays up to batch" in _words(_page("techniques", sweep="eagle"))
-    assert "pays up to batch" in _words(_page("techniques", sweep="weight_quantization"))
-    context = _words(_page("techniques", sweep="kv_quantization", over="ctx", batch="32"))
+    assert "pays up to batch" in words_of(open_page("techniques", sweep="eagle"))
+    assert "pays up to batch" in words_of(open_page("techniques", sweep="weight_quantization"))
+    context = words_of(open_page("techniques", sweep="kv_quantization", over="ctx", batch="32"))
     assert "at every context" in context or "pays from context" in context
 
 
 def test_a_technique_that_cannot_be_swept_is_one_sentence(store: Store) -> None:
-    at = _page("techniques", sweep="mtp")
+    at = open_page("techniques", sweep="mtp")
     assert "has no module for multi-token prediction" in at.warning[0].value
 
 
 def test_an_empty_sweep_says_what_to_do(store: Store) -> None:
-    at = _page("techniques")
+    at = open_page("techniques")
     at.pills(key="sweep").set_value([]).run()
-    assert not at.exception and T("techniques.none_swept") in _words(at)
+    assert not at.exception and T("techniques.none_swept") in words_of(at)
 
 
 def test_experts_are_drawn_of_a_mixture_only(store: Store) -> None:
-    mixture = _words(_page("techniques", model="Mixtral-8x7B", hw="H100-SXM5", tp="2", batch="1"))
+    mixture = words_of(open_page("techniques", model="Mixtral-8x7B", hw="H100-SXM5", tp="2", batch="1"))
     assert "uses 2 of 8 experts" in mixture and "**25 %**" in mixture
     assert "From batch 8 on" in mixture  # 1 - (1 - 2/8)^8 = 90 %
-    assert "has no experts" in _words(_page("techniques"))
+    assert "has no experts" in words_of(open_page("techniques"))
 
 
 def test_a_measured_gain_stands_beside_the_prediction(store: Store) -> None:
     _measured(store, int8_weights=(4, 1.53), ngram_speculation=(4, 1.04))
-    words = _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", sweep="int8_weights"))
+    words = words_of(
+        open_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", sweep="int8_weights")
+    )
     assert "Measured here: 1.53× ± 0.02 tokens/s at users: 4 (" in words and "1.04× ± 0.02" in words
     assert "against plain engine)" in words
 
 
 def test_this_machine_without_measurements_says_where_to_make_them(store: Store) -> None:
-    words = _words(_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="1", sweep="int8_weights"))
+    words = words_of(
+        open_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="1", sweep="int8_weights")
+    )
     assert T("techniques.not_measured", model="SmolLM2-135M") in words
-    assert T("techniques.not_measured", model="Llama-3.1-8B") not in _words(_page("techniques"))
+    assert T("techniques.not_measured", model="Llama-3.1-8B") not in words_of(open_page("techniques"))
 
 
 def test_a_measurement_is_of_its_model_on_this_machine_only(store: Store) -> None:
@@ -380,40 +379,40 @@ def test_fused_attention_is_stacked_on_an_engine_without_it() -> None:
 
 
 def test_the_page_says_together_against_multiplied_and_where_the_bottleneck_went(store: Store) -> None:
-    at = _page("stack", batch="32")
+    at = open_page("stack", batch="32")
     document = stack_document(
         _engine(), parse_techniques([{"name": n} for n in ("weight_quantization", "kv_quantization", "eagle")]),
         batch=32, context=2048, metric="output_tokens_per_s",
     )["stack"]  # fmt: skip
     assert f"without them: {document['together']:.2f}×" in at.header[0].value
     assert f"not the {document['product']:.2f}×" in at.header[0].value
-    assert "What binds moves: ● reading weights" in _words(at)
+    assert "What binds moves: ● reading weights" in words_of(at)
 
 
 def test_what_several_techniques_make_fit_is_not_said_to_need_one_of_them(store: Store) -> None:
-    words = _words(_page("techniques", model="Llama-3.1-70B", hw="H100-SXM5", batch="1", ctx="1024"))
+    words = words_of(open_page("techniques", model="Llama-3.1-70B", hw="H100-SXM5", batch="1", ctx="1024"))
     assert words.count(T("techniques.makes_fit")) > 1 and "only possible" not in words.lower()
 
 
 def test_techniques_that_exclude_each_other_are_refused_in_one_sentence(store: Store) -> None:
-    at = _page("stack", stack="weight_quantization,w8a8,eagle,medusa")
+    at = open_page("stack", stack="weight_quantization,w8a8,eagle,medusa")
     assert len(at.warning) == 2
     assert "weights cannot be int4 and fp8 at once" in at.warning[0].value
     assert all("\n" not in warning.value for warning in at.warning)
 
 
 def test_no_technique_asks_for_one_and_the_order_changes_the_steps_only(store: Store) -> None:
-    at = _page("stack", batch="32")
+    at = open_page("stack", batch="32")
     header = at.header[0].value
     at.segmented_control(key="added").set_value("given").run()
     assert at.header[0].value == header and at.query_params["added"] in ("given", ["given"])
     at.pills(key="stack").set_value([]).run()
-    assert not at.exception and T("stack.empty") in _words(at)
+    assert not at.exception and T("stack.empty") in words_of(at)
 
 
 def test_many_techniques_are_a_job_whose_answer_the_page_finds_again(store: Store) -> None:
     query = {"stack": "weight_quantization,kv_quantization,eagle,flash_attention,continuous_batching"}
-    at = _page("stack", **query)
+    at = open_page("stack", **query)
     assert not any("Gain in" in header.value for header in at.header)
     at.button(key="ask_stack").click().run()
     (job,) = store.jobs("stack")
@@ -421,7 +420,7 @@ def test_many_techniques_are_a_job_whose_answer_the_page_finds_again(store: Stor
     store.start_job(job.id)
     result = run_stack(job.spec, _Context(store, job.id))  # type: ignore[arg-type]
     store.finish_job(job.id, "done", result=result)
-    again = _page("stack", **query)
+    again = open_page("stack", **query)
     assert "Gain in" in again.header[0].value and not again.error
 
 
@@ -448,8 +447,8 @@ def test_what_two_runs_measured_together_stands_on_the_last_row(store: Store) ->
             scenario_yaml=scenario.model_copy(update={"techniques": techniques}).to_yaml(),
         )  # fmt: skip
     query = {"model": "SmolLM2-135M", "hw": "local", "batch": "4", "ctx": "512"}
-    assert "Measured: run" in _words(_page("stack", stack="int8_weights", **query))
-    assert "Nothing measured" in _words(_page("stack", stack="int8_weights,ngram_speculation", **query))
+    assert "Measured: run" in words_of(open_page("stack", stack="int8_weights", **query))
+    assert "Nothing measured" in words_of(open_page("stack", stack="int8_weights,ngram_speculation", **query))
 
 
 def test_the_waterfall_begins_and_ends_where_its_rows_say() -> None:
@@ -479,17 +478,17 @@ def _spans(bar: Any) -> list[tuple[str, float, float]]:
 
 
 def test_the_advice_is_that_of_the_command(store: Store) -> None:
-    at = _page("advisor", batch="32")
+    at = open_page("advisor", batch="32")
     advice = advise(_engine(32), batch=32, context=2048, metric="output_tokens_per_s")
     best = next(one for one in advice.moves if one.gain and one.move.technique and one.move.state != "on")
     assert best.gain is not None
     assert f"{best.gain:.2f}×" in at.header[0].value and best.move.title in at.header[0].value
     assert "reading weights binds" in at.header[0].value
-    assert f"**1. {best.move.title}" in _words(at)
+    assert f"**1. {best.move.title}" in words_of(at)
 
 
 def test_what_the_engine_has_is_compared_with_the_engine_without_it(store: Store) -> None:
-    at = _page("advisor", batch="32", has="continuous_batching,eagle")
+    at = open_page("advisor", batch="32", has="continuous_batching,eagle")
     at.toggle(key="advisor_gains_table").set_value(True).run()
     (moves,) = (frame.value for frame in at.dataframe if T("advisor.move") in frame.value)
     rows = moves.set_index(T("advisor.move"))
@@ -499,12 +498,12 @@ def test_what_the_engine_has_is_compared_with_the_engine_without_it(store: Store
 
 
 def test_an_impossible_engine_is_one_sentence(store: Store) -> None:
-    at = _page("advisor", has="continuous_batching,weight_quantization,w8a8")
+    at = open_page("advisor", has="continuous_batching,weight_quantization,w8a8")
     assert "weights cannot be int4 and fp8 at once" in at.error[0].value and "\n" not in at.error[0].value
 
 
 def test_what_excludes_each_other_is_named_and_more_devices_are_no_technique(store: Store) -> None:
-    words = _words(_page("advisor"))
+    words = words_of(open_page("advisor"))
     assert T("advisor.exclude") in words and "Apart from techniques, 2 devices" in words
     assert f"**1. {T('advisor.more_devices', devices=2)}" not in words
 
