@@ -21,7 +21,8 @@ from membound.roofline.scenario.workload import Workload
 from membound.roofline.techniques import GainMetric, KvQuantization, Speculative, Technique, WeightQuantization
 from membound.simulator.advice.advisor import advise, to_json
 from membound.simulator.advice.effects import Bench, Effect, suited
-from membound.simulator.steady import Lengths, Load, check_context
+from membound.simulator.load import Lengths, Load
+from membound.simulator.steady import check_context
 
 # What every engine of today has, and what a technique is added to.
 ENGINE = ("continuous_batching",)

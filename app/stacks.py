@@ -17,9 +17,10 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
 from membound.roofline.times.known import times_for
 from membound.simulator.costing import ClosedForm, Costing, simulated
+from membound.simulator.load import Lengths, Load
 from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
 from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
-from membound.simulator.steady import Lengths, Load, check_context
+from membound.simulator.steady import check_context
 from membound.simulator.sweeping.sweep import Workers
 
 

@@ -19,7 +19,8 @@ from membound.roofline.results.result import Column, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric
 from membound.simulator.drafting import with_best_drafts
-from membound.simulator.steady import Load, Steady, deployment_of, refuse_what_only_runs_show
+from membound.simulator.load import Load
+from membound.simulator.steady import Steady, deployment_of, refuse_what_only_runs_show
 from membound.simulator.sweeping.sweep import Workers
 
 
@@ -69,10 +70,13 @@ class ClosedForm:
 
 
 def simulated(scenario: Scenario) -> Served:
-    """A discrete-event run of the scenario's workload; raises MemboundError for an engine that is not possible."""
+    """A discrete-event run of a scenario that is at its busiest where its arrivals vary.
+
+    Raises MemboundError for an engine that is not possible.
+    """
     from membound.simulator.run import run
 
-    scenario, drafting = with_best_drafts(scenario)
+    scenario, drafting = with_best_drafts(scenario, at_busiest=True)
     result = run(scenario)
     summary, steps = result.summary, result.steps
     if not summary.completed:

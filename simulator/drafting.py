@@ -14,7 +14,8 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.speculation.draft_choice import best_size, drafting_of
 from membound.roofline.speculation.steps import speculation_of
 from membound.roofline.techniques import Speculative
-from membound.simulator.steady import Load, SpeculatingDeployment, Steady, deployment_of, load_of
+from membound.simulator.load import Load
+from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of, load_of
 
 
 class Drafting(NamedTuple):
@@ -24,7 +25,7 @@ class Drafting(NamedTuple):
     parameters: dict[str, Any] | None
 
 
-def with_best_drafts(scenario: Scenario, load: Load | None = None) -> Drafting:
+def with_best_drafts(scenario: Scenario, load: Load | None = None, *, at_busiest: bool = False) -> Drafting:
     """The scenario with the best size for what is open in its speculation, at its batch under `load` (else its own)."""
     technique = next((one for one in scenario.techniques if isinstance(one, Speculative)), None)
     if technique is None:
@@ -32,7 +33,7 @@ def with_best_drafts(scenario: Scenario, load: Load | None = None) -> Drafting:
     model = resolve_model(scenario.model)
     if technique.is_open:
         deployment = deployment_of(scenario, model, get_hardware(scenario.hardware))
-        sized = best_technique(technique, deployment, load or load_of(scenario, deployment))
+        sized = best_technique(technique, deployment, load or load_of(scenario, deployment, at_busiest=at_busiest))
         kept = tuple(one for one in scenario.techniques if one is not technique)
         if sized is None:
             return Drafting(scenario.with_techniques(kept), {"technique": technique.name, "off": True, "chosen": True})

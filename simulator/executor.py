@@ -5,7 +5,7 @@ from __future__ import annotations
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import Link
 from membound.roofline.shape import StepShape
-from membound.simulator.content import Content
+from membound.simulator.content import Content, ModelledContent, RecordedContent
 from membound.simulator.scheduling.kv_memory import KvMemory
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, step_sums
 from membound.simulator.step_times import StepTimes
@@ -32,27 +32,33 @@ class RooflineExecutor:
         self.link = link
         self.step_by_step = step_by_step
         self._unread: StepShape | None = None
+        self._drafter_reads = times.setup.drafts is not None and times.guesses.reads
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
         moved_s = self._moved_s(step.moved_blocks) if step.moved_blocks else 0.0
+        if step.guesses:
+            assert isinstance(self.content, ModelledContent), "drafts that are known are listed"
+            return Outcome(self._working_s(step) + moved_s, accepted=self.content.accepted(step.guesses))
         if step.work:
+            content = self.content
+            assert isinstance(content, RecordedContent), "guesses that nobody knows are counted"
             emitted = {
-                work.sequence: self.content.emitted(work, sequences[work.sequence]) for work in step.work if work.emits
+                work.sequence: content.emitted(work, sequences[work.sequence]) for work in step.work if work.emits
             }
             return Outcome(self._working_s(step) + moved_s, emitted)
         if step.prompts:
-            return Outcome(self.times.seconds(step.sums) + moved_s)
+            return Outcome(self._working_s(step) + moved_s)
         first_s, slope_s, alike = self.times.decode(step.decoding, step.kv_tokens)
         steps = 1 if moved_s or self.step_by_step else min(step.steady, alike)
         return Outcome(steps * (first_s + slope_s * (steps - 1) / 2) + moved_s, None, steps, slope_s)
 
     def _working_s(self, step: Step) -> float:
-        """Seconds of a step whose work is listed, with what a drafter has left to read."""
-        if step.drafted:
+        """Seconds of a step, with what a drafter has left to read."""
+        if drafted := step.drafted:
             unread, self._unread = self._unread, None
-            prompts = StepShape(*step_sums(0, 0, step.prompts))
-            return self.times.speculating(step.decoding, step.kv_tokens, step.drafted, prompts, unread)
-        if step.prompts and self.times.drafter_reads:
+            prompts = StepShape(*step_sums(0, 0, step.prompts)) if step.prompts else None
+            return self.times.guesses.seconds(step.decoding, step.kv_tokens, drafted, prompts, unread)
+        if step.prompts and self._drafter_reads:
             shape = StepShape(*step_sums(0, 0, step.prompts)).as_prompts()
             self._unread = shape if self._unread is None else self._unread + shape
         return self.times.seconds(step.sums)

@@ -10,10 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
-
-import numpy as np
-from numpy.typing import NDArray
 
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
@@ -23,94 +19,17 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.remedies import remedies
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
-from membound.roofline.scenario.workload import (
-    ClosedLoop,
-    SessionPrompts,
-    Workload,
-)
-from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, mean_context
+from membound.roofline.scenario.workload import ClosedLoop
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.steps import Speculation, checked_speculation
+from membound.simulator.busiest import BusiestPart, busiest_of, requests_seen
+from membound.simulator.load import Lengths, Load, arrival_rate, think_s
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.scheduling.policies import BATCHINGS, Batching
-from membound.simulator.scheduling.workload import request_stream
-from membound.simulator.scheduling.workload.arrivals import mean_rate_rps, mean_s
 
-# Requests that are drawn to know a workload's lengths.
-SAMPLE = 2000
 # The share of a step's time that a drafter takes stands beside the bounds of verification.
 DRAFTING = "drafting"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Tokens of prompts and outputs of a sample of requests."""
-
-    prompts: NDArray[np.float64]
-    outputs: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, workload: Workload) -> Lengths:
-        """Those of the workload's first requests, of a conversation all its turns."""
-        firsts = islice(request_stream(workload), SAMPLE)
-        turns = [turn for first in firsts for turn in first.turns()]
-        prompts = np.array([turn.prompt_tokens for turn in turns], dtype=np.float64)
-        return cls(prompts, np.array([turn.output_tokens for turn in turns], dtype=np.float64))
-
-    @classmethod
-    def fixed(cls, prompt_tokens: float, output_tokens: float) -> Lengths:
-        return cls(np.array([prompt_tokens]), np.array([output_tokens]))
-
-    def at_context(self, context: float) -> Lengths:
-        """The same outputs behind equal prompts with which a decode step attends to `context` tokens on average."""
-        outputs = np.minimum(self.outputs, max(context - 1.0, 1.0))
-        prompt = max(1.0, context - (outputs.mean() + 1.0) / 2.0)
-        return Lengths(np.full(len(outputs), prompt), outputs)
-
-    def within(self, tokens: float) -> Lengths:
-        """Those of requests of at most so many tokens, prompt and output; all of them where there is none."""
-        short = self.prompts + self.outputs <= tokens
-        return Lengths(self.prompts[short], self.outputs[short]) if short.any() and not short.all() else self
-
-    @property
-    def shortest(self) -> float:
-        """Tokens of the shortest request, prompt and output."""
-        return float((self.prompts + self.outputs).min())
-
-    @property
-    def longest(self) -> float:
-        return float((self.prompts + self.outputs).max())
-
-    @property
-    def prompt_tokens(self) -> float:
-        return float(self.prompts.mean())
-
-    @property
-    def output_tokens(self) -> float:
-        return float(self.outputs.mean())
-
-    @property
-    def context(self) -> float:
-        """Tokens that a decode step attends to for a sequence, on average over its output."""
-        return mean_context(self.prompt_tokens, self.output_tokens)
-
-    def longest_output_of(self, batch: float) -> float:
-        """The mean of the longest of `batch` outputs: how many steps a static batch takes."""
-        ordered = np.sort(self.outputs)
-        below = np.arange(len(ordered) + 1.0) / len(ordered)
-        return float(np.sum(ordered * np.diff(below ** max(batch, 1.0))))
-
-
-@dataclass(frozen=True)
-class Load:
-    """`concurrency` clients, each with one request of these lengths under way.
-
-    Of an open workload `overload_rps` requests a second arrive beyond what all seats together serve.
-    """
-
-    concurrency: float
-    lengths: Lengths
-    overload_rps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -369,62 +288,39 @@ def _seconds(cost: StepCost, less: StepCost | None) -> dict[str, float]:
     return {bound: value / whole_s for bound, value in seconds.items()}
 
 
-def arrival_rate(workload: Workload) -> float | None:
-    """Mean requests a second of an open workload, later turns of conversations among them; None of a closed loop."""
-    arrivals = workload.arrivals
-    if isinstance(arrivals, ClosedLoop):
-        return None
-    rate = mean_rate_rps(arrivals)
-    if rate is None:
-        times = [request.arrival_s for request in islice(request_stream(workload), SAMPLE)]
-        if len(times) < 2 or times[-1] <= times[0]:
-            raise MemboundError("the trace of workload.arrivals is too short for a rate; give two rows or more")
-        rate = (len(times) - 1) / (times[-1] - times[0])
-    return float(rate * turns_of(workload))
-
-
-def think_s(workload: Workload) -> float:
-    """Mean seconds that a client of a closed loop thinks before a request, or before a turn of its conversation."""
-    arrivals, prompts = workload.arrivals, workload.prompts
-    first_s = mean_s(arrivals.think) if isinstance(arrivals, ClosedLoop) and arrivals.think is not None else 0.0
-    if not isinstance(prompts, SessionPrompts):
-        return first_s
-    turns = turns_of(workload)
-    return (first_s + (turns - 1.0) * mean_s(prompts.think)) / turns
-
-
-def turns_of(workload: Workload) -> float:
-    """Mean requests of an arrival: the turns of a conversation."""
-    if not isinstance(workload.prompts, SessionPrompts):
-        return 1.0
-    firsts = list(islice(request_stream(workload), SAMPLE))
-    return sum(sum(1 for _ in first.turns()) for first in firsts) / len(firsts)
-
-
-def load_of(scenario: Scenario, deployment: SpeculatingDeployment) -> Load:
-    """The load that the scenario's workload puts on a deployment.
+def load_of(scenario: Scenario, deployment: SpeculatingDeployment, *, at_busiest: bool = False) -> Load:
+    """The load that the scenario's workload puts on a deployment, on average or in the busiest part of its arrivals.
 
     Of an open workload it is the concurrency n at which as many requests end as arrive (Little's law), and that of all
     seats where more arrive than can be served. Of a closed loop of N clients who think for Z seconds it is
     n = N - X(n) Z with the rate X(n) that n requests under way reach: who is not served thinks.
     """
-    lengths = Lengths.of(scenario.workload)
+    workload = scenario.workload
+    part = busiest_of(workload, requests_seen(workload)) if at_busiest else None
+    if part is not None:
+        workload = workload.model_copy(update={"arrivals": part.arrivals})
+    lengths = Lengths.of(workload)
     check_context(deployment.model, lengths)
-    seats, arrivals = float(scenario.seats), scenario.workload.arrivals
+    seats, arrivals = float(scenario.seats), workload.arrivals
 
     def served(concurrency: float) -> float:
         return Steady(deployment, Load(concurrency, lengths)).requests_per_s
 
     if isinstance(arrivals, ClosedLoop):
-        clients, pause_s = float(arrivals.concurrency), think_s(scenario.workload)
+        clients, pause_s = float(arrivals.concurrency), think_s(workload)
         if not pause_s:
             return Load(clients, lengths)
         return Load(_crossing(lambda n: n + served(n) * pause_s - clients, clients), lengths)
-    rate = arrival_rate(scenario.workload)
-    assert rate is not None, "an open workload has a rate"
+    mean = arrival_rate(scenario.workload)
+    assert mean is not None, "an open workload has a rate"
+    rate, busiest = (mean, None) if part is None else (part.rate_rps, _busiest_said(part, mean))
     if (most := served(seats)) <= rate:
-        return Load(seats, lengths, rate - most)
-    return Load(_crossing(lambda n: served(n) - rate, seats), lengths)
+        return Load(seats, lengths, rate - most, busiest)
+    return Load(_crossing(lambda n: served(n) - rate, seats), lengths, busiest=busiest)
+
+
+def _busiest_said(part: BusiestPart, mean: float) -> str:
+    return f"{part.rate_rps:.3g} requests/s {part.when}, where the mean is {mean:.3g}"
 
 
 def _crossing(over: Callable[[float], float], most: float) -> float:

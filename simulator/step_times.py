@@ -5,28 +5,32 @@ tokens for each number of sequences and is linear between two entries: equal ste
 A step with prompts is the sum of what its operators take, and each operator depends on a part of the step alone: on
 all tokens, on the rows of logits, on the sequences that decode, or on the prompts. So a table of each part is enough.
 Where operators depend on the whole step (a calibrated CPU, whose caches hold what the step touches; a batch in two
-halves, one of which hides the other's messages), it is costed as a whole, as are steps with drafts. A pipeline has
-tables for each number of micro-batches that a step may be in.
+halves, one of which hides the other's messages), it is costed as a whole. A pipeline has tables for each number of
+micro-batches that a step may be in. Steps with guesses have tables of their own (`guess_times.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import cached_property, lru_cache
-from math import ceil
-from typing import Any
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.cost import pipelined_cost, step_cost
+from membound.roofline.cost import StepCost, pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation.steps import Speculation
-from membound.roofline.techniques import EngineSetup, Size
+from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.operator import Times
 
+if TYPE_CHECKING:
+    from membound.simulator.guess_times import GuessTimes
+
 Column = NDArray[np.float64]
+# Seconds of the device, and of waiting for the host, of a step or of each of many.
+Split = Callable[[StepShape], tuple[Column, Any]]
 # Attended tokens from which on and up to which a time is linear, seconds there, and how many more each token takes.
 Piece = tuple[float, float, float, float]
 _NOWHERE: Piece = (0.0, 0.0, 0.0, 0.0)
@@ -70,11 +74,9 @@ class StepTimes:
         self.most_tokens = most_tokens
         self._decode: dict[int, _Decode] = {}
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
-        self._speculations: dict[int, Speculation] = {}
-        self._guessing: dict[int, _Guessing] = {}
         self.whole_prompts = whole_prompts
         self._stages = setup.parallel.pp
-        self._parts: dict[float, _Parts] = {}  # of each number of micro-batches
+        self._parts: dict[float, Parts] = {}  # of each number of micro-batches
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
@@ -95,11 +97,6 @@ class StepTimes:
         for n, row in zip(near, seconds.tolist(), strict=True):
             self._decode[n] = _Decode(self, n, row)
 
-    @property
-    def drafter_reads(self) -> bool:
-        """Whether a drafter keeps the tokens of prompts in a cache of its own."""
-        return self.setup.drafts is not None and self._speculation(self.setup.drafts.gamma).drafter_reads
-
     def seconds(self, sums: tuple[float, ...]) -> float:
         """Seconds of any step without guesses, given the fields of its `StepShape`."""
         decoding = sums[1] - sums[6]
@@ -109,50 +106,31 @@ class StepTimes:
         if several or self.times.needs_working_set or self.setup.overlap is not None:
             return float(self.exact(StepShape(*sums)))
         micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
-        if micro not in self._parts:
-            self._parts[micro] = _Parts(self, micro)
+        parts = self.parts(micro)
         if micro > 1 and self.whole_prompts:
             uneven = float(self.setup.parallel.uneven(micro, sums[6]))
             sums = tuple(StepShape(*sums).with_prompts(uneven).columns().values())
-        return self._parts[micro].seconds(sums)
+        return parts.seconds(sums)
 
-    def speculating(
-        self, decoding: int, kv_tokens: float, guesses: int, prompts: StepShape, unread: StepShape | None = None
-    ) -> float:
-        """Seconds of a step in which `decoding` sequences verify `guesses`, beside `prompts`, and of its drafter.
+    def parts(self, micro_batches: float) -> Parts:
+        """The parts of steps in so many micro-batches."""
+        if micro_batches not in self._parts:
+            most = self.most_tokens * (int(micro_batches) if self.whole_prompts else 1)  # for which all wait
+            split = partial(self.split, micro_batches=micro_batches)
+            self._parts[micro_batches] = Parts(split, most, self.most_sequences, self.verified, self.setup.parallel.cp)
+        return self._parts[micro_batches]
 
-        The sequences attend to `kv_tokens` known ones together, the newest of each among them. The scheduler counts the
-        guesses of the longest paths alone, since no more can be accepted; where they form trees all are verified. A
-        drafter reads the prompts, and those that it has left `unread` before.
-        """
-        drafts, n = self.setup.drafts, float(decoding)
-        assert drafts is not None, "the engine speculates"
-        if not (prompts.sequences or unread or self.times.needs_working_set):
-            if decoding not in self._guessing:
-                self._guessing[decoding] = _Guessing(self, decoding)
-            return self._guessing[decoding].seconds(guesses, float(kv_tokens))
-        plain, mean = StepShape(n, n, kv_tokens, kv_tokens, n), guesses / n
-        verified = plain.with_guesses(mean if drafts.nodes is None else mean * drafts.nodes / drafts.gamma) + prompts
-        read = prompts.as_prompts() if unread is None else prompts.as_prompts() + unread
-        return float(self.exact(verified)) + self.draft_s(plain + read, mean)
+    @property
+    def verified(self) -> int:
+        """Guesses that a sequence verifies at most."""
+        return 0 if self.setup.drafts is None else self.setup.drafts.tokens
 
-    def draft_s(self, plain: StepShape, mean: float) -> float:
-        """Seconds of the drafter in a step that is `plain` without guesses, of which a sequence has `mean`."""
-        drafts, parallel = self.setup.drafts, self.setup.parallel
-        assert drafts is not None, "the engine speculates"
-        depth = min(drafts.gamma, ceil(mean)) if drafts.adaptive else drafts.gamma
-        micro = parallel.micro_batches_of(plain.sequences)
-        pass_s = self._speculation(depth).draft_s(self.times, plain.divided(micro))
-        return float(pass_s) * max(float(micro) / parallel.pp, 1.0)
+    @cached_property
+    def guesses(self) -> GuessTimes:
+        """Of steps with guesses."""
+        from membound.simulator.guess_times import GuessTimes
 
-    def _speculation(self, depth: int) -> Speculation:
-        """The drafter as far as a step went."""
-        if depth not in self._speculations:
-            whole, drafts = Speculation(self.model, self.setup), self.setup.drafts
-            assert drafts is not None, "the engine speculates"
-            nodes = None if drafts.nodes is None else ceil(drafts.nodes * depth / drafts.gamma)
-            self._speculations[depth] = whole if depth == drafts.gamma else whole.with_size(Size(depth, nodes))
-        return self._speculations[depth]
+        return GuessTimes(self)
 
     def exact(self, shape: StepShape) -> Any:
         """Seconds by the roofline itself."""
@@ -162,9 +140,7 @@ class StepTimes:
         """Seconds of the device alone, and of waiting for the host, of a step in so many micro-batches."""
         cost = step_cost(self.model, self.setup, self.times, shape.divided(micro_batches))
         turns = max(micro_batches / self.setup.parallel.pp, 1.0)
-        host = cost.operators[-1]
-        own = self.times.of(host.operator, 0.0).time_s * host.operator.calls
-        waiting_s = host.total_s - own
+        waiting_s = waiting_of(cost)
         return np.asarray((cost.time_s - waiting_s) * turns, dtype=np.float64), waiting_s * turns
 
 
@@ -179,8 +155,8 @@ class _Decode:
 
     def piece_at(self, kv_tokens: float) -> Piece:
         """Between the two entries around `kv_tokens`, or beyond the last two."""
-        index = _below(self.kv_tokens, kv_tokens)
-        return _piece(self.kv_tokens[index], self.kv_tokens[index + 1], self._at(index), self._at(index + 1))
+        index = below(self.kv_tokens, kv_tokens)
+        return piece_of(self.kv_tokens[index], self.kv_tokens[index + 1], self._at(index), self._at(index + 1))
 
     def _at(self, index: int) -> float:
         seconds = self._seconds[index]
@@ -190,50 +166,18 @@ class _Decode:
         return seconds
 
 
-class _Guessing:
-    """Steps of so many sequences that verify guesses and compute no prompts, over the tokens they attend to.
+class Parts:
+    """Seconds of steps with prompts as a sum of parts, each of which depends on a part of the step alone.
 
-    Guesses are counted along the longest path, and of all of them together: each sequence has as many as the mean.
+    `split` gives the seconds of the device and those of waiting for the host, of up to `most_tokens` of prompts beside
+    `most_sequences` that each verify up to `verified` guesses. With context parallelism of degree `cp` a decoding token
+    is as much work on a device as so many of prompts.
     """
 
-    def __init__(self, times: StepTimes, sequences: int) -> None:
-        self._times = times
-        self._sequences = float(sequences)
-        self._kv_tokens: list[float] = (CONTEXTS * sequences).tolist()
-        self._seconds: dict[int, list[float]] = {}
-
-    def seconds(self, guesses: int, known_kv_tokens: float) -> float:
-        """Seconds with so many guesses behind the tokens that are known, the newest of each sequence among them."""
-        index = _below(self._kv_tokens, known_kv_tokens)
-        nodes, near, far = self._kv_tokens, self._at(index)[guesses], self._at(index + 1)[guesses]
-        begin, _, low, slope = _piece(nodes[index], nodes[index + 1], near, far)
-        return low + slope * (known_kv_tokens - begin)
-
-    def _at(self, index: int) -> list[float]:
-        """Of every number of guesses, at one entry of the tokens."""
-        if index not in self._seconds:
-            drafts, n, kv_tokens = self._times.setup.drafts, self._sequences, self._kv_tokens[index]
-            assert drafts is not None, "the engine speculates"
-            mean = np.arange(0.0, n * drafts.gamma + 1.0) / n
-            each = np.ones_like(mean)
-            plain = StepShape(n * each, n * each, kv_tokens * each, kv_tokens * each, n * each)
-            verified = mean if drafts.nodes is None else mean * drafts.nodes / drafts.gamma
-            verify_s = self._times.exact(plain.with_guesses(verified))
-            alone = StepShape(n, n, kv_tokens, kv_tokens, n)
-            draft_s = [0.0, *(self._times.draft_s(alone, float(depth)) for depth in range(1, drafts.gamma + 1))]
-            self._seconds[index] = (verify_s + np.array(draft_s)[np.ceil(mean - 1e-9).astype(int)]).tolist()
-        return self._seconds[index]
-
-
-class _Parts:
-    """Seconds of steps with prompts, in so many micro-batches, as a sum of parts."""
-
-    def __init__(self, times: StepTimes, micro_batches: float) -> None:
-        self._times = times
-        self._micro_batches = micro_batches
-        self._cp = times.setup.parallel.cp  # a decoding token is as much work on a device as so many of prompts
-        largest = int(micro_batches) if times.whole_prompts else 1  # a prompt counts in all, as all wait for it
-        most = max(times.most_tokens * largest + times.most_sequences * self._cp, DENSE_TOKENS)
+    def __init__(self, split: Split, most_tokens: int, most_sequences: int, verified: int = 0, cp: int = 1) -> None:
+        self._split = split
+        self._cp = cp
+        most = max(most_tokens + most_sequences * (cp + verified), DENSE_TOKENS)
         nodes = np.arange(0.0, DENSE_TOKENS + 1)
         if most > DENSE_TOKENS:
             nodes = np.concatenate((nodes, np.unique(np.geomspace(DENSE_TOKENS + 64, most + 64, 512).round())))
@@ -241,7 +185,7 @@ class _Parts:
         zero = np.zeros(len(nodes))
         tokens = self._device(StepShape(nodes, zero, zero, zero, zero, nodes, zero, zero, zero))
         self._of_tokens: list[float] = tokens.tolist()
-        rows = np.arange(0.0, times.most_sequences + 2)
+        rows = np.arange(0.0, most_sequences * (1 + verified) + 2)
         zero = np.zeros(len(rows))
         of_rows = np.broadcast_to(self._device(StepShape(zero, zero, zero, zero, rows)), rows.shape)
         self._of_rows: list[float] = (of_rows - of_rows[0]).tolist()
@@ -255,23 +199,37 @@ class _Parts:
         tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs = sums
         if self._cp > 1:
             tokens = prompt_tokens + self._cp * (tokens - prompt_tokens)
-        device_s = self._of_tokens[int(tokens)] if tokens <= DENSE_TOKENS else self._beyond(tokens)
-        device_s += self._of_rows[int(rows)]
-        decoding = int(sequences - prompts)
+        decoding, attention_s = int(sequences - prompts), 0.0
         if decoding:
             decode_kv_tokens = kv_tokens - prompt_kv_tokens
             begin, end, low, slope = self._last.get(decoding, _NOWHERE)
             if not begin <= decode_kv_tokens < end:
                 begin, end, low, slope = self._decoding(decoding, decode_kv_tokens)
-            device_s += low + slope * (decode_kv_tokens - begin)
+            attention_s = low + slope * (decode_kv_tokens - begin)
+        return self.total(tokens, rows, attention_s, prompt_tokens, prompts, pairs)
+
+    def total(
+        self, tokens: float, rows: float, attention_s: float, prompt_tokens: float, prompts: float, pairs: float
+    ) -> float:
+        """Seconds of a step whose sequences that decode take `attention_s` beside what tokens and rows take."""
+        device_s = self.common(tokens, rows) + attention_s
         if prompts:
             device_s += self._prompt_s(prompt_tokens, prompts, pairs)
         return device_s + self._wait_s + max(self._launch_s - device_s, 0.0)
 
+    def common(self, tokens: float, rows: float) -> float:
+        """Seconds of the device that follow from a step's tokens and its rows of logits."""
+        of_tokens = self._of_tokens[int(tokens)] if tokens <= DENSE_TOKENS else self._beyond(tokens)
+        return of_tokens + self._of_rows[int(rows)]
+
+    def knows(self, rows: float) -> bool:
+        """Whether so many rows of logits are tabulated."""
+        return rows < len(self._of_rows)
+
     def _beyond(self, tokens: float) -> float:
         """Seconds of so many tokens, more than are tabulated one by one."""
-        index = _below(self._token_nodes, tokens)
-        begin, _, low, slope = _piece(*self._token_nodes[index : index + 2], *self._of_tokens[index : index + 2])
+        index = below(self._token_nodes, tokens)
+        begin, _, low, slope = piece_of(*self._token_nodes[index : index + 2], *self._of_tokens[index : index + 2])
         return low + slope * (tokens - begin)
 
     def _decoding(self, sequences: int, kv_tokens: float) -> Piece:
@@ -287,8 +245,8 @@ class _Parts:
                 self._attention[n] = ((CONTEXTS * n).tolist(), rest.tolist())
             found = self._attention[sequences]
         nodes, seconds = found
-        index = _below(nodes, kv_tokens)
-        piece = self._last[sequences] = _piece(*nodes[index : index + 2], *seconds[index : index + 2])
+        index = below(nodes, kv_tokens)
+        piece = self._last[sequences] = piece_of(*nodes[index : index + 2], *seconds[index : index + 2])
         return piece
 
     def _prompt_grid(self) -> NDArray[np.float64]:
@@ -324,12 +282,18 @@ class _Parts:
 
     def _waiting(self) -> tuple[float, float]:
         """Seconds that a step with prompts always waits, and seconds of launches that the device's must exceed."""
-        _, wait_s = self._times.split(StepShape.prefill(1.0, 1e6), self._micro_batches)
-        device_s, small_wait_s = self._times.split(StepShape.prefill(1.0, 1.0), self._micro_batches)
+        _, wait_s = self._split(StepShape.prefill(1.0, 1e6))
+        device_s, small_wait_s = self._split(StepShape.prefill(1.0, 1.0))
         return float(wait_s), float(device_s) + float(small_wait_s - wait_s)
 
     def _device(self, shape: StepShape) -> Column:
-        return self._times.split(shape, self._micro_batches)[0]
+        return self._split(shape)[0]
+
+
+def waiting_of(cost: StepCost) -> Any:
+    """Seconds in which the device waits for the host, of a step or of each of many."""
+    host = cost.operators[-1]
+    return host.total_s - cost.times.of(host.operator, 0.0).time_s * host.operator.calls
 
 
 def decode_grid(sequences: int) -> tuple[list[int], StepShape]:
@@ -347,10 +311,10 @@ def _place(axis: list[int], value: float) -> tuple[int, float]:
     return index, (value - axis[index]) / (axis[index + 1] - axis[index])
 
 
-def _below(nodes: list[float], at: float) -> int:
+def below(nodes: list[float], at: float) -> int:
     """The entry below `at`, with another behind it."""
     return min(max(bisect_right(nodes, at) - 1, 0), len(nodes) - 2)
 
 
-def _piece(begin: float, end: float, first: float, last: float) -> Piece:
+def piece_of(begin: float, end: float, first: float, last: float) -> Piece:
     return begin, end, first, (last - first) / (end - begin)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib import resources
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 
 from pydantic import Field
 
@@ -24,14 +24,14 @@ from membound.roofline.scenario.workload import (
     Workload,
 )
 from membound.roofline.speculation.acceptance import AcceptanceProfile
-
-DrafterKind = Literal["ngram", "draft_model", "trained_head"]
+from membound.roofline.techniques.drafts import DrafterKind
 
 
 class TaskAcceptance(Part):
     """A task's acceptance of one kind of drafter, and the measurement that it was fitted to.
 
-    The profile emits `emitted` tokens a step, on average, at `drafts` drafts of which `found` of the steps have any.
+    The profile emits `emitted` tokens a step, on average, at `drafts` drafts of which `found` of the steps have any:
+    along the longest path of the tree that the measurement had, as `speculation/by_depth.py` says.
     """
 
     profile: AcceptanceProfile
@@ -87,15 +87,17 @@ def resolve(workload: Workload) -> Workload:
     return workload.model_copy(update=update)
 
 
-def acceptance_of(workload: Workload, drafter: DrafterKind | None) -> AcceptanceProfile | None:
-    """The workload's own acceptance profile, else its task's for that kind of drafter, else None."""
-    if workload.acceptance is not None or workload.task is None or drafter is None:
-        return workload.acceptance
-    return task_profiles()[workload.task].acceptance[drafter].profile
+def acceptance_of(workload: Workload, drafter: DrafterKind) -> AcceptanceProfile | None:
+    """The workload's own acceptance profile, else its task's for that kind of drafter where it knows it, else None."""
+    known = _known(workload, drafter)
+    return workload.acceptance if workload.acceptance is not None or known is None else known.profile
 
 
-def found_of(workload: Workload, drafter: DrafterKind | None) -> float | None:
+def found_of(workload: Workload, drafter: DrafterKind) -> float | None:
     """The share of steps in which the task's drafter finds a draft; None without a task that knows it."""
-    return (
-        None if workload.task is None or drafter is None else task_profiles()[workload.task].acceptance[drafter].found
-    )
+    known = _known(workload, drafter)
+    return None if known is None else known.found
+
+
+def _known(workload: Workload, drafter: DrafterKind) -> TaskAcceptance | None:
+    return None if workload.task is None else task_profiles()[workload.task].acceptance.get(drafter)

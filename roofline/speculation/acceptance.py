@@ -7,6 +7,7 @@ probability of the state of its position. One constant acceptance rate is the ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -63,12 +64,18 @@ class AcceptanceProfile(Part):
         share = self.predictable_share
         return share * self.predictable_alpha + (1 - share) * self.surprising_alpha
 
-    def acceptance_by_position(self, drafts: int, found: float = 1.0) -> NDArray[np.float64]:
-        """Chance that draft 1 .. `drafts` of a step is accepted together with all before it."""
-        accepted, step = np.diag(self.alphas), self.transitions
-        state, chances = self._first_state(drafts, found), []
-        for _ in range(drafts):
-            state = state @ accepted
+    def acceptance_by_position(
+        self, drafts: int, found: float = 1.0, shares: Sequence[float] = ()
+    ) -> NDArray[np.float64]:
+        """Chance that draft 1 .. `drafts` of a step is accepted together with all before it.
+
+        Each is right `shares` times as often as its state says, where they are given (`by_depth.py`), and never beyond
+        the last of them.
+        """
+        step = self.transitions
+        state, chances = self._first_state(drafts, found, shares), []
+        for position in range(drafts):
+            state = state @ self._accepted(position, shares)
             chances.append(state.sum())
             state = state @ step
         return np.array(chances)
@@ -84,16 +91,24 @@ class AcceptanceProfile(Part):
         """Tokens that a step emits: one, and the accepted drafts where a draft was found."""
         return 1 + found * self.expected_accepted(drafts, found)
 
-    def _first_state(self, drafts: int, found: float) -> NDArray[np.float64]:
+    def _accepted(self, position: int, shares: Sequence[float]) -> NDArray[np.float64]:
+        """Chance of a guess at a position of a step by the state of its token."""
+        if not shares:
+            return np.diag(self.alphas)
+        share = shares[position] if position < len(shares) else 0.0
+        return np.diag(np.minimum(self.alphas * share, 1.0))
+
+    def _first_state(self, drafts: int, found: float, shares: Sequence[float] = ()) -> NDArray[np.float64]:
         """Chances of the state of a step's first draft.
 
         Steps begin in surprising stretches more often than positions lie in them, since a step advances less there.
         Stationary distribution of the chain of first positions: k accepted drafts and a rejection at the next, or
         all drafts accepted and a bonus token, each moving the chain by one more position.
         """
-        accepted, step = np.diag(self.alphas), self.transitions
+        step = self.transitions
         reached, moved = np.eye(2), np.zeros((2, 2))
-        for _ in range(drafts):
+        for position in range(drafts):
+            accepted = self._accepted(position, shares)
             moved += reached @ (np.eye(2) - accepted) @ step
             reached = reached @ accepted @ step
         moved = found * (moved + reached @ step) + (1 - found) * step

@@ -15,6 +15,7 @@ import numpy as np
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
+from membound.roofline.scenario.tasks import acceptance_of
 from membound.roofline.scenario.workload import TextPrompts
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.draft_models import draft_model
@@ -82,7 +83,7 @@ def acceptance_source(technique: Technique, scenario: Scenario) -> str:
     workload = scenario.workload
     if workload.acceptance is not None:
         return "the scenario's workload.acceptance"
-    if workload.task is not None:
+    if isinstance(technique, Speculative) and acceptance_of(workload, technique.drafts().kind) is not None:
         return f"task profile '{workload.task}'"
     default = type(technique).model_fields["alpha"].default
     assumed = "assumed: the technique's default" if getattr(technique, "alpha", None) == default else "the scenario"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import CacheTerms, cache_terms, weights_bytes
 from membound.roofline.models import ModelSpec, MoeFfn
@@ -93,8 +93,17 @@ class DraftModel(Drafter):
 
     def seconds(self, times: Times, shape: StepShape, tree: TokenTree) -> Count:
         first, *others = tree.expanded_by_depth
-        first_s = self._pass_s(times, shape.with_guesses(first - 1), prepared=False) + glue_s(times, self.setup)
-        return self._passes_s(times, shape, others, first_s)
+        cost, more_s = self.reading(times, shape.with_guesses(first - 1))
+        return self._passes_s(times, shape, others, cost.time_s + more_s)
+
+    def reading(self, times: Times, shape: StepShape) -> tuple[StepCost, Count]:
+        """The first pass, over prompts too, and seconds beside those of its operators.
+
+        It waits for the host as the model's own step does, which learns what was accepted and prepares the drafter's
+        batch; those that follow are captured in a graph and wait no more.
+        """
+        cost = step_cost(self.spec, self.setup, times, shape)
+        return cost, self._joining_s(times, shape) + glue_s(times, self.setup)
 
     def _passes_s(self, times: Times, shape: StepShape, expanded: Sequence[int], before_s: Count) -> Count:
         """`before_s` and a pass for each depth's expanded nodes, over the sequences that decode."""
@@ -110,21 +119,23 @@ class DraftModel(Drafter):
     def table(self, times: Times, shape: StepShape) -> Callable[[TokenTree], float] | None:
         many = StepShape(*(np.full(len(_PASSES), column, dtype=np.float64) for column in shape.columns().values()))
         between_s = glue_s(times, self.setup)
-        first_s = float(self._pass_s(times, shape, prepared=False)) + between_s
+        cost, more_s = self.reading(times, shape)
+        first_s = float(cost.time_s + more_s)
         others_s = np.broadcast_to(self._pass_s(times, many.with_guesses(_PASSES - 1.0)), _PASSES.shape) + between_s
         return lambda tree: first_s + float(np.interp(tree.expanded_by_depth[1:], _PASSES, others_s).sum())
 
-    def _pass_s(self, times: Times, shape: StepShape, *, prepared: bool = True) -> Count:
-        """A step of the drafter.
-
-        The first one waits for the host as the model's own step does, which learns what was accepted and prepares the
-        drafter's batch; those that follow are captured in a graph and wait no more.
-        """
+    def _pass_s(self, times: Times, shape: StepShape) -> Count:
+        """A pass behind the first."""
         cost = step_cost(self.spec, self.setup, times, shape)
-        if not prepared or times.hardware.kind == "cpu" or not get_profile(self.setup.profile).graphs:
-            return cost.time_s
+        seconds = cost.time_s + self._joining_s(times, shape)
+        if times.hardware.kind == "cpu" or not get_profile(self.setup.profile).graphs:
+            return seconds
         host = sum(times.of(item.operator, 0.0).time_s for item in cost.operators if item.operator.kind == "host")
-        return cost.time_s - host
+        return seconds - host
+
+    def _joining_s(self, times: Times, shape: StepShape) -> Count:
+        """Seconds of what a pass computes beside the layers of a model."""
+        return 0.0
 
     def weights_bytes(self) -> float:
         return weights_bytes(self.spec, self.setup)
@@ -154,7 +165,7 @@ class FirstLayers(DraftModel):
 class Module(DraftModel):
     """One layer on the model's hidden states, joined with the last token's embedding; it shares both tables."""
 
-    def _pass_s(self, times: Times, shape: StepShape, *, prepared: bool = True) -> Count:
+    def _joining_s(self, times: Times, shape: StepShape) -> Count:
         tp = self.setup.parallel.tp
         hidden, format = self.spec.hidden, self.setup.precision.weights_of("ffn")
         joined = linear(
@@ -162,7 +173,7 @@ class Module(DraftModel):
             self.setup.precision.activations_of("ffn"),
         )  # fmt: skip
         weights = step_weight_bytes(self.spec, self.setup)
-        return super()._pass_s(times, shape, prepared=prepared) + times.of(joined, weights).time_s
+        return times.of(joined, weights).time_s
 
     def weights_bytes(self) -> float:
         """Those of the layer: what a second one would add. And the matrix that joins."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
@@ -22,15 +22,13 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.tasks import acceptance_of, found_of
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.acceptance import AcceptanceProfile
-from membound.roofline.speculation.drafters import Drafter, drafter_of, glue_s
+from membound.roofline.speculation.by_depth import shares_by_depth
+from membound.roofline.speculation.drafters import Drafter, DraftModel, drafter_of, glue_s
 from membound.roofline.speculation.token_tree import TokenTree
 from membound.roofline.step import check_parallel
 from membound.roofline.techniques import Drafts, EngineSetup, Size
 from membound.roofline.times.operator import Times
 
-# Nodes of the trees with which the tables of accepted tokens were made, to which a profile applies: EAGLE's paper and
-# Medusa's (from memory). Smaller trees accept less of the same content.
-_TABLED_NODES = {"eagle": 25, "medusa": 63}
 # Logits of a guess are written in fp32, and read for its probabilities and for the choice (assumed).
 _ACCEPT_BYTES = 12.0
 
@@ -46,8 +44,8 @@ class Best(NamedTuple):
 class Speculation:
     """The drafts of a set-up at work for a model: what a step yields, and what it costs on a device.
 
-    `profile` is the content's acceptance, position by position of what a step emits: that of a tree's guesses together,
-    as tables of accepted tokens give it. Without it that of the drafts holds. Shapes are those of a plain step, in
+    `profile` is the content's acceptance, which holds for other trees and depths as `by_depth.py` says. Without it that
+    of the drafts holds. Shapes are those of a plain step, in
     which each decoding sequence has one new token.
     """
 
@@ -78,13 +76,8 @@ class Speculation:
         tree, drafts = self.tree, self.drafts
         if self.profile is None or not tree.nodes:
             return tree.acceptance_by_depth
-        chances = np.asarray(self.profile.acceptance_by_position(drafts.gamma, drafts.hit_rate))
-        if drafts.nodes is not None:
-            tabled = replace(drafts, nodes=max(drafts.gamma, _TABLED_NODES[drafts.kind])).tree.acceptance_by_depth
-            depth = min(tree.depth, len(tabled))
-            share = np.asarray(tree.acceptance_by_depth[:depth]) / np.maximum(np.asarray(tabled[:depth]), 1e-12)
-            chances = np.minimum.accumulate(np.minimum(chances[:depth] * share, 1.0))
-        return tuple(map(float, chances))
+        shares = shares_by_depth(drafts)
+        return tuple(map(float, self.profile.acceptance_by_position(tree.depth, drafts.hit_rate, shares)))
 
     @property
     def expected_tokens(self) -> float:
@@ -130,6 +123,11 @@ class Speculation:
             return passes_s(other.tree) + float(other._accept_s(times, shape))
 
         return draft_s
+
+    def reading(self, times: Times, shape: StepShape) -> tuple[StepCost, Count]:
+        """The first pass of a drafter that reads, over prompts too, and seconds beside those of its operators."""
+        assert isinstance(self._drafter, DraftModel), "only a model reads"
+        return self._drafter.reading(times, shape)
 
     def _accept_s(self, times: Times, shape: StepShape) -> Count:
         if times.hardware.kind == "cpu":
@@ -191,11 +189,11 @@ def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Specul
     setup, workload = scenario.setup, scenario.workload
     if setup.drafts is None:
         return None
-    content = setup.drafts.content
-    found = found_of(workload, content)
+    kind = setup.drafts.kind
+    found = found_of(workload, kind)
     if found is not None:
         setup = replace(setup, drafts=replace(setup.drafts, hit_rate=found))
-    profile = acceptance_of(workload, content)
+    profile = acceptance_of(workload, kind)
     return Speculation(model or resolve_model(scenario.model), setup, profile)
 
 

@@ -7,6 +7,7 @@ the product along the path, and one step verifies all nodes at once.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,6 +52,12 @@ class TokenTree:
             sum(chance for chance, depth in zip(self.chances, self.depths, strict=True) if depth == level)
             for level in range(1, self.depth + 1)
         )
+
+    @property
+    def conditional_by_depth(self) -> tuple[float, ...]:
+        """The chance that a step accepts a token at depth 1, 2 .. where it accepted all before."""
+        reached = (1.0, *self.acceptance_by_depth)
+        return tuple(here / before if before else 0.0 for before, here in itertools.pairwise(reached))
 
     @property
     def expanded_by_depth(self) -> tuple[int, ...]:

@@ -21,12 +21,10 @@ class Drafts:
     In `hit_rate` of the steps there is a draft at all. The best guess at the first position is right with chance
     `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
     one before. That none of the first r guesses behind a token is right falls as r^-`rank_exponent`. Where the engine
-    is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or none. `content` is the kind
-    of drafter under which a task's profile knows its acceptance, if it does.
+    is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or none.
     """
 
     kind: ClassVar[DrafterKind]
-    content: ClassVar[Literal["ngram", "draft_model", "trained_head"] | None]
 
     gamma: int
     alpha: float
@@ -59,7 +57,6 @@ class NgramDrafts(Drafts):
     """Prompt lookup: up to `gamma` tokens that followed the last occurrence of the newest `max_ngram` tokens."""
 
     kind = "ngram"
-    content = "ngram"
 
     max_ngram: int
     min_ngram: int
@@ -73,7 +70,6 @@ class ModelDrafts(Drafts):
     """
 
     kind = "draft_model"
-    content = "draft_model"
 
     draft: str | None
     weights: str | None = None
@@ -85,7 +81,6 @@ class SelfDrafts(Drafts):
     """The first `layers` layers of the model write ahead, with its final norm, its lm_head and its cache."""
 
     kind = "self"
-    content = None
 
     layers: int | None
 
@@ -111,7 +106,6 @@ class MedusaDrafts(HeadDrafts):
     """
 
     kind = "medusa"
-    content = "trained_head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +113,6 @@ class EagleDrafts(HeadDrafts):
     """One layer that continues the model's own hidden states, once for each of `gamma` positions."""
 
     kind = "eagle"
-    content = "trained_head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,4 +120,3 @@ class MtpDrafts(Drafts):
     """The module that the model was trained with to predict the token after the next, used `gamma` times in a row."""
 
     kind = "mtp"
-    content = "trained_head"

@@ -25,9 +25,11 @@ from membound.roofline.times.known import times_for
 from membound.simulator.advice.moves import MOST_SEATS, Move, excludes, moves_of
 from membound.simulator.advice.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.advice.situation import situation_of
+from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
+from membound.simulator.load import Load
 from membound.simulator.stacking.stacking import closed_loop, engine_said
-from membound.simulator.steady import Load, Steady, check_context, deployment_of, load_of, refuse_what_only_runs_show
+from membound.simulator.steady import Steady, check_context, deployment_of, load_of, refuse_what_only_runs_show
 from membound.simulator.sweeping.sweep import Workers
 
 # A gain below this is not worth a line of what not to combine.
@@ -125,13 +127,15 @@ def advise(
         refuse_what_only_runs_show(scenario)
     model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
     deployment = deployment_of(scenario, model, hardware)
-    load = load_of(scenario, deployment)
+    load = load_of(scenario, deployment, at_busiest=True)
     if batch is not None or context is not None:
         clients = batch or max(1, round(load.concurrency))
         lengths = load.lengths if context is None else load.lengths.at_context(context)
         check_context(model, lengths)
         scenario = closed_loop(scenario, clients, lengths, context)
         deployment, load = deployment_of(scenario, model, hardware), Load(float(clients), lengths)
+    elif simulate:
+        scenario = at_its_busiest(scenario)
     Steady(deployment, load).check_steps()
     situation = situation_of(scenario, deployment, load)
     wanted: GainMetric = "output_tokens_per_s" if situation.waits else "tpot_s"
@@ -319,8 +323,9 @@ def _conflicts(advised: Sequence[Advised], costing: Costing, metric: GainMetric)
 def _conditions(scenario: Scenario, hardware: HardwareSpec, load: Load) -> str:
     name, lengths, devices = resolve_model(scenario.model).name, load.lengths, scenario.parallel.devices
     where = f"{devices} x {hardware.name}" if devices > 1 else hardware.name
+    busiest = "" if load.busiest is None else f" in the busiest part ({load.busiest})"
     return (
-        f"{name} on {where}, {load.concurrency:.0f} requests under way, {lengths.prompt_tokens:.0f} tokens "
+        f"{name} on {where}, {load.concurrency:.0f} requests under way{busiest}, {lengths.prompt_tokens:.0f} tokens "
         f"in and {lengths.output_tokens:.0f} out, {engine_said(scenario)}"
     )
 

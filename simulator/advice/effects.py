@@ -22,7 +22,8 @@ from membound.roofline.times.known import times_for
 from membound.simulator.advice.moves import excludes
 from membound.simulator.costing import ClosedForm, Served
 from membound.simulator.drafting import with_best_drafts
-from membound.simulator.steady import Load, Steady, deployment_of, with_room_for
+from membound.simulator.load import Load
+from membound.simulator.steady import Steady, deployment_of, with_room_for
 
 
 class PerToken(NamedTuple):

@@ -31,6 +31,7 @@ class Drafting:
 class Situation:
     """What the rules look at. `seconds` are t_w, t_kv, t_c and t_n of a decode step by bound.
 
+    `ridge_tokens` of a step make arithmetic on weights take as long as reading them, in the formats that they have.
     `prompt_share` is the share of the engine's time that prompts take; `bottleneck` takes most of it, prompts and
     decode steps together.
     """
@@ -44,7 +45,6 @@ class Situation:
     overload_rps: float
     limited_by_cache: bool
     ridge_tokens: float
-    weight_bits: float
     params: float
     devices: int
     prompts_per_output: float
@@ -99,8 +99,7 @@ def _weights_bind(s: Situation) -> bool:
 
 def losing_drafts(s: Situation) -> list[Drafting]:
     """The drafters whose verification is bound by arithmetic, or whose guesses are right too rarely for their cost."""
-    most = s.ridge_tokens * s.weight_bits / 16.0
-    return [d for d in s.drafting if s.batch * (1.0 + d.guesses) > most or d.alpha <= d.cost]
+    return [d for d in s.drafting if s.batch * (1.0 + d.guesses) > s.ridge_tokens or d.alpha <= d.cost]
 
 
 RULES: tuple[Rule, ...] = (
@@ -161,7 +160,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.fits and bool(losing_drafts(s)),
         lambda s: ", ".join(
             f"{d.name} verifies {s.batch * (1 + d.guesses):.0f} tokens a step, while arithmetic takes as long as "
-            f"reading weights at {s.ridge_tokens * s.weight_bits / 16:.0f}; its first guess is right in "
+            f"reading weights at {s.ridge_tokens:.0f}; its first guess is right in "
             f"{d.alpha:.0%} of steps, and one costs {d.cost:.0%} of a step"
             for d in losing_drafts(s)
         ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes
@@ -14,6 +16,7 @@ from membound.roofline.precision import PRECISIONS
 from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
+from membound.roofline.shape import StepShape
 from membound.roofline.speculation.draft_choice import best_size
 from membound.roofline.techniques import (
     Eagle,
@@ -22,13 +25,17 @@ from membound.roofline.techniques import (
     WeightQuantization,
 )
 from membound.simulator.advice.rules import Drafting, Situation
-from membound.simulator.steady import Load, SpeculatingDeployment, Steady, deployment_of
+from membound.simulator.load import Load
+from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of
+
+# Tokens of a step among which the ridge is looked for: a mixture of 256 experts has it at some ten thousand.
+_MOST_RIDGE, _RIDGE_NODES = 2.0**24, 24 * 16 + 1
 
 
 def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Load) -> Situation:
     """The operating point in the terms of the rules."""
     steady = Steady(deployment, load)
-    lengths, setup, hardware = load.lengths, scenario.setup, deployment.hardware
+    lengths = load.lengths
     whole = lengths.prompt_tokens + lengths.output_tokens
     fits = deployment.largest_batch(whole) >= 1.0
     decode_s = deployment.decode_s(steady.batch, lengths.context)
@@ -42,8 +49,7 @@ def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Lo
         overload_rps=load.overload_rps,
         queued=max(0.0, load.concurrency - steady.batch),
         limited_by_cache=deployment.largest_batch(lengths.context) <= steady.batch + 1.0,
-        ridge_tokens=_ridge_tokens(hardware),
-        weight_bits=setup.weights.width,
+        ridge_tokens=ridge_tokens(deployment, steady.batch),
         params=float(deployment.model.params),
         devices=scenario.parallel.devices,
         prompts_per_output=lengths.prompt_tokens / max(lengths.output_tokens, 1.0),
@@ -61,7 +67,7 @@ def roof_seconds(deployment: SpeculatingDeployment, batch: float, context: float
     those that this machine's calibration measured, and nothing else."""
     plain, hardware = replace(deployment, speculation=None), deployment.hardware
     link = hardware.scale_up or hardware.scale_out or hardware.host
-    bandwidth = hardware.calibration.memory_bandwidth if hardware.calibration else hardware.bandwidth_bytes_per_s
+    bandwidth = _bandwidth(hardware)
     seconds = dict.fromkeys(("memory_weights", "memory_kv", "compute", "link"), 0.0)
     for op in (cost.operator for cost in plain.verify_cost(batch, context).operators):
         reads = "memory_kv" if op.kind in ("attention", "recurrent") else "memory_weights"
@@ -69,6 +75,10 @@ def roof_seconds(deployment: SpeculatingDeployment, batch: float, context: float
         seconds["compute"] += float(op.flops) / _matrix_rate(op, hardware) * op.calls
         seconds["link"] += float(op.link_bytes) / link.bandwidth_bytes_per_s * op.calls if link else 0.0
     return seconds
+
+
+def _bandwidth(hardware: HardwareSpec) -> float:
+    return hardware.calibration.memory_bandwidth if hardware.calibration else hardware.bandwidth_bytes_per_s
 
 
 def _matrix_rate(op: Operator, hardware: HardwareSpec) -> float:
@@ -79,12 +89,23 @@ def _matrix_rate(op: Operator, hardware: HardwareSpec) -> float:
     return compute_dtype(op.precision or wide, op.activations or wide, hardware).flops_per_s
 
 
-def _ridge_tokens(hardware: HardwareSpec) -> float:
-    """Tokens at which 16-bit weights take as long to multiply as to read: 2 FLOPs a weight of 2 bytes."""
-    if hardware.calibration is not None:
-        return hardware.calibration.matrix_flops("bf16") / hardware.calibration.memory_bandwidth
-    dtype = "bf16" if hardware.computes_in("bf16") else next(iter(hardware.matrix_flops), "fp32")
-    return hardware.peak_flops(dtype) / hardware.bandwidth_bytes_per_s
+def ridge_tokens(deployment: SpeculatingDeployment, batch: float) -> float:
+    """Tokens of a step at which arithmetic on weights takes as long as reading them, in the formats of this set-up.
+
+    Of a dense model it is b / 16 of the ridge of 16-bit weights with b bits, times what its arithmetic is faster. A
+    mixture reads more experts as tokens come, and each expert multiplies its share of them alone. `batch` decides the
+    micro-batches of a pipeline.
+    """
+    plain, hardware = replace(deployment, speculation=None), deployment.hardware
+    bandwidth = _bandwidth(hardware)
+    tokens = np.geomspace(1.0, _MOST_RIDGE, _RIDGE_NODES)
+    over = np.zeros_like(tokens)  # seconds by which arithmetic takes longer
+    for op in (cost.operator for cost in plain.step(StepShape.decode(tokens, 1.0)).operators):
+        if op.kind in ("linear", "moe"):
+            over += (op.flops / _matrix_rate(op, hardware) - op.weight_bytes / bandwidth) * op.calls
+    at = int(np.argmax(over >= 0)) if over[-1] >= 0 else len(tokens) - 1
+    micro = batch / float(deployment.decode_shape(batch, 1.0).sequences)
+    return micro * float(np.interp(0.0, over[max(at - 1, 0) : at + 1], tokens[max(at - 1, 0) : at + 1]))
 
 
 def _fits_in_4_bits(scenario: Scenario, deployment: SpeculatingDeployment, tokens: float) -> bool:

@@ -24,7 +24,8 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, Slo
 from membound.roofline.scenario.engine import BatchingName
 from membound.roofline.techniques import W8A8, ContinuousBatching, KvQuantization, Technique, WeightQuantization
-from membound.simulator.steady import Lengths, deployment_of
+from membound.simulator.load import Lengths
+from membound.simulator.steady import deployment_of
 
 Values = NDArray[np.float64]
 

@@ -20,20 +20,19 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
-from membound.roofline.scenario.workload import ClosedLoop
+from membound.roofline.scenario.workload import ClosedLoop, TraceArrivals
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.times.known import times_for
 from membound.roofline.times.origin import origin_of
-from membound.simulator.planning.busiest import busiest_of
+from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, busiest_of, requests_seen
+from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
 from membound.simulator.planning.candidates import Demand, Replica, replicas_on
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
 from membound.simulator.planning.search import (
-    MOST_REQUESTS,
     Deployed,
     Objective,
     Searching,
-    at_its_busiest,
     denser,
     meets,
     search,
@@ -51,7 +50,7 @@ from membound.simulator.planning.sensitivity import (
     sensitivity_of,
     slow,
 )
-from membound.simulator.steady import Lengths, arrival_rate, check_context, think_s
+from membound.simulator.steady import check_context
 from membound.simulator.sweeping.sweep import Workers
 
 PRECISIONS = ("given", "8bit", "4bit")
@@ -98,7 +97,7 @@ def demand_of(scenario: Scenario) -> Demand:
     rate, arrivals = arrival_rate(workload), workload.arrivals
     clients = float(arrivals.concurrency) if isinstance(arrivals, ClosedLoop) else None
     demand = Demand(rate, clients, Lengths.of(workload), slo, think_s(workload))
-    part = None if workload.requests is None else busiest_of(workload, min(workload.requests, MOST_REQUESTS))
+    part = busiest_of(workload, min(requests_seen(workload), ENOUGH_REQUESTS))
     if part is None:
         return demand
     lengths = Lengths.of(workload.model_copy(update={"arrivals": part.arrivals}))
@@ -249,10 +248,16 @@ def _notes(scenario: Scenario, demand: Demand, unpriced: Sequence[str], objectiv
             f"sized for the busiest part: {demand.rate_rps:.3g} requests/s {demand.busiest}, where the mean is "
             f"{demand.mean_rps:.3g}; costs of tokens are those of the mean"
         )
+    arrivals = scenario.workload.arrivals
+    if isinstance(arrivals, TraceArrivals):
+        if len(recorded_times_s(arrivals)) == MOST_ROWS:
+            yield f"of the trace the first {MOST_ROWS:,} rows are looked at; workload.arrivals.start_s begins later"
+        if scenario.workload.requests is None:
+            yield f"up to {ENOUGH_REQUESTS:,} requests of the trace are simulated; workload.requests names another"
     if unpriced:
         ranked = "; they rank after all that have one" if objective == "cost" else ""
         yield f"no price is known for {', '.join(unpriced)}{ranked}"
-    if scenario.workload.arrivals.kind not in ("poisson", "closed_loop"):
+    if arrivals.kind not in ("poisson", "closed_loop"):
         yield "each replica is given the arrivals' shape at its share of the rate, as if a router chose by chance"
 
 

@@ -16,13 +16,12 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario, Slo, parse_scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S
-from membound.simulator.planning.busiest import busiest_of
+from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, requests_seen
 from membound.simulator.planning.candidates import Demand, Replica
 
 Objective = Literal["cost", "devices"]
 # Requests of a simulated replica: enough for a 99th percentile.
 FEWEST_REQUESTS = 600
-MOST_REQUESTS = 4000
 # Of each client who thinks: they begin one after the other, and the engine is as busy as it gets when all have.
 REQUESTS_OF_A_CLIENT = 5
 # Simulations of one precision's search at most.
@@ -30,6 +29,9 @@ MOST_RUNS = 40
 MOST_POOL_RUNS = 12
 # Simulations that look for another answer under a changed input at most, after what is known of the given one.
 MOST_CHANGED_RUNS = 10
+# Deployments that rank first alike of which so many are looked at, however few are wanted: which of them holds on a
+# slower clock decides.
+MOST_TIES = 3
 # How many times the replicas that closed forms expect are tried at most.
 MOST_BEYOND = 1.5
 # Who is so many times too slow is not tried again at a load that differs by a tenth.
@@ -119,19 +121,11 @@ def share_of(scenario: Scenario, replicas: int) -> Scenario:
     arrivals = denser(scenario, 1.0 / replicas)
     if "concurrency" in arrivals:
         arrivals["concurrency"] = max(1, math.ceil(arrivals["concurrency"] / replicas))
-    asked = scenario.workload.requests
-    requests = None if asked is None else min(max(asked // replicas, FEWEST_REQUESTS), MOST_REQUESTS)
-    if requests is not None and arrivals.get("think"):
+    requests = min(max(requests_seen(scenario.workload) // replicas, FEWEST_REQUESTS), ENOUGH_REQUESTS)
+    if arrivals.get("think"):
         requests = max(requests, REQUESTS_OF_A_CLIENT * arrivals["concurrency"])
     workload = scenario.workload.model_dump(mode="json") | {"arrivals": arrivals, "requests": requests}
     return at_its_busiest(scenario.with_value("workload", workload))
-
-
-def at_its_busiest(scenario: Scenario) -> Scenario:
-    """The scenario with its requests around the busiest moment, where they are a part of how arrivals vary."""
-    requests = scenario.workload.requests
-    part = None if requests is None else busiest_of(scenario.workload, requests)
-    return scenario if part is None else scenario.with_value("workload.arrivals", part.arrivals.model_dump(mode="json"))
 
 
 def denser(scenario: Scenario, by: float) -> dict[str, Any]:
@@ -223,6 +217,7 @@ class Search:
 
     `seen` are the summaries at this load. Those at a load near by (`elsewhere`) stand for who surely misses here too:
     who misses there where this demand is `harder`, who misses by far where it is easier. None ranks before `floor`.
+    With `ties` who ranks as the first is looked at too, up to MOST_TIES of them.
     """
 
     demand: Demand
@@ -234,6 +229,7 @@ class Search:
     elsewhere: dict[Key, Summary] = field(default_factory=dict)
     harder: bool = False
     floor: tuple[float, ...] | None = None
+    ties: bool = False
     runs: int = 0
     nearest: Missed | None = None
     confirmed: list[Deployed] = field(default_factory=list)
@@ -250,7 +246,7 @@ class Search:
             if self.runs >= self.most_runs or self._ranks_lower(least):
                 break
             self._keep(self._fewest(self._not_before_floor(least)))
-        return self.confirmed[: self.wanted]
+        return self._best()
 
     def among_pools(self, replicas: Sequence[Replica]) -> list[Deployed]:
         """The same with prompts and outputs on engines of their own, beside what was found before."""
@@ -265,7 +261,17 @@ class Search:
             if self.runs >= most_runs or self._ranks_lower(tried):
                 break
             self._keep(self.grown(tried, most_runs))
-        return self.confirmed[: self.wanted]
+        return self._best()
+
+    def _best(self) -> list[Deployed]:
+        alike = self._first_alike if self.ties and self.confirmed else 0
+        return self.confirmed[: max(self.wanted, alike)]
+
+    @property
+    def _first_alike(self) -> int:
+        """How many rank as the first does, of those that are looked at."""
+        first = self.confirmed[0].rank(self.objective)
+        return min(MOST_TIES, sum(one.rank(self.objective) == first for one in self.confirmed))
 
     def _keep(self, found: Deployed | None) -> None:
         if found is not None and not self._before_floor(found):
@@ -303,7 +309,10 @@ class Search:
     def _ranks_lower(self, deployed: Deployed) -> bool:
         if len(self.confirmed) < self.wanted:
             return False
-        return deployed.rank(self.objective) >= self.confirmed[self.wanted - 1].rank(self.objective)
+        rank = deployed.rank(self.objective)
+        if self.ties and rank == self.confirmed[0].rank(self.objective) and self._first_alike < MOST_TIES:
+            return False
+        return rank >= self.confirmed[self.wanted - 1].rank(self.objective)
 
     def _fewest(self, least: Deployed) -> Deployed | None:
         """The fewest replicas with which the simulator meets the objective, as long as they rank high enough.
@@ -399,7 +408,7 @@ class Searching:
         if not self.wanted:
             only = screened_best(self.replicas, self.demand, self.objective)
             return Found([] if only is None else [only], None, 0)
-        looking = Search(self.demand, self.objective, self.wanted)
+        looking = Search(self.demand, self.objective, self.wanted, ties=True)
         found = looking.among(self.replicas)
         if self.disaggregate:
             found = looking.among_pools(self.replicas)

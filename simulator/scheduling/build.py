@@ -24,7 +24,8 @@ from membound.roofline.times.engines import get_profile
 from membound.roofline.times.operator import Times
 from membound.simulator.scheduling.blocks import BlockTables
 from membound.simulator.scheduling.draft_length import AdaptiveLength
-from membound.simulator.scheduling.drafter import Drafter, ModelledDrafter, NgramDrafter
+from membound.simulator.scheduling.drafter import Drafter, NgramDrafter
+from membound.simulator.scheduling.guessing import ModelledDrafter
 from membound.simulator.scheduling.kv_memory import KvMemory
 from membound.simulator.scheduling.policies import (
     BATCHINGS,
@@ -63,17 +64,18 @@ def build_scheduler(
     """
     setup, engine = scenario.setup, scenario.engine
     batching = batching_of(engine, setup)
+    modelled = None
     if drafter is None and isinstance(setup.drafts, NgramDrafts) and content_known:
         drafter = NgramDrafter(setup.drafts)
     elif drafter is None and setup.drafts is not None:
-        drafter = _modelled_drafter(scenario.workload, setup.drafts)
+        modelled = _modelled_drafter(scenario.workload, setup.drafts)
     seconds_per_token = _seconds_per_token(scenario, model, times)
     return Scheduler(
         batching,
         memory.pool(),
         memory.seats,
         engine.max_batched_tokens,
-        drafter,
+        drafter or modelled,
         AdaptiveLength(setup.drafts) if setup.drafts is not None and setup.drafts.adaptive else None,
         order=_order(engine, seconds_per_token),
         admission=_admission(engine, seconds_per_token),
@@ -99,7 +101,7 @@ def batching_of(engine: Engine, setup: EngineSetup) -> Batching:
 
 def _modelled_drafter(workload: Workload, drafts: Drafts) -> ModelledDrafter:
     """Finds a draft as often as in the workload's task, else as often as the technique says."""
-    found = found_of(workload, drafts.content)
+    found = found_of(workload, drafts.kind)
     return ModelledDrafter(drafts if found is None else replace(drafts, hit_rate=found), workload.seed)
 
 

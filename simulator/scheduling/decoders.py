@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from membound.simulator.scheduling.request import Outcome, Sequence
+from membound.simulator.scheduling.request import Guess, Outcome, Sequence
 
 
 class Decoders:
@@ -14,14 +14,16 @@ class Decoders:
 
     `steps` is their common clock. Nothing is done for a single sequence in a step: its tokens follow from the clock,
     the sum of all their tokens grows by their number, the next to end is on top of a heap, and those that need a new
-    block are counted by the remainder of their tokens at step 0. With `grow` false, blocks were reserved before.
+    block are counted by the remainder of their tokens at step 0. With `grow` false, blocks were reserved before. Where
+    some are `drafting` nobody knows when they end, and they are looked through after each step.
     """
 
-    def __init__(self, block_size: int, grow: bool = True) -> None:
+    def __init__(self, block_size: int, grow: bool = True, drafting: bool = False) -> None:
         self.steps = 0
         self.members: dict[int, Sequence] = {}
         self._block_size = block_size
         self._grow = grow
+        self._drafting = drafting
         self._standing = 0
         self._phases = [0] * block_size
         self._ends: list[tuple[int, int]] = []
@@ -59,7 +61,25 @@ class Decoders:
         self._standing += tokens
         sequence.standing += tokens
         self._phases[sequence.standing % self._block_size] += 1
-        self._schedule_end(sequence)
+        sequence.ends_at -= tokens
+
+    def emit_guessed(self, guesses: tuple[Guess, ...], accepted: tuple[int, ...]) -> int:
+        """Of each sequence's guesses those that were accepted, beyond the token of the step; the blocks that they fill.
+
+        One loop, since a step of speculation is little else.
+        """
+        phases, size, before, blocks, emitted = self._phases, self._block_size, self.steps - 2, 0, 0
+        for (sequence, _), tokens in zip(guesses, accepted, strict=True):
+            if tokens:
+                standing = sequence.standing
+                later = sequence.standing = standing + tokens
+                phases[standing % size] -= 1
+                phases[later % size] += 1
+                sequence.ends_at -= tokens
+                blocks += (later + before) // size - (standing + before) // size
+                emitted += tokens
+        self._standing += emitted
+        return blocks if self._grow else 0
 
     def growth(self, steps_ahead: int = 0) -> int:
         """New blocks that the step after `steps_ahead` more needs: one for each member whose blocks are full."""
@@ -121,6 +141,12 @@ class Decoders:
     def take_ended(self) -> list[Sequence]:
         """Removes and returns the members that have emitted all their tokens."""
         ended = []
+        if self._drafting:
+            done = [sequence for sequence in self.members.values() if sequence.ends_at <= self.steps]
+            for sequence in sorted(done, key=lambda sequence: sequence.number):
+                self.remove(sequence)
+                ended.append(sequence)
+            return ended
         while self._ends and self._ends[0][0] <= self.steps:
             ends_at, number = heappop(self._ends)
             if self._is_due(number, ends_at):
@@ -130,10 +156,11 @@ class Decoders:
         return ended
 
     def _is_due(self, number: int, ends_at: int) -> bool:
-        """Whether an entry of the heap still holds: its sequence may have left, or accepted drafts."""
+        """Whether an entry of the heap still holds: its sequence may have left."""
         sequence = self.members.get(number)
         return sequence is not None and sequence.ends_at == ends_at
 
     def _schedule_end(self, sequence: Sequence) -> None:
         sequence.ends_at = self.steps + sequence.remaining
-        heappush(self._ends, (sequence.ends_at, sequence.number))
+        if not self._drafting:
+            heappush(self._ends, (sequence.ends_at, sequence.number))

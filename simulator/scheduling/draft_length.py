@@ -14,7 +14,7 @@ from statistics import median
 
 from membound.roofline.speculation.chain import expected_tokens
 from membound.roofline.techniques import Drafts
-from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft_depth
+from membound.simulator.scheduling.request import Outcome, Sequence, Step, drafts_of
 
 PRIOR_TRIALS = 4.0  # guesses that the drafter's stated acceptance counts as, until a sequence has its own
 MEMORY_TRIALS = 40.0  # guesses after which a sequence's older ones no longer count
@@ -107,15 +107,12 @@ class AdaptiveLength:
 
     def observe(self, step: Step, outcome: Outcome, seconds: float) -> None:
         """A step took so long, drafting included; its outcome says what was accepted."""
-        if outcome.emitted is None or not step.decoding:
+        if not step.decoding:
             return
         lengths = 0
-        for work in step.work[: step.decoding]:
-            length = draft_depth(work)
+        for sequence, length, accepted in drafts_of(step, outcome):
             lengths += length
-            if length:
-                accepted = len(outcome.emitted[work.sequence]) - 1
-                self._of(work.sequence).add(accepted, min(length, accepted + 1))
+            self._of(sequence).add(accepted, min(length, accepted + 1))
         if not step.prompts:
             self._costs.setdefault(_size(step.decoding), StepCost()).add(lengths / step.decoding, seconds)
 

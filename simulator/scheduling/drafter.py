@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple, Protocol
 
-from membound.roofline.techniques import Drafts, NgramDrafts
+from membound.roofline.techniques import NgramDrafts
 from membound.simulator.scheduling.request import Draft, Sequence
 
 
@@ -66,21 +65,3 @@ class NgramDrafter:
         assert sequence.token_ids is not None, "prompt lookup needs the tokens"
         d = self.drafts
         return Draft(prompt_lookup(sequence.token_ids, d.max_ngram, d.min_ngram, min(d.gamma, limit)))
-
-
-class ModelledDrafter:
-    """Stands for a drafter where nobody knows what it would propose: a draft is found in `hit_rate` of the steps."""
-
-    computed_guesses = 0
-
-    def __init__(self, drafts: Drafts, seed: int) -> None:
-        self.drafts = drafts
-        self.seed = seed
-
-    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
-        return [self._found(sequence, room.chain) for sequence, room in zip(sequences, rooms, strict=True)]
-
-    def _found(self, sequence: Sequence, limit: int) -> Draft:
-        # Drawn from (seed, request, position), so a request meets the same content under every schedule.
-        hit = random.Random(f"{self.seed}/{sequence.id}/{sequence.tokens}").random() < self.drafts.hit_rate
-        return Draft((0,) * min(self.drafts.gamma, limit)) if hit else Draft()

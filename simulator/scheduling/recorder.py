@@ -7,8 +7,8 @@ grows with its requests, not with its tokens. The sums over rows, and so the sum
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from membound.roofline.results.result import BOUNDS, Column
 from membound.roofline.results.samples import Samples
 from membound.roofline.shape import StepShape
-from membound.simulator.scheduling.request import Outcome, Sequence, Step, draft_depth
+from membound.simulator.scheduling.request import Outcome, Sequence, Step, drafts_of
 
 SHAPE_COLUMNS = tuple(StepShape.__dataclass_fields__)
 SUMMED = ("time_s", "steps", "drafted", "accepted", "emitted")
@@ -66,7 +66,7 @@ class Recorder:
         self.bounds = bounds
         self._observer = observer
         self._keep_plans = keep_plans
-        self._positions: list[list[int]] = []  # of drafts: how many reach a position, and were right up to it
+        self._drafts: Counter[tuple[int, int]] = Counter()  # by how long they were, and how much of them was right
         self._rows = bytearray()
         self._tables: list[NDArray[np.float64]] = []
         self._requests = bytearray()
@@ -113,11 +113,17 @@ class Recorder:
                 self._prompt_ended(sequences[work.sequence], end_s)
                 emitted += 1
         drafted = 0
-        if outcome.emitted is not None and step.work:
+        if step.guesses or (outcome.emitted is not None and step.work):
             drafted = step.drafted
             if drafted:
-                self._count_accepted(step, outcome.emitted)
-            emitted = sum(len(outcome.emitted[work.sequence]) for work in step.work if work.emits)
+                if step.guesses:
+                    self._drafts.update(zip([count for _, count in step.guesses], outcome.accepted, strict=True))
+                else:
+                    self._drafts.update([(length, right) for _, length, right in drafts_of(step, outcome)])
+            if outcome.emitted is None:
+                emitted += sum(outcome.accepted)
+            else:
+                emitted = sum(len(outcome.emitted[work.sequence]) for work in step.work if work.emits)
         self._row(step, outcome, usage, start_s, end_s - start_s, drafted, emitted)
         if self._observer:
             self._observer(step, outcome, end_s)
@@ -125,17 +131,12 @@ class Recorder:
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """Of the drafts that are so long, the share whose guesses up to each position were accepted."""
-        return tuple(accepted / drafted for drafted, accepted in self._positions)
-
-    def _count_accepted(self, step: Step, emitted: dict[int, tuple[int, ...]]) -> None:
-        for work in step.work:
-            depth = draft_depth(work)
-            while len(self._positions) < depth:
-                self._positions.append([0, 0])
-            accepted = len(emitted[work.sequence]) - 1 if depth else 0
-            for position in range(depth):
-                self._positions[position][0] += 1
-                self._positions[position][1] += position < accepted
+        longest = max((length for length, _ in self._drafts), default=0)
+        reached, right = np.zeros(longest), np.zeros(longest)
+        for (length, accepted), count in self._drafts.items():
+            reached[:length] += count
+            right[:accepted] += count
+        return tuple((right / reached).tolist())
 
     def completed(self, sequence: Sequence) -> None:
         """`sequence` has emitted its last token."""
@@ -181,10 +182,7 @@ class Recorder:
             whole.itl_s.extend(recorder.itl_s)
             whole.outputs |= recorder.outputs
             whole.rejections |= recorder.rejections
-            whole._positions = [
-                [ours[0] + theirs[0], ours[1] + theirs[1]]
-                for ours, theirs in zip_longest(whole._positions, recorder._positions, fillvalue=[0, 0])
-            ]
+            whole._drafts.update(recorder._drafts)
             whole.idle_s += whole.end_s - sum(float(table[:, 1].sum()) for table in recorder._tables)
         if whole._tables:
             table = np.concatenate(whole._tables)

@@ -198,12 +198,17 @@ def draft_depth(work: Work) -> int:
     return max(depths, default=0)
 
 
+# A sequence with guesses, and how many, where nobody knows what they say.
+Guess = tuple[Sequence, int]
+
+
 class Step(NamedTuple):
     """One decision of the scheduler: what the engine computes next, and whom it admitted and preempted for that.
 
     `decoding` sequences each compute their newest token and together attend to `kv_tokens` tokens; `prompts` are whole
     prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a sequence.
-    `work` lists all parts where the scheduler was asked for it, else it is empty. `resumed` sequences go on with K and
+    `work` lists all parts where the scheduler was asked for it, else it is empty; `guesses` are those of which only the
+    number is known. `resumed` sequences go on with K and
     V that exist elsewhere; `moved_blocks` cross the link to the host, in either direction. `cached_tokens` were found,
     not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums` are
     the fields of `StepShape`, which decide the step's cost.
@@ -223,6 +228,7 @@ class Step(NamedTuple):
     num_blocks: int
     steady: int
     sums: tuple[float, ...]
+    guesses: tuple[Guess, ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -231,7 +237,19 @@ class Step(NamedTuple):
     @property
     def drafted(self) -> int:
         """Drafted tokens of all sequences."""
+        if self.guesses:
+            return sum([count for _, count in self.guesses])
         return sum(len(work.drafts) for work in self.work)
+
+
+def drafts_of(step: Step, outcome: Outcome) -> Iterator[tuple[int, int, int]]:
+    """Of each sequence with guesses its id, how long they are, and how many of them were accepted."""
+    for (sequence, count), accepted in zip(step.guesses, outcome.accepted, strict=True):
+        yield sequence.id, count, accepted
+    if outcome.emitted is not None:
+        for work in step.work:
+            if work.drafts:
+                yield work.sequence, draft_depth(work), len(outcome.emitted[work.sequence]) - 1
 
 
 def step_sums(decoding: int, kv_tokens: int, listed: tuple[Work, ...]) -> tuple[float, ...]:
@@ -245,14 +263,16 @@ def step_sums(decoding: int, kv_tokens: int, listed: tuple[Work, ...]) -> tuple[
 class Outcome(NamedTuple):
     """What a step came to: its seconds, and the tokens that each sequence emitted (accepted drafts and one).
 
-    `emitted` is None where nobody knows the tokens: each sequence then has emitted one a step. `steps` equal steps may
-    be one outcome, each `slope_s` longer than the one before.
+    `emitted` is None where nobody knows the tokens: each sequence then has emitted one a step, and as many more as
+    `accepted` says of each of the step's `guesses`. `steps` equal steps may be one outcome, each `slope_s` longer than
+    the one before.
     """
 
     time_s: float
     emitted: dict[int, tuple[int, ...]] | None = None
     steps: int = 1
     slope_s: float = 0.0
+    accepted: tuple[int, ...] = ()
 
     @property
     def first_s(self) -> float:

@@ -14,6 +14,7 @@ from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter, Room
+from membound.simulator.scheduling.guessing import NO_GUESSES, Guesses, ModelledDrafter, guesses_of
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
 from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work, step_sums
 
@@ -37,8 +38,9 @@ class Scheduler:
     finds no block, the last in order is preempted: its tokens are recomputed later, or with `swap` its blocks wait on
     the host while there is room.
 
-    With `itemized` each step lists the work of every sequence, which an engine that computes needs, and drafts do.
-    Without, steps cost nothing for each sequence, and equal steps are planned as one. The decisions are the same.
+    With `itemized` each step lists the work of every sequence, which an engine that computes needs, and drafts whose
+    tokens are known. Without, steps cost nothing for each sequence, and equal steps are planned as one, or count the
+    guesses of a modelled drafter. The decisions are the same.
     With `reserved_tokens` a request takes all its blocks at once, in `chunks` those of the next power of two tokens.
     `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the
     class, priority and deadline of one that arrives.
@@ -50,7 +52,7 @@ class Scheduler:
         pool: BlockPool,
         max_num_seqs: int,
         max_batched_tokens: int,
-        drafter: Drafter | None = None,
+        drafter: Drafter | ModelledDrafter | None = None,
         lengths: AdaptiveLength | None = None,
         *,
         order: Order = FIRST_COME,
@@ -63,7 +65,9 @@ class Scheduler:
         tables: BlockTables | None = None,
         max_context: int | None = None,
     ) -> None:
-        assert itemized or (drafter is None and tables is None), "drafts and block tables need each sequence's work"
+        counted = isinstance(drafter, ModelledDrafter)
+        assert itemized or tables is None, "block tables need each sequence's work"
+        assert drafter is None or itemized != counted, "drafts need each sequence's work, guesses that are counted none"
         self.batching = batching
         self.order = order
         self.admission = admission
@@ -81,7 +85,7 @@ class Scheduler:
         if pool.cache is not None:
             pool.cache.keeper = tables
         self.max_context = max_context
-        self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None)
+        self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
         self._queue: list[tuple[float, int]] = []
@@ -167,18 +171,22 @@ class Scheduler:
             prompts = self._plan_prompts(self.max_batched_tokens, joined)
         decoding = not prompts
         drafts: dict[int, Draft] = {}
+        guesses = NO_GUESSES
         if decoding and self.decoders.members:
             self._begun = True
             self._make_room(preempted)
-            drafts = self._draft()
+            if isinstance(self.drafter, ModelledDrafter):
+                guesses = self._guess(self.drafter)
+            elif self.drafter is not None:
+                drafts = self._draft(self.drafter)
         if not alone:
-            budget = self.max_batched_tokens - len(self.decoders.members)
+            budget = self.max_batched_tokens - len(self.decoders.members) - guesses.total
             if drafts:
                 budget -= sum(len(found.tokens) for found in drafts.values())
             prompts = self._plan_prompts(budget, joined, join=not preempted)
         if not prompts and not self.decoders.members:
             return None
-        return self._step(decoding, tuple(prompts), drafts, joined, tuple(preempted))
+        return self._step(decoding, tuple(prompts), drafts, guesses, joined, tuple(preempted))
 
     def usage(self, step: Step, outcome: Outcome) -> tuple[float, float]:
         """Block-seconds in use and token-seconds held in them, of a planned step that came to `outcome`."""
@@ -204,6 +212,8 @@ class Scheduler:
             self.decoders.advance(outcome.steps)
             for sequence in members:
                 self._accept(sequence, outcome)
+            if step.guesses:  # of the blocks for guesses, those of accepted ones stay
+                self.pool.take(self.decoders.emit_guessed(step.guesses, outcome.accepted))
             ended = self.decoders.take_ended()
         for work in step.prompts:
             self._advance_prompt(work, outcome, ended)
@@ -346,11 +356,22 @@ class Scheduler:
         self.pool.take(needed)
         self._grown = True
 
-    def _draft(self) -> dict[int, Draft]:
+    def _guess(self, drafter: ModelledDrafter) -> Guesses:
+        """Guesses of which only the number is known; as drafts they use what every sequence's own token has left."""
+        longest, members = drafter.drafts.gamma, self.decoders.members
+        if self.lengths is not None:
+            longest = min(longest, self.lengths.choose(list(members.values())))
+        spare = self.max_batched_tokens - len(members)
+        guesses = guesses_of(
+            self.decoders, drafter, longest, spare, self.pool if self.reserved_tokens is None else None
+        )
+        self.pool.take(guesses.blocks)
+        self._draft_blocks += guesses.blocks
+        return guesses
+
+    def _draft(self, drafter: Drafter) -> dict[int, Draft]:
         """Drafts by sequence; they use what every sequence's own token has left of tokens and blocks."""
         drafts: dict[int, Draft] = {}
-        if self.drafter is None:
-            return drafts
         members = list(self.decoders.members.values())
         spare = self.max_batched_tokens - len(members)
         # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
@@ -358,9 +379,9 @@ class Scheduler:
         if self.lengths is not None:
             length = self.lengths.choose(members)
             rooms = [Room(min(room.depth, length), min(spare, self.lengths.guesses(length))) for room in rooms]
-        if self.drafter.computed_guesses and self.tables is not None:
-            rooms = self._with_blocks(members, rooms, self.tables)
-        for sequence, found in zip(members, self.drafter.draft(members, rooms), strict=True):
+        if drafter.computed_guesses and self.tables is not None:
+            rooms = self._with_blocks(drafter, members, rooms, self.tables)
+        for sequence, found in zip(members, drafter.draft(members, rooms), strict=True):
             found = found.first(spare)
             count, blocks = len(found.tokens), 0
             if self.reserved_tokens is None:
@@ -372,16 +393,17 @@ class Scheduler:
                 spare -= count
         return drafts
 
-    def _with_blocks(self, members: list[Sequence], rooms: list[Room], tables: BlockTables) -> list[Room]:
+    def _with_blocks(
+        self, drafter: Drafter, members: list[Sequence], rooms: list[Room], tables: BlockTables
+    ) -> list[Room]:
         """Numbers the blocks of what may be drafted, as far as free ones reach; the step's plan takes the rest back."""
-        assert self.drafter is not None, "somebody drafts"
         size = self.pool.block_size
         for sequence in members:
             tables.hold(sequence, self._held(sequence, sequence.tokens))
         bounded = []
         for sequence, room in zip(members, rooms, strict=True):
             reachable = len(sequence.blocks) + (tables.free if self.reserved_tokens is None else 0)
-            most = min(room.guesses, self.drafter.computed_guesses, reachable * size - sequence.tokens)
+            most = min(room.guesses, drafter.computed_guesses, reachable * size - sequence.tokens)
             if self.reserved_tokens is None:
                 tables.hold(sequence, sequence.tokens + most)
             bounded.append(Room(room.depth, most))
@@ -495,6 +517,7 @@ class Scheduler:
         decoding: bool,
         prompts: tuple[Work, ...],
         drafts: dict[int, Draft],
+        guesses: Guesses,
         joined: list[Sequence],
         preempted: tuple[int, ...],
     ) -> Step:
@@ -507,8 +530,10 @@ class Scheduler:
                 self._hold(work, joined, self.tables)
         kv_tokens = decoders.tokens if decoding else 0
         sums = step_sums(0, 0, work) if self.itemized else step_sums(members, kv_tokens, prompts)
+        if guesses.total:
+            sums = _with_guesses(sums, guesses)
         steady = 1
-        if not (prompts or preempted or self.itemized):
+        if not (prompts or preempted or self.itemized or self.drafter is not None):
             ends = decoders.steps_to_first_end()
             steady = ends if ends == 1 else 1 + decoders.steps_within(pool.available, ends - 1)
         return Step(
@@ -526,6 +551,7 @@ class Scheduler:
             pool.num_blocks,
             steady,
             sums,
+            guesses.each,
         )
 
     @property
@@ -550,3 +576,10 @@ class Scheduler:
             if sequence.clock is not None and sequence.id not in computing:
                 # It came back, and waits for a step of those who decode.
                 tables.hold(sequence, self._held(sequence, sequence.computed))
+
+
+def _with_guesses(sums: tuple[float, ...], guesses: Guesses) -> tuple[float, ...]:
+    """The sums of a step that verifies these too: each guess is a token that is attended to, and has logits."""
+    tokens, sequences, kv_tokens, attended, rows, *prompts = sums
+    more = guesses.total
+    return (tokens + more, sequences, kv_tokens + more, attended + guesses.attended, rows + more, *prompts)

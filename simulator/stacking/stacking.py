@@ -23,10 +23,12 @@ from membound.roofline.results.comparison import UNITS
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, engine_setup, remarks
 from membound.roofline.times.known import times_for
+from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
+from membound.simulator.load import Lengths, Load
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, Step
-from membound.simulator.steady import Lengths, Load, check_context, deployment_of, load_of, with_room_for
+from membound.simulator.steady import check_context, deployment_of, load_of, with_room_for
 from membound.simulator.sweeping.sweep import Workers
 
 # 2^k subsets are simulated for stacks of up to so many techniques; closed forms take more (MOST_FACTORIAL).
@@ -224,7 +226,7 @@ def points_of(
 
 def _point(values: dict[str, Any], plain: Scenario) -> Point:
     deployment = deployment_of(plain, resolve_model(plain.model), get_hardware(plain.hardware))
-    return Point(values, plain, load_of(plain, deployment))
+    return Point(values, at_its_busiest(plain), load_of(plain, deployment, at_busiest=True))
 
 
 def closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | None) -> Scenario:
@@ -300,8 +302,10 @@ def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:
     lengths, parallel = point.load.lengths, point.plain.parallel
     devices = f"{parallel.devices} x {hardware.name}" if parallel.devices > 1 else hardware.name
     how = "discrete-event simulation" if simulate else "closed form"
+    busiest = "" if point.load.busiest is None else f" in the busiest part ({point.load.busiest})"
     return (
-        f"{resolve_model(point.plain.model).name} on {devices}, {point.load.concurrency:.0f} sequences under way, "
+        f"{resolve_model(point.plain.model).name} on {devices}, {point.load.concurrency:.0f} sequences under way"
+        f"{busiest}, "
         f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, {engine_said(point.plain)}, {how}"
     )
 

@@ -14,6 +14,8 @@ from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
 from membound.simulator.advice.moves import quality_of
 from membound.simulator.advice.rules import RULES, SMALL_MODEL_PARAMS
+from membound.simulator.advice.situation import ridge_tokens
+from membound.simulator.steady import deployment_of
 from membound.simulator.sweeping.sweep import Workers
 
 
@@ -108,6 +110,48 @@ def test_r5_is_silent_where_speculation_pays():
     speculating = [{"name": "continuous_batching"}, {"name": "eagle"}]
     advice = advise(scenario(1, techniques=speculating))
     assert "R5" not in rules(advice) and moves(advice)["eagle"].gain > 1.5
+
+
+def ridge(**changes: Any) -> float:
+    asked = scenario(8, **changes)
+    return ridge_tokens(deployment_of(asked, resolve_model(asked.model), get_hardware(asked.hardware)), 8.0)
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("A100-SXM4-80GB", 153), ("H100-SXM5", 295), ("H200-SXM", 206)])
+def test_the_ridge_of_16_bit_weights_is_that_of_the_ledger(device, tokens):
+    """Section (c) of claims.md lists 153, 295 and 206 tokens."""
+    assert ridge(hardware=device) == pytest.approx(tokens, rel=0.02)
+
+
+def test_the_ridge_follows_the_arithmetic_that_a_format_is_multiplied_in():
+    """4-bit weights are multiplied in 16 bits and cross at a quarter; 8-bit ones in fp8, at twice the rate, and cross
+    where 16-bit ones do. The lm_head keeps its 16 bits, so that both are a little off."""
+    continuous = {"name": "continuous_batching"}
+    wide = ridge()
+    narrow = ridge(techniques=[continuous, {"name": "weight_quantization", "format": "int4"}])
+    eight = ridge(techniques=[continuous, {"name": "w8a8"}])
+    assert 0.25 * wide < narrow < 0.35 * wide
+    assert eight == pytest.approx(wide, rel=0.02)
+
+
+def test_experts_of_a_mixture_each_multiply_their_share_of_the_tokens():
+    """Mixtral routes a token to 2 of 8 experts: each sees a quarter, and nearly all weights are experts'."""
+    parallel = {"tp": 2}
+    assert ridge(model="Mixtral-8x7B", parallel=parallel) == pytest.approx(4.0 * ridge(parallel=parallel), rel=0.1)
+
+
+def arriving(**arrivals: Any) -> Scenario:
+    return scenario(1).with_value("workload.arrivals", arrivals).with_value("workload.requests", 600)
+
+
+def test_advice_on_arrivals_that_vary_is_for_their_busiest_part_as_a_plan_is():
+    """Of a day with a mean of 10 requests a second it is that of 18 a second, at two in the afternoon, and says so."""
+    day = advise(arriving(kind="sine", rate_rps=10, swing=0.8))
+    peak = advise(arriving(kind="poisson", rate_rps=18))
+    assert "in the busiest part (18 requests/s at 14:00, where the mean is 10)" in day.conditions
+    assert "busiest" not in peak.conditions
+    assert day.situation.batch == pytest.approx(peak.situation.batch)
+    assert gains(day) == pytest.approx(gains(peak))
 
 
 def test_r6_wants_long_prompts_many_devices_and_a_strict_objective():

@@ -14,7 +14,7 @@ from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES, Speculative
 from membound.simulator.advice.effects import Bench, crossings, experts_of, share_of_experts, suited
 from membound.simulator.costing import ClosedForm, Served
-from membound.simulator.steady import Lengths, Load
+from membound.simulator.load import Lengths, Load
 
 H100 = "H100-SXM5"
 

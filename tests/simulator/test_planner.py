@@ -18,6 +18,9 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.roofline.serving import SteadyLoad
+from membound.simulator import load as loads
+from membound.simulator.busiest import ENOUGH_REQUESTS
+from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of, replicas_on
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
@@ -28,7 +31,7 @@ from membound.simulator.scheduling.loop import Executor
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
 from membound.simulator.scheduling.workload import request_stream
-from membound.simulator.steady import Lengths, deployment_of
+from membound.simulator.steady import deployment_of
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
 
@@ -121,11 +124,12 @@ def test_where_the_answer_misses_at_the_upper_end_more_replicas_meet_it():
     assert Growing(slower, more, disaggregate=False)() is None
 
 
-def test_of_answers_that_cost_the_same_the_one_that_holds_at_the_upper_end_comes_first():
+@pytest.mark.parametrize("confirm", [1, 3])
+def test_of_answers_that_cost_the_same_the_one_that_holds_at_the_upper_end_comes_first(confirm):
     """Whole replicas and pools of as many devices: what holds with longer times is the safer answer."""
     asked = scenario(10.0).with_value("model", "Llama-3.1-70B").with_value("workload.prompts.tokens.tokens", 1024)
     asked = asked.with_value("workload.output_tokens.tokens", 256).with_value("slo", {"ttft_s": 2.0, "tpot_s": 0.05})
-    found = plan(asked, devices=["H100-SXM5"], precisions=["given"], confirm=3)
+    found = plan(asked, devices=["H100-SXM5"], precisions=["given"], confirm=confirm)
     holding = {one.rank("cost") for one in found.confirmed if found.upper_end(one).holds}
     assert found.best is found.confirmed[0] and len({one.rank("cost") for one in found.confirmed}) < 3
     assert holding and (found.best.rank("cost") not in holding or found.upper_end(found.best).holds)
@@ -248,6 +252,21 @@ def test_varying_arrivals_are_sized_for_their_busiest_part(name, tmp_path):
     assert found == pytest.approx(peak, rel=0.25), "p99 of some hundred requests varies with what is drawn"
     demand = demand_of(scenario().with_value("workload.arrivals", arrivals))
     assert demand.rate_rps == pytest.approx(PEAK, rel=0.08) and demand.mean_rps < demand.rate_rps
+
+
+def test_of_a_trace_without_a_number_of_requests_the_busiest_part_is_simulated_and_it_is_said(tmp_path, monkeypatch):
+    """A trace of any size costs a plan no more than the rows that are looked at and the part that is simulated."""
+    rows = tmp_path / "rows.csv"
+    busy_hour(rows, MEAN, 2.0 * MEAN)
+    asked = scenario().with_value("workload", {"arrivals": {"kind": "trace", "file": str(rows)}})
+    part = share_of(asked, 2).workload
+    assert part.requests == ENOUGH_REQUESTS // 2 and part.arrivals.start_s > 0
+    demand = demand_of(asked)
+    assert demand.rate_rps == pytest.approx(demand_of(asked.with_value("workload.requests", ENOUGH_REQUESTS)).rate_rps)
+    found = plan(asked, devices=["H100-SXM5"], precisions=["given"], confirm=0)
+    assert any(note.startswith(f"up to {ENOUGH_REQUESTS:,} requests of the trace") for note in found.notes)
+    monkeypatch.setattr(loads, "MOST_ROWS", 100)
+    assert len(loads.recorded_times_s(asked.workload.arrivals.model_copy(update={"start_s": 1.0}))) == 100
 
 
 def test_what_a_run_sees_ten_times_is_no_part_to_be_sized_for():

@@ -9,7 +9,15 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
-from membound.roofline.techniques import ContinuousBatching, Int8Weights, NgramSpeculation
+from membound.roofline.speculation.steps import speculation_of
+from membound.roofline.techniques import (
+    ContinuousBatching,
+    DraftModelSpeculation,
+    Eagle,
+    Int8Weights,
+    Medusa,
+    NgramSpeculation,
+)
 from membound.simulator.run import run
 
 
@@ -71,6 +79,27 @@ def test_int8_gains_at_most_the_ratio_of_the_bytes():
     before, after = run(alone), run(alone.with_techniques((Int8Weights(),)))
     gain = before.summary.tpot_s.mean / after.summary.tpot_s.mean
     assert 1.0 < gain < 2.0
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        Eagle(depth=5, tree_size=8),
+        Eagle(depth=6, tree_size=60),
+        Medusa(heads=3, tree_size=12),
+        NgramSpeculation(gamma=6),
+        DraftModelSpeculation(gamma=3),
+    ],
+    ids=lambda technique: technique.name,
+)
+@pytest.mark.parametrize("task", ["chat", None])
+def test_a_run_accepts_what_the_closed_form_says_of_this_drafter_and_tree(technique, task):
+    """Over some 12,000 steps of a sequence; their standard error is below 1 %."""
+    asked = scenario().with_techniques((ContinuousBatching(), technique)).with_value("workload.task", task)
+    asked = asked.with_value("workload.output_tokens", {"kind": "fixed", "tokens": 1000})
+    steps, speculation = run(asked).steps, speculation_of(asked)
+    decoding = ((steps["sequences"] - steps["prefill_sequences"]) * steps["steps"]).sum()
+    assert 1 + steps["accepted"].sum() / decoding == pytest.approx(speculation.expected_tokens, rel=0.03)
 
 
 def test_speculation_without_acceptance_is_a_loss_and_with_full_acceptance_a_gain():

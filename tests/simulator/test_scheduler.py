@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from membound.roofline.techniques import NgramDrafts
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables, OutOfBlocks
 from membound.simulator.scheduling.drafter import Room, prompt_lookup
+from membound.simulator.scheduling.guessing import ModelledDrafter
 from membound.simulator.scheduling.policies import (
     BATCHINGS,
     ContinuousBatching,
@@ -152,6 +154,55 @@ def test_equal_steps_planned_as_one_are_those_that_are_planned_one_by_one(length
             steps.append((step, count))
         ran.append((expanded(steps), ended, pytest.approx(usage)))
     assert ran[0] == ran[1] == ran[2] == ran[3]
+
+
+class Listed:
+    """Lists as drafts what a modelled drafter counts."""
+
+    computed_guesses = 0
+
+    def __init__(self, modelled: ModelledDrafter) -> None:
+        self.modelled = modelled
+
+    def draft(self, sequences: list[Sequence], rooms: list[Room]) -> list[Draft]:
+        gamma = self.modelled.drafts.gamma
+        finds = [self.modelled.finds(sequence, sequence.tokens) for sequence in sequences]
+        return [Draft((7,) * max(0, found * min(gamma, r.chain))) for found, r in zip(finds, rooms, strict=True)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=REQUESTS, engine=ENGINES, gamma=st.integers(1, 5), hit_rate=st.sampled_from([0.3, 0.7, 1.0]))
+def test_guesses_that_are_counted_are_those_that_are_listed(lengths, engine, gamma, hit_rate):
+    """The same decisions, sums, blocks and ends, whether each guess is a token of a list or one of a number."""
+
+    def right(sequence: Sequence, guesses: int) -> int:
+        return (7 * sequence.id + 3 * sequence.emitted) % (guesses + 1)
+
+    ran = []
+    for counted in (False, True):
+        drafts = NgramDrafts(gamma=gamma, alpha=0.5, hit_rate=hit_rate, max_ngram=2, min_ngram=1)
+        modelled = ModelledDrafter(drafts, seed=3)
+        scheduler = scheduler_of(engine, modelled if counted else Listed(modelled), itemized=not counted)
+        for request in requests_of(lengths):
+            scheduler.add(request)
+        steps, ended = [], []
+        while (step := scheduler.plan()) is not None:
+            if counted:
+                outcome = Outcome(1.0, accepted=tuple(right(sequence, count) for sequence, count in step.guesses))
+            else:
+                running = {sequence.id: sequence for sequence in scheduler.running}
+                emitted = {
+                    work.sequence: (7,) * (1 + right(running[work.sequence], len(work.drafts)))
+                    for work in step.work
+                    if work.emits
+                }
+                outcome = Outcome(1.0, emitted)
+            usage = scheduler.usage(step, outcome)
+            ended += [(len(steps), sequence.id) for sequence in scheduler.commit(step, outcome)]
+            scheduler.check_integrity()
+            steps.append((step._replace(work=(), guesses=()), step.drafted, usage))
+        ran.append((steps, ended))
+    assert ran[0] == ran[1]
 
 
 def test_static_batching_admits_nobody_until_the_batch_has_drained():

@@ -190,6 +190,17 @@ def test_simulation_and_closed_form_agree_on_a_steady_load():
     assert sum(run.shapley.values()) == pytest.approx(math.log(run.together))
 
 
+@pytest.mark.parametrize("simulate", [False, True])
+def test_arrivals_that_vary_are_stacked_in_their_busiest_part(simulate):
+    """As many sequences decode together as where the peak's 18 requests a second come all the time."""
+    base = scenario().with_value("workload.requests", 400)
+    arrivals = {"kind": "sine", "rate_rps": 10, "swing": 0.8}, {"kind": "poisson", "rate_rps": 18}
+    asked = [base.with_value("workload.arrivals", one) for one in arrivals]
+    (day,), (peak,) = (stack(one, techniques=["weight_quantization"], simulate=simulate) for one in asked)
+    assert "(18 requests/s at 14:00, where the mean is 10)" in day.conditions and "busiest" not in peak.conditions
+    assert day.plain.batch == pytest.approx(peak.plain.batch, rel=0.15 if simulate else 1e-9)
+
+
 def test_the_document_names_baseline_metric_and_conditions(stacks):
     document = to_json(stacks, chosen_techniques(scenario(), None))
     first = document["stacks"][0]

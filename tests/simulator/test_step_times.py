@@ -12,7 +12,14 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape, shape_sums
-from membound.roofline.techniques import BatchOverlap, Eagle, EngineSetup, NgramSpeculation, engine_setup
+from membound.roofline.techniques import (
+    BatchOverlap,
+    DraftModelSpeculation,
+    Eagle,
+    EngineSetup,
+    NgramSpeculation,
+    engine_setup,
+)
 from membound.roofline.times.known import times_for
 from membound.simulator.step_times import StepTimes
 
@@ -80,10 +87,33 @@ def test_steps_with_guesses_are_those_of_the_roofline(name):
         verified = mean * setup.drafts.nodes / gamma if setup.drafts.nodes else mean
         expected = float(times.exact(plain.with_guesses(verified)))
         if guesses:
-            expected += times.draft_s(plain, mean)
-            nobody = StepShape(*shape_sums([]))
-            assert times.speculating(n, known, guesses, nobody) == pytest.approx(expected, rel=2e-3)
-            assert times.speculating(n, known, guesses, nobody, nobody) == pytest.approx(expected, rel=1e-9)
+            expected += times.guesses.draft_s(plain, mean)
+            assert times.guesses.seconds(n, known, guesses) == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", [*SPECULATING, "a draft model", "a launch-bound engine"])
+def test_steps_with_guesses_beside_prompts_are_within_three_thousandths_in_the_mean(name):
+    """As steps with prompts are without guesses; the drafter also reads what it has left unread before."""
+    others = {
+        "a draft model": (DraftModelSpeculation(gamma=3, draft="Llama-3.2-1B"), {}),
+        "a launch-bound engine": (Eagle(depth=4, tree_size=4), {"profile": "eager"}),
+    }
+    technique, changes = (SPECULATING | others)[name]
+    setup = replace(engine_setup((technique,)), **changes)
+    clock = times_for(get_hardware("H100-SXM5"), setup.profile)
+    times = StepTimes(resolve_model("Llama-3.1-8B"), setup, clock, 64, 4096)
+    rng, gamma, errors = random.Random(5), setup.drafts.gamma, []
+    for _ in range(60):
+        n = rng.choice([1, 2, 7, 33, 60])
+        guesses, known = rng.randrange(1, n * gamma + 1), float(sum(rng.randrange(1, 6000) for _ in range(n)))
+        prompts = StepShape(*shape_sums([(rng.choice([0, 0, 512]), rng.randrange(34, 1500), 1)]))
+        unread = prompts.as_prompts() if rng.random() < 0.3 else None
+        plain, mean = StepShape(float(n), float(n), known, known, float(n)), guesses / n
+        verified = plain.with_guesses(mean * setup.drafts.nodes / gamma if setup.drafts.nodes else mean)
+        read = plain + prompts.as_prompts() + (unread or StepShape(*shape_sums([])))
+        expected = float(times.exact(verified + prompts)) + times.guesses.draft_s(read, mean)
+        errors.append(abs(times.guesses.seconds(n, known, guesses, prompts, unread) / expected - 1))
+    assert np.mean(errors) < 3e-3 and max(errors) < 0.025
 
 
 @pytest.mark.parametrize("name", SPECULATING)
@@ -99,9 +129,9 @@ def test_the_end_of_a_prompt_is_no_guess_however_short(name):
         alone = times.seconds(tuple(a + b for a, b in zip(shape_sums([], n, n * 1000), turn, strict=True)))
         assert alone == pytest.approx(float(times.exact(plain + StepShape(*turn))), rel=1e-9), "nobody guesses"
         for guesses in (1, n * gamma):
-            chunk = times.speculating(n, n * 1000, guesses, StepShape(*turn))
-            longer = times.speculating(n, n * 1000, guesses, StepShape(*shape_sums([(3000, 34, 1)])))
-            without = times.speculating(n, n * 1000, guesses, StepShape(*shape_sums([])))
+            chunk = times.guesses.seconds(n, n * 1000, guesses, StepShape(*turn))
+            longer = times.guesses.seconds(n, n * 1000, guesses, StepShape(*shape_sums([(3000, 34, 1)])))
+            without = times.guesses.seconds(n, n * 1000, guesses)
             assert without <= chunk <= longer * 1.02
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,38 +13,46 @@ from membound.roofline.speculation.acceptance import AcceptanceProfile
 from membound.simulator.scheduling.workload.streams import stream
 
 PREDICTABLE, SURPRISING = 0, 1
+# Requests whose draws are kept; those of others are drawn again.
+_KEPT = 4096
 
 
 class AcceptanceSampler:
-    """Draws, for each position of a request's output, whether a draft there is accepted.
+    """Draws, for each position of a request's output, how right a draft there must be to be accepted.
 
-    The draws follow from (seed, request, position) alone, so a request meets the same content under every schedule
-    and draft length, and in macro-steps as in single ones. A position is drafted at most once: after a rejection the
-    model's own token stands there.
+    A draft at depth d of a step is right `shares[d]` times as often as the profile says, and never beyond the last of
+    them; as often where none are given. The draws follow from (seed, request, position) alone, so a request meets the
+    same content under every schedule and draft length, and in macro-steps as in single ones. A position is drafted at
+    most once: after a rejection the model's own token stands there.
     """
 
-    def __init__(self, profile: AcceptanceProfile, seed: int) -> None:
+    def __init__(self, profile: AcceptanceProfile, seed: int, shares: Sequence[float] = ()) -> None:
         self.profile = profile
         self.seed = seed
-        self._right: dict[int, NDArray[np.bool_]] = {}
+        self._shares: Iterable[float] = tuple(shares) if shares else repeat(1.0)
+        self._needed: dict[int, array[float]] = {}
 
     def accepted(self, request: int, output_tokens: int, position: int, drafts: int) -> int:
         """How many of `drafts` drafts, the first of them for output token `position`, are accepted."""
-        right = self._right.get(request)
-        if right is None:
-            right = self._right[request] = self.right(request, output_tokens)
-        wrong = np.flatnonzero(~right[position : position + drafts])
-        return int(wrong[0]) if len(wrong) else drafts
+        needed = self._needed.get(request)
+        if needed is None:
+            if len(self._needed) >= _KEPT:  # those drawn first have most likely ended
+                del self._needed[next(iter(self._needed))]
+            needed = self._needed[request] = array("d", self._shares_needed(request, output_tokens).tobytes())
+        right = 0
+        for least, share in zip(needed[position : position + drafts], self._shares, strict=False):
+            if least >= share:
+                break
+            right += 1
+        return right
 
-    def ended(self, request: int) -> None:
-        """Nothing more will be asked of `request`."""
-        self._right.pop(request, None)
-
-    def right(self, request: int, output_tokens: int) -> NDArray[np.bool_]:
-        """For each output token of a request, whether a draft of it would be accepted."""
+    def _shares_needed(self, request: int, output_tokens: int) -> NDArray[np.float64]:
+        """For each output token of a request, the share of its state's acceptance from which on a draft is right."""
         rng = stream(self.seed, f"acceptance {request}")
         surprising = self._surprising(output_tokens, rng)
-        return rng.random(output_tokens) < self.profile.alphas[surprising.astype(np.int64)]
+        alphas = self.profile.alphas[surprising.astype(np.int64)]
+        never = np.full(output_tokens, np.inf)
+        return np.divide(rng.random(output_tokens), alphas, out=never, where=alphas > 0)
 
     def _surprising(self, output_tokens: int, rng: np.random.Generator) -> NDArray[np.bool_]:
         """Whether each position is surprising: stretches of geometric length, from the stationary state on."""

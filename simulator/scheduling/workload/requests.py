@@ -29,7 +29,7 @@ from membound.simulator.scheduling.workload.lengths import LengthSampler, pair_c
 from membound.simulator.scheduling.workload.prompts import load_prompts
 from membound.simulator.scheduling.workload.sessions import first_turns
 from membound.simulator.scheduling.workload.streams import CHUNK, Column, stream
-from membound.simulator.scheduling.workload.traces import TraceRow, read_trace
+from membound.simulator.scheduling.workload.traces import TraceRow, read_trace, window_rows
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _row_chunks(workload: Workload) -> Iterator[list[TraceRow]]:
     rows = (
         chain.from_iterable(read_trace(prompts) for _ in count())
         if isinstance(prompts, TracePrompts)
-        else read_trace(_trace_of(workload))
+        else window_rows(_trace_of(workload), sys.maxsize if workload.requests is None else workload.requests)
     )
     while chunk := list(islice(rows, CHUNK)):
         yield chunk

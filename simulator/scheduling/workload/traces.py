@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
@@ -24,6 +26,8 @@ from membound.simulator.scheduling.prefix import PrefixChain
 
 MAX_LINE = 4 * 2**20
 READ = 2**18
+# Rows of a window that are kept.
+_KEPT_ROWS = 2**13
 MOONCAKE_BLOCK = 512
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -103,6 +107,32 @@ def read_trace(trace: TraceFile) -> Iterator[TraceRow]:
         raise MemboundError(f"trace '{trace.file}' cannot be read: {error.strerror}; give the path of a file") from None
     except UnicodeDecodeError:
         raise MemboundError(f"trace '{trace.file}' is not UTF-8 text; give CSV, JSON lines or JSON") from None
+
+
+# Which bytes a trace's file holds: they may be others after it was written again.
+Stamp = tuple[int, int]
+
+
+def stamp_of(trace: TraceFile) -> Stamp:
+    """When the file was written, and its bytes; zeros where there is none, which reading it then says."""
+    try:
+        found = Path(trace.file).stat()
+    except OSError:
+        return (0, 0)
+    return found.st_mtime_ns, found.st_size
+
+
+def window_rows(trace: TraceFile, most: int) -> Iterator[TraceRow]:
+    """At most `most` rows of a trace's window. What is far into a large file is kept, for runs that ask again."""
+    if not trace.start_s or most > _KEPT_ROWS:
+        return islice(read_trace(trace), most)
+    kept = _kept_rows(trace.model_copy(update={"speed": 1.0} if hasattr(trace, "speed") else {}), stamp_of(trace))
+    return islice(kept, most)
+
+
+@lru_cache(maxsize=8)
+def _kept_rows(trace: TraceFile, stamp: Stamp) -> tuple[TraceRow, ...]:
+    return tuple(islice(read_trace(trace), _KEPT_ROWS))
 
 
 def _rows(trace: TraceFile, file: TextIO) -> Iterator[TraceRow]:

@@ -1,18 +1,17 @@
-"""Which part of its arrivals must a deployment be sized for, and how is it the one that is simulated?
+"""Which part of its arrivals must an engine be sized for, and how is it the one that is simulated?
 
 Some thousand requests are minutes of a day: those of the night say nothing about two in the afternoon. Where a run
-would see only a part of how arrivals vary, that is the busiest one.
+would see only a part of how arrivals vary, that is the busiest one. Plans, stacks and advice take the same.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import (
     Arrivals,
     HourlyArrivals,
@@ -22,11 +21,12 @@ from membound.roofline.scenario.workload import (
     TraceArrivals,
     Workload,
 )
+from membound.simulator.load import recorded_times_s, turns_of
 from membound.simulator.scheduling.workload.arrivals import mean_rate_rps, period_s
 from membound.simulator.scheduling.workload.covered import DAY_S, clock
-from membound.simulator.scheduling.workload.traces import read_trace
-from membound.simulator.steady import turns_of
 
+# Requests of one engine that are enough for a 99th percentile: those of a trace that says no number of its own.
+ENOUGH_REQUESTS = 4000
 # Periods or rounds of states of which a run sees the busiest part as often as it comes.
 ALL_OF_IT = 10.0
 
@@ -38,6 +38,19 @@ class BusiestPart:
     rate_rps: float
     when: str
     arrivals: OpenArrivals
+
+
+def requests_seen(workload: Workload) -> int:
+    """Requests that a run of the workload sees, where a trace without a number of them may be of any size."""
+    return ENOUGH_REQUESTS if workload.requests is None else workload.requests
+
+
+def at_its_busiest(scenario: Scenario) -> Scenario:
+    """The scenario with its requests around the busiest moment, where they are a part of how arrivals vary."""
+    requests = requests_seen(scenario.workload)
+    part = busiest_of(scenario.workload, requests)
+    changes = {"requests": requests} | ({} if part is None else {"arrivals": part.arrivals.model_dump(mode="json")})
+    return scenario.with_value("workload", scenario.workload.model_dump(mode="json") | changes)
 
 
 def busiest_of(workload: Workload, requests: int) -> BusiestPart | None:
@@ -85,7 +98,7 @@ def _of_a_period(
 
 def _of_a_trace(arrivals: TraceArrivals, requests: int) -> BusiestPart | None:
     """The rows of the trace, as many as are simulated, that came in the shortest time."""
-    times_s = _times_s(arrivals.model_copy(update={"speed": 1.0}))
+    times_s = recorded_times_s(arrivals)
     if requests < 2 or len(times_s) <= requests:
         return None
     spans_s = times_s[requests - 1 :] - times_s[: len(times_s) - requests + 1]
@@ -97,8 +110,3 @@ def _of_a_trace(arrivals: TraceArrivals, requests: int) -> BusiestPart | None:
     window = {"start_s": arrivals.start_s + begin_s, "duration_s": rest_s}
     rate = (requests - 1) / float(spans_s[first]) * arrivals.speed
     return BusiestPart(rate, f"from {window['start_s']:g} s of the trace on", arrivals.model_copy(update=window))
-
-
-@lru_cache(maxsize=4)
-def _times_s(trace: TraceArrivals) -> NDArray[np.float64]:
-    return np.fromiter((row.time_s for row in read_trace(trace)), np.float64)
