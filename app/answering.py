@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from membound.roofline.hardware.devices import user_hardware_folder
 from membound.roofline.home import device_fits_path, local_calibration_path
 
 # Where the physics and its facts lie; what the app makes of them says itself which layout it has.
 PACKAGES = ("roofline", "simulator", "data")
+# Of the documents that answers are kept as; another one makes all questions new.
+LAYOUT = 1
 
 
 def who_answers() -> str:
@@ -24,6 +27,12 @@ def who_answers() -> str:
     home = (local_calibration_path(), device_fits_path("any").parent, user_hardware_folder())
     known = [_SOURCES, *(list(_states(path)) for path in home)]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def digest_of(kind: str, spec: Mapping[str, Any]) -> str:
+    """A short hash of the question and of who answers."""
+    asked = [kind, dict(spec), LAYOUT, who_answers()]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sources_of(folders: Iterable[Path]) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from membound.app.commands.terminal import JsonOption, measuring, print_result
+from membound.app.commands.terminal import JsonOption, measuring, print_result, progress
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def experiment(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run an experiment: its table, what it says, and its figure."""
+    """Run an experiment: its table, what it says, and its figure. It is kept, and the dashboard shows it."""
     from membound.app.commands.calibration import ensure_calibrated
     from membound.app.experiments import MEASURED_BY, PREDICTED, run
     from membound.app.experiments.finding import Ask
@@ -56,12 +56,29 @@ def experiment(
         raise MemboundError(f"option --out is '{out}', which is a file; give a folder")
     if name.value not in PREDICTED:
         ensure_calibrated(load_scenario(MEASURED_BY))
-    with measuring(f"experiment {name.value}") as listener:
+    with progress() if name.value in PREDICTED else measuring(f"experiment {name.value}") as listener:
         hardware, runtime = machine_of(name.value)
         finding = run(name.value, Ask(listener, hardware, runtime, quick))
+    keep(finding, quick)
     if out is not None:
         write(finding, out)
     print_result(finding.to_json(), as_json, lambda _: table(finding))
+
+
+def keep(finding: Finding, quick: bool) -> str:
+    """Keeps the finding as the answer to what the page Experiments asks, and returns its run's id."""
+    from membound.app.answering import digest_of
+    from membound.app.home import membound_home
+    from membound.app.store import Store
+
+    return Store(membound_home()).save_run(
+        kind="experiment",
+        label=finding.name,
+        digest=digest_of("experiment", {"name": finding.name, "quick": quick}),
+        scenario_yaml="",
+        summary={},
+        comparison=finding.to_json(),
+    )
 
 
 def write(finding: Finding, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import median
 
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
@@ -16,6 +17,8 @@ from membound.runtime.engine import Runtime
 QUESTION = "Which baselines reach half of their own bandwidth bound, and so may be compared with?"
 HONEST = 0.5
 USERS = (1, 4, 16)
+REQUESTS = {1: 3, 4: 8, 16: 16}
+ALONE = ("continuous batching", "int8 weights")  # with one user all ways of batching are one
 ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "static batching": ((), {}),
     "continuous batching": (("continuous_batching",), {}),
@@ -34,17 +37,19 @@ def run(ask: Ask) -> Finding:
     users = USERS[:: 2 if ask.quick else 1]
     repeats = 1 if ask.quick else 3
     samples: dict[tuple[int, str, str], list[RunResult]] = {}
-    total = len(users) * repeats * len(ENGINES) * len(kernels)
-    for concurrency in users:
-        for repeat in range(repeats):
-            for engine, (techniques, settings) in ENGINES.items():
-                for name, runtime in kernels.items():
-                    ask.listener.check_cancelled()
-                    done = sum(map(len, samples.values())) / total
-                    ask.listener.progress(done, f"{concurrency} users, {engine}, {name} kernels, repeat {repeat + 1}")
-                    scenario = _scenario(base, concurrency, techniques, settings, ask.quick)
-                    found = runtime.run(scenario, ask.hardware)
-                    samples.setdefault((concurrency, engine, name), []).append(found)
+    cells = [
+        (concurrency, repeat, engine, name)
+        for concurrency in users
+        for repeat in range(repeats)
+        for engine in (ALONE if concurrency == 1 else ENGINES)
+        for name in kernels
+    ]
+    for number, (concurrency, repeat, engine, name) in enumerate(cells):
+        ask.listener.check_cancelled()
+        said = f"{concurrency} users, {engine}, {name} kernels, repeat {repeat + 1}"
+        ask.listener.progress(number / len(cells), said)
+        found = kernels[name].run(_scenario(base, concurrency, *ENGINES[engine]), ask.hardware)
+        samples.setdefault((concurrency, engine, name), []).append(found)
     rows = [_row(key, runs, ask) for key, runs in samples.items()]
     low = [row for row in rows if row["share_of_bound"] < HONEST]
     listed = ", ".join(f"{row['engine']} by {row['kernels']} at {row['users']}" for row in low) or "none"
@@ -56,21 +61,25 @@ def run(ask: Ask) -> Finding:
             Axis("users", "users", log=True),
             Axis("share_of_bound", "share of the bandwidth bound"),
             ("engine", "kernels"),
+            "share_spread",
         ),
         [f"below half of their bound, and so no baseline to compare with: {listed}"],
         [
-            f"SmolLM2-135M-Instruct on {ask.hardware.name}, closed loop, recorded prompts, {repeats} interleaved "
-            "repeats; the bound is the time to read the weights and the KV cache of every step at the calibrated rate "
-            "for so many bytes"
+            f"SmolLM2-135M-Instruct in bf16 on {ask.hardware.name}, closed loop of {_listed(users)} users, "
+            f"{_listed(REQUESTS[count] for count in users)} recorded prompts, 16 to 96 tokens each, {repeats} "
+            "interleaved repeats; with one user all ways of batching are one; the bound "
+            "is the time to read the weights and the KV cache of every step at the calibrated rate for so many bytes"
         ],
     )
 
 
-def _scenario(
-    base: Scenario, users: int, techniques: tuple[str, ...], settings: dict[str, object], quick: bool
-) -> Scenario:
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _scenario(base: Scenario, users: int, techniques: tuple[str, ...], settings: dict[str, object]) -> Scenario:
     scenario = base.with_value("workload.arrivals.concurrency", users)
-    scenario = scenario.with_value("workload.requests", max(4, 2 * users) if quick else max(8, 3 * users))
+    scenario = scenario.with_value("workload.requests", REQUESTS[users])
     scenario = scenario.with_value("techniques", list(techniques))
     for path, value in settings.items():
         scenario = scenario.with_value(path, value)
@@ -89,6 +98,7 @@ def _row(key: tuple[int, str, str], runs: list[RunResult], ask: Ask) -> Row:
         "spread": spread(rates),
         "tpot_s": median(run.summary.tpot_s.mean or 0.0 for run in runs),
         "share_of_bound": median(shares),
+        "share_spread": spread(shares),
         "honest": median(shares) >= HONEST,
     }
 

@@ -33,7 +33,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Finding:
-    """An experiment's rows, what they say, and under which conditions they hold."""
+    """An experiment's rows, what they say, and under which conditions they hold.
+
+    One that has been run says when it was `made`, a day, and on which `machine` it measured; one that only predicts
+    has none.
+    """
 
     name: str
     question: str
@@ -41,6 +45,8 @@ class Finding:
     chart: Chart
     says: list[str]
     conditions: list[str]
+    made: str = ""
+    machine: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """What `membound experiment --json` prints, and `of` reads back."""

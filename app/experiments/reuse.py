@@ -11,20 +11,27 @@ from membound.roofline.techniques import EngineSetup, KvEviction, KvQuantization
 from membound.runtime.quality.retrieval import recall
 
 QUESTION = "Compressed once, asked several questions: which policies of the KV cache still answer another one?"
-BUDGETS = (256, 128, 64, 32)
-CONTEXTS = 6
+BUDGETS = (128, 48, 12)  # of contexts of about 330 tokens
+PAGE = 16  # Quest reads two of them at least
+STACKED = 48
+CONTEXTS = 4
 
 
 def policies(quick: bool) -> list[tuple[str, int | None, tuple[Technique, ...]]]:
     """Each policy by its name, its budget in tokens where it has one, and its techniques."""
-    budgets = BUDGETS[1:2] if quick else BUDGETS
+    budgets = BUDGETS[:1] if quick else BUDGETS
     chosen: list[tuple[str, int | None, tuple[Technique, ...]]] = [("whole cache", None, ())]
     chosen += [(format, None, (KvQuantization(format=format),)) for format in ("int8", "int4", "kivi2")]
     chosen += [
-        (policy, budget, (KvEviction(policy=policy, budget=budget),))
+        (policy, tokens, (KvEviction(policy=policy, budget=tokens),))
         for policy in ("streaming", "h2o", "snapkv", "quest")
-        for budget in budgets
+        for tokens in (max(budget, 2 * PAGE) if policy == "quest" else budget for budget in budgets)
     ]
+    if not quick:
+        chosen += [
+            (f"{policy} in int4", STACKED, (KvEviction(policy=policy, budget=STACKED), KvQuantization(format="int4")))
+            for policy in ("snapkv", "quest")
+        ]
     return chosen
 
 
@@ -50,6 +57,7 @@ def run(ask: Ask) -> Finding:
                 "answered_in_sight": found.visible,
                 "answered_hidden": found.hidden,
                 "answered_after_another": found.reused,
+                "lost_by_another": found.visible - found.reused,
                 "questions": found.questions,
                 "chance": 1 / found.choices,
                 "context_tokens": found.context_tokens,

@@ -6,8 +6,6 @@ or the job that works on it, after a reload, in a second tab and after a restart
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +13,12 @@ from typing import Any
 import streamlit as st
 
 from membound.app import jobs, room
-from membound.app.answering import who_answers
+from membound.app.answering import digest_of
 from membound.app.store import Job, Run
 from membound.app.views import states
 from membound.app.views.console import console
 from membound.app.views.session import store, translate
 
-# Of the documents that answers are kept as; another one makes all questions new.
-LAYOUT = 1
 # Jobs of a kind that are looked through for the one that works on a question.
 LOOKED_AT = 30
 
@@ -60,12 +56,6 @@ def answer(kind: str, spec: Mapping[str, Any], label: str, *, start: bool = Fals
     elif job is not None and job.state != "done" and not (known and known[0].created > job.created):
         states.ended_badly(job)
     return known[0] if known else None
-
-
-def digest_of(kind: str, spec: Mapping[str, Any]) -> str:
-    """A short hash of the question and of who answers."""
-    asked = [kind, dict(spec), LAYOUT, who_answers()]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _job(kind: str, digest: str) -> Job | None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pandas as pd
 import streamlit as st
 
 from membound.app import text
 from membound.app.commands import experiment
-from membound.app.experiments import EXPERIMENTS, PREDICTED
+from membound.app.experiments import EXPERIMENTS, PREDICTED, recorded
 from membound.app.experiments.finding import Finding
 from membound.app.figures.experiments import experiment_figure
 from membound.app.i18n import Translate
+from membound.app.store import Run
 from membound.app.views import asked, linked, states
 from membound.app.views.charts import chart
-from membound.app.views.session import has_torch, translate
+from membound.app.views.session import has_torch, store, translate
 
 
 def page() -> None:
@@ -40,12 +42,24 @@ def page() -> None:
         states.no_torch()
         return
     run = asked.answer("experiment", {"name": name, "quick": quick}, t("experiments.run"))
-    if run is None:
+    if run is not None:
+        _finding(_found(run), t)
+        return
+    before = next((one for one in store().runs(kind="experiment") if one.label == name), None)
+    finding = recorded(name) if before is None else _found(before)
+    if finding is None:
         st.info(t("experiments.empty"), icon=":material/science:")
         return
+    of = "earlier" if before is not None else "recorded" if finding.machine else "predicted"
+    made = finding.made if before is None else time.strftime("%Y-%m-%d", time.localtime(before.created))
+    st.info(t(f"experiments.{of}", made=made, machine=text.plain(finding.machine)), icon=":material/science:")
+    _finding(finding, t)
+
+
+def _found(run: Run) -> Finding:
     document = run.comparison()
     assert document is not None, "an experiment's run has its finding"
-    _finding(Finding.of(document), t)
+    return Finding.of(document)
 
 
 def _finding(finding: Finding, t: Translate) -> None:

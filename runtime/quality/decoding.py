@@ -6,6 +6,7 @@ What a cache loses shows only in later steps: a prompt that is read in one pass 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from membound.kernels.base import RaggedBatch
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.plain import BLOCK_SIZE, single_sequence
 from membound.runtime.quality.reading import Reading, Tally
+
+
+class ReadersState(NamedTuple):
+    """Caches, lengths and last logits of some readers."""
+
+    kept: list[Tensor]
+    lengths: list[int]
+    logits: Tensor
 
 
 class Readers:
@@ -27,6 +36,17 @@ class Readers:
         self.table = torch.arange(self.blocks * len(prompts), dtype=torch.int32).view(len(prompts), self.blocks)
         self.lengths = [len(prompt) for prompt in prompts]
         self.logits = torch.cat([self._prompt(i, prompt) for i, prompt in enumerate(prompts)])  # [sequences, vocab]
+
+    def state(self) -> ReadersState:
+        """What `put_back` needs to ask the same readers something else."""
+        kept = [tensor.clone() for layer in self.cache for tensor in layer.kept]
+        return ReadersState(kept, self.lengths, self.logits)
+
+    def put_back(self, state: ReadersState) -> None:
+        """They have read what they had when `state` was taken."""
+        for tensor, kept in zip((t for layer in self.cache for t in layer.kept), state.kept, strict=True):
+            tensor.copy_(kept)
+        self.lengths, self.logits = state.lengths, state.logits
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Reads one more token of each sequence: logits [sequences, vocab]."""

@@ -10,9 +10,9 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder
 from membound.runtime.quality.decoding import read_decoding
-from membound.runtime.quality.reading import read
+from membound.runtime.quality.reading import Reading, read
 from membound.runtime.quality.retrieval import recall
-from membound.runtime.quality.texts import windows
+from membound.runtime.quality.texts import Windows, windows
 from membound.runtime.tokenizer import Tokenizer
 from membound.simulator.scheduling.workload import requests_for
 
@@ -36,10 +36,8 @@ def divergence(reference: Scenario, technique: Scenario, runtime: Runtime) -> Qu
         return None
     before, after = runtime.decoder(reference), runtime.decoder(technique)
     english = windows(tokenizer, "english", "evaluation", ENGLISH_TOKENS)
-    if changes_cache := _cache(reference) != _cache(technique):
-        judged = on_english = read_decoding(before, after, english.token_ids)
-    else:
-        judged = on_english = read(before, after, english.token_ids)
+    changes_cache = _cache(reference) != _cache(technique)
+    judged = on_english = _read(before, after, english, changes_cache)
     requests = requests_for(reference)
     if requests[0].output_ids is not None and not changes_cache:
         texts = {(request.prompt_ids or ()) + (request.output_ids or ()) for request in requests}
@@ -54,6 +52,20 @@ def divergence(reference: Scenario, technique: Scenario, runtime: Runtime) -> Qu
         text=english.words,
         recall=_recall(before, after, tokenizer) if changes_cache else None,
     )
+
+
+def english_kl(reference: Scenario, technique: Scenario, runtime: Runtime, tokens: int) -> float:
+    """KL divergence in nats on about so many tokens of English, of a model that reads text."""
+    tokenizer = runtime.model(reference).tokenizer
+    assert tokenizer is not None, "the caller has a model with text"
+    text = windows(tokenizer, "english", "evaluation", tokens)
+    changes_cache = _cache(reference) != _cache(technique)
+    return _read(runtime.decoder(reference), runtime.decoder(technique), text, changes_cache).kl_nats
+
+
+def _read(before: Decoder, after: Decoder, text: Windows, changes_cache: bool) -> Reading:
+    """Both read the text; where they differ in their caches, its second halves token by token."""
+    return (read_decoding if changes_cache else read)(before, after, text.token_ids)
 
 
 def _cache(scenario: Scenario) -> tuple[Precision, KvBudget | None]:

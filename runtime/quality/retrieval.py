@@ -52,6 +52,7 @@ class Told:
     context: list[int]
     cities: list[str]
     words: list[int]  # the first token of each
+    stems: list[list[int]]  # the beginning of each one's answer
 
 
 def recall(decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, pairs: int = PAIRS) -> Recall:
@@ -66,15 +67,14 @@ def recall(decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, pai
     for number in range(contexts):
         told = _told(tokenizer, random.Random(number), cities, words, sentences, pairs)
         tokens += len(told.context)
-        asked = [tokenizer.encode(ASKED.format(city)) for city in told.cities]
-        prompts = {
-            "hidden": [told.context] * pairs,
-            "visible": [told.context + question for question in asked],
-            # The question in sight is that of the next city.
-            "reused": [told.context + question for question in (*asked[1:], asked[0])],
-        }
-        for protocol, read in prompts.items():
-            found[protocol] += _answered(decoder, tokenizer, told, read)
+        questions = [tokenizer.encode(ASKED.format(city)) for city in told.cities]
+        longest = len(told.context) + max(map(len, questions)) + len(told.stems[0])
+        alone = Readers(decoder, [told.context], longest)
+        found["hidden"] += sum(_answered(alone, told, [city]) for city in range(pairs))
+        seen = Readers(decoder, [told.context + question for question in questions], longest)
+        found["visible"] += _answered(seen, told, range(pairs))
+        # In sight is the question for the next city.
+        found["reused"] += _answered(seen, told, [(city - 1) % pairs for city in range(pairs)])
     total = contexts * pairs
     return Recall(
         visible=found["visible"] / total,
@@ -86,15 +86,14 @@ def recall(decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, pai
     )
 
 
-def _answered(decoder: Decoder, tokenizer: Tokenizer, told: Told, prompts: Sequence[list[int]]) -> int:
-    """For how many cities the right word follows, each asked of a cache that has read one of `prompts`."""
-    stems = [tokenizer.encode(STEM.format(city)) for city in told.cities]
-    longest = max(map(len, prompts)) + len(stems[0])
-    readers = Readers(decoder, prompts, longest)
-    for tokens in zip(*stems, strict=True):
+def _answered(readers: Readers, told: Told, asked: Sequence[int]) -> int:
+    """How many readers find the right word, each asked for one of the cities; they are as before then."""
+    before = readers.state()
+    for tokens in zip(*(told.stems[city] for city in asked), strict=True):
         readers.step(tokens)
     choices = readers.logits[:, told.words].argmax(dim=-1).tolist()
-    return sum(choice == index for index, choice in enumerate(choices))
+    readers.put_back(before)
+    return sum(choice == city for choice, city in zip(choices, asked, strict=True))
 
 
 def _told(
@@ -112,7 +111,8 @@ def _told(
         for line in (TOLD.format(city, word), rng.choice(sentences))
     ]
     firsts = [tokenizer.encode(f" {word}")[0] for word in hidden]
-    return Told(tokenizer.encode("\n".join(lines) + "\n"), chosen, firsts)
+    stems = [tokenizer.encode(STEM.format(city)) for city in chosen]
+    return Told(tokenizer.encode("\n".join(lines) + "\n"), chosen, firsts, stems)
 
 
 def _sentences() -> list[str]:

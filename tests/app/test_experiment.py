@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ import pytest
 from typer.testing import CliRunner
 
 from membound.app import experiments, tasks
+from membound.app.answering import digest_of
 from membound.app.cli import app
 from membound.app.commands import calibration
-from membound.app.experiments import EXPERIMENTS, PREDICTED, run
+from membound.app.experiments import EXPERIMENTS, PREDICTED, recorded, run
 from membound.app.experiments.acceptance import Acceptance
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding
 from membound.app.figures.experiments import experiment_figure
+from membound.app.store import Store
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.simulator.scheduling.request import Outcome, Step, Work
+
+SHIPPED = [name for name in EXPERIMENTS if recorded(name) is not None]
 
 
 class Quiet:
@@ -118,6 +123,22 @@ def test_an_experiment_that_measures_says_that_torch_is_missing(
     monkeypatch.setitem(sys.modules, "torch", None)
     result = CliRunner().invoke(app, ["experiment", "x1", "--quick"])
     assert isinstance(result.exception, MemboundError) and "torch is not installed" in str(result.exception)
+
+
+def test_the_command_keeps_what_the_page_asks_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["experiment", "x5", "--quick", "--json"])
+    (kept,) = Store(tmp_path).runs(kind="experiment", digest=digest_of("experiment", {"name": "x5", "quick": True}))
+    assert kept.label == "x5" and kept.comparison() == json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_record_that_comes_with_membound_says_the_day_and_the_machine(name: str) -> None:
+    """Its page shows it before anybody has run the experiment."""
+    finding = recorded(name)
+    assert finding is not None and finding.name == name and finding.rows and finding.says and finding.conditions
+    assert date.fromisoformat(finding.made) and bool(finding.machine) == (name not in PREDICTED)
+    assert experiment_figure(finding).data
 
 
 def test_an_experiment_that_nobody_knows_is_refused_and_all_are_there() -> None:
