@@ -44,6 +44,8 @@ def news_of(store: Store, job_id: str, after: int, t: Translate) -> dict[str, An
 
 def progress_said(job: Job, t: Translate) -> str:
     """What a job does and for how long; of a calibration, whose progress is even, also how long it still takes."""
+    if not job.active:
+        return t(f"state.{job.state}")
     waited_s = max(0.0, time.time() - (job.started or job.created))
     words = {"message": said(job.message, t), "waited": text.seconds(waited_s)}
     if job.kind != "calibrate" or job.state != "running" or job.progress < EVEN_FROM:

@@ -20,7 +20,7 @@ from streamlit.web.server.starlette.starlette_app_utils import create_signed_val
 
 from membound.app import jobs, plot, server
 from membound.app.figures.live import MOST_POINTS
-from membound.app.i18n import Translate
+from membound.app.i18n import LANGUAGES, Translate
 from membound.app.news import news_of
 from membound.app.store import Store
 from membound.roofline.errors import MemboundError
@@ -477,8 +477,16 @@ def test_news_of_a_job_are_what_it_told_since_they_were_asked_for(tmp_path):
     assert news["text"]["text"] == "second" and seq < news["told_rows"] < news["seq"]
     later = news_of(store, job_id, news["seq"], Translate("en"))
     assert (later["points"], later["text"], later["told_rows"]) == ([], None, 0) and later["seq"] == news["seq"]
-    store.finish_job(job_id, "cancelled")
-    assert not news_of(store, job_id, news["seq"], Translate("en"))["active"]
+
+
+@pytest.mark.parametrize("end", ["done", "cancelled", "failed", "lost"])
+def test_news_of_a_job_that_has_ended_say_so(tmp_path, end):
+    store = Store(tmp_path)
+    job_id = _told(store)
+    store.finish_job(job_id, end)
+    for language in LANGUAGES:
+        news = news_of(store, job_id, 0, Translate(language))
+        assert not news["active"] and news["words"] == Translate(language)(f"state.{end}")
 
 
 def test_a_page_hears_of_a_job_by_the_server_whatever_it_asks_for(served):
