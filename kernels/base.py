@@ -220,11 +220,14 @@ class Kernels(RecurrentKernels, Protocol):
         where `zero` is None. codes are integers [n, k]; scale and zero [n, k / group_size] or, for a scale a row, [n].
         """
 
-    def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
+    def pack_fp8(
+        self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool, whole_step: bool = False
+    ) -> PackedWeight | None:
         """Lays out e4m3 [n, k] with a scale [n] a row, or [ceil(n / 128), ceil(k / 128)] a block of 128 x 128.
 
         With `rounds_inputs`, `linear` rounds its inputs as well, with a scale a token, or for each 128 of its elements
-        where the weight has blocks. None where these kernels have no product of it.
+        where the weight has blocks, or one for the `whole_step`, so that a token's result depends on the others. None
+        where these kernels have no product of it.
         """
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
@@ -386,6 +389,15 @@ class Kernels(RecurrentKernels, Protocol):
 
         A stored vector of `blocks` [blocks, block_size, 1, rank + rope] is every head's key, and its first `rank`
         elements are every head's value. Causal, or as `batch.tree` says.
+        """
+
+    def unpacked_attention(
+        self, q: Tensor, unpacked: Tensor, keys: Tensor, new: Sequence[int], contexts: Sequence[int], scale: float
+    ) -> Tensor:
+        """Causal attention of q [tokens, heads, own + shared] over latents that were unpacked: [tokens, heads, value].
+
+        `unpacked` [kept, heads, own + value] has each head's part of a token's key and its value, `keys` [kept, shared]
+        what all heads share. Sequence i brings the next `new[i]` tokens, the last of the next `contexts[i]` kept ones.
         """
 
     def heads_linear(self, x: Tensor, weight: Tensor, tail: int = 0) -> Tensor:

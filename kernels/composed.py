@@ -67,7 +67,9 @@ class ComposedKernels(ABC):
     def compilations(self) -> int:
         return 0
 
-    def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
+    def pack_fp8(
+        self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool, whole_step: bool = False
+    ) -> PackedWeight | None:
         if rounds_inputs or scale.dim() == 2:
             return None
         return PackedWeight("fp8", codes.view(torch.uint8), scale)
@@ -170,6 +172,22 @@ class ComposedKernels(ABC):
     def latent_attention(self, q: Tensor, blocks: Tensor, batch: RaggedBatch, scale: float, rank: int) -> Tensor:
         seen = self.attention(q.contiguous(), blocks, blocks, batch, scale)
         return seen.unflatten(1, (q.shape[1], -1))[..., :rank]  # of the latents, not of the keys
+
+    def unpacked_attention(
+        self, q: Tensor, unpacked: Tensor, keys: Tensor, new: Sequence[int], contexts: Sequence[int], scale: float
+    ) -> Tensor:
+        heads, own = q.shape[1], q.shape[2] - keys.shape[1]
+        parts = zip(q.split(list(new)), unpacked.split(list(contexts)), keys.split(list(contexts)), strict=True)
+        out = [
+            _causal(
+                part,
+                torch.cat([of_heads[..., :own], shared.unsqueeze(1).expand(-1, heads, -1)], dim=-1),
+                of_heads[..., own:],
+                scale,
+            )
+            for part, of_heads, shared in parts
+        ]
+        return torch.cat(out)
 
     def heads_linear(self, x: Tensor, weight: Tensor, tail: int = 0) -> Tensor:
         k = weight.shape[2]
@@ -281,6 +299,15 @@ class ComposedKernels(ABC):
         gate = kept[..., None].expand_as(k).contiguous()
         removed = -(beta * kept)[..., None] * k
         return self.delta_scan(state, q, gate, k, beta[..., None] * v, k, removed, batch)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the newest tokens q [queries, heads, D] over k and v [context, heads, ...] of one sequence."""
+    context = k.shape[0]
+    place = torch.arange(context, device=q.device)
+    seen = place <= place[context - q.shape[0] :, None]  # [queries, context]
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)[0].transpose(0, 1)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

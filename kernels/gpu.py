@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import triton
@@ -32,6 +33,8 @@ from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.launch import compiled
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import GROUPS, Int4Weight, linear_int4
+from membound.kernels.triton.linear_int8 import GROUPS as INT8_GROUPS
+from membound.kernels.triton.linear_int8 import Int8Weight, linear_int8
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
 from membound.kernels.triton.linear_sparse import SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w4a8 import GROUPS as W4A8_GROUPS
@@ -42,12 +45,14 @@ from membound.kernels.triton.machine import INTERPRETED, machine_of
 from membound.kernels.triton.mamba1_update import mamba1_update
 from membound.kernels.triton.mamba2_update import mamba2_update
 from membound.kernels.triton.mla_decode import latents_fit, mla_decode
-from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
+from membound.kernels.triton.mla_prefill import mla_prefill
+from membound.kernels.triton.moe_experts import ExpertFormat, ExpertWeights
+from membound.kernels.triton.moe_linear import moe_combine, moe_linear
 from membound.kernels.triton.moe_routing import MOST_EXPERTS, route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import rope_store
-from membound.kernels.triton.round_rows import round_blocks, round_rows, round_steps
+from membound.kernels.triton.round_rows import round_blocks, round_rows, round_step, round_steps
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -58,7 +63,8 @@ from membound.kernels.triton.verify_sampling import verify_sampling
 
 @dataclass(frozen=True, eq=False)
 class TritonWeight(PackedWeight):
-    """The parts of Triton's `Int4Weight` (offset: its zero), `SparseWeight` (kept: its places) or `Mxfp4Weight`.
+    """The parts of Triton's `Int4Weight` (offset: its zero), `Int8Weight`, `SparseWeight` (kept: its places) or
+    `Mxfp4Weight`.
 
     They lie in another order than a plain weight's of the same format.
     """
@@ -69,6 +75,7 @@ class TritonFp8(PackedWeight):
     """e4m3 with a scale a block, or whose inputs are rounded to e4m3 as well; see `Kernels.pack_fp8`."""
 
     rounds_inputs: bool = False
+    whole_step: bool = False
 
 
 class TritonPacker(Packer):
@@ -77,6 +84,9 @@ class TritonPacker(Packer):
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         n, k = codes.shape
         group_size = k // scale.shape[1] if scale.dim() == 2 and scale.shape[1] else 0
+        if format == "int8" and zero is None and group_size in INT8_GROUPS and group_size * scale.shape[1] == k:
+            grouped = Int8Weight.pack(codes.to(torch.int8), scale.half())
+            return TritonWeight(format, grouped.data, grouped.scale, None, group_size, (n, k))
         whole = zero is None or bool((zero == zero.round()).all() and (zero >= 0).all() and (zero <= 15).all())
         groups = {"int4": GROUPS, "w4a8": W4A8_GROUPS}.get(format, ())
         if group_size not in groups or group_size * scale.shape[1] != k or not whole:
@@ -87,10 +97,10 @@ class TritonPacker(Packer):
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         plain = super().pack_gguf(raw, type, shape)
-        if type != "Q4_0":
+        if type not in ("Q4_0", "Q8_0"):
             return plain
-        assert plain.scale is not None, "Q4_0 has a scale for each 32 codes"
-        return self.pack_codes(codes_of(plain), plain.scale, None, "int4")
+        assert plain.scale is not None, "it has a scale for each 32 codes"
+        return self.pack_codes(codes_of(plain), plain.scale, None, plain.format)
 
     def _mxfp4(self, weight: Tensor) -> PackedWeight:
         own = Mxfp4Weight.quantize(weight)
@@ -101,8 +111,26 @@ class TritonPacker(Packer):
         return TritonWeight("sparse24", own.values, size=own.shape, kept=own.places)
 
 
-# How the experts of a mixture are multiplied together, by the format of their weights.
-GROUPED: dict[WeightFormat, ExpertFormat] = {"bf16": "half", "int8": "int8", "fp8": "fp8", "mxfp4": "mxfp4"}
+# How the experts of a mixture are multiplied together, by the format of their weights: of plain ones, a scale a row.
+PLAIN_EXPERTS: dict[WeightFormat, ExpertFormat] = {"bf16": "half", "int8": "int8", "fp8": "fp8"}
+PACKED_EXPERTS: dict[WeightFormat, ExpertFormat] = {"int4": "int4", "mxfp4": "mxfp4"}
+
+
+def _expert_format(weight: PackedWeight) -> ExpertFormat | None:
+    """How experts of such weights are multiplied together; None where each is multiplied alone."""
+    if isinstance(weight, TritonFp8):
+        return "fp8_blocks" if weight.scale is not None and weight.scale.dim() == 2 else None
+    if isinstance(weight, TritonWeight):
+        return PACKED_EXPERTS.get(weight.format)
+    plain = weight.group_size is None and weight.data.dim() == 2
+    return PLAIN_EXPERTS.get(weight.format) if plain else None
+
+
+def _kind(weight: PackedWeight) -> tuple[object, ...]:
+    """What must be the same of weights that lie behind each other."""
+    parts = (weight.data, weight.scale, weight.offset)
+    shapes = tuple(None if part is None else (part.shape, part.dtype) for part in parts)
+    return type(weight), weight.format, weight.shape, weight.group_size, getattr(weight, "rounds_inputs", False), shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,19 +141,34 @@ class TritonExperts:
     weights: tuple[PackedWeight, ...]
 
     @classmethod
-    def of(cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None) -> TritonExperts:
+    def of(
+        cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None, format: ExpertFormat
+    ) -> TritonExperts:
         """Copies the experts' weights, which are alike, behind each other."""
+
+        def stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+            there = [part for part in parts if part is not None]
+            return torch.stack(there) if there else None
+
         data = torch.stack([weight.data for weight in weights])
-        scales = [weight.scale for weight in weights if weight.scale is not None]
-        scale = torch.stack(scales) if scales else None
-        bias = torch.stack([bias.float() for bias in biases]) if biases else None
+        scale, zero = stacked([weight.scale for weight in weights]), stacked([weight.offset for weight in weights])
+        bias = stacked([bias.float() for bias in biases or ()])
         parts = tuple(
-            replace(weight, data=data[i], scale=None if scale is None else scale[i]) for i, weight in enumerate(weights)
+            replace(
+                weight,
+                data=data[i],
+                scale=None if scale is None else scale[i],
+                offset=None if zero is None else zero[i],
+            )
+            for i, weight in enumerate(weights)
         )
-        format = GROUPED[weights[0].format]
-        return cls(ExpertWeights(format, data, scale, bias, weights[0].shape[0] if format == "mxfp4" else None), parts)
+        rows = weights[0].shape[0] if format in ("int4", "mxfp4") else None
+        return cls(ExpertWeights(format, data, scale, bias, rows, zero), parts)
 
     def __call__(self, x: Tensor, routing: Routing, *, shared_rows: bool) -> Tensor:
+        if getattr(self.weights[0], "rounds_inputs", False):
+            rounded = round_blocks(x)
+            return moe_linear(rounded, self.together, routing, shared_rows=shared_rows, dtype=x.dtype)
         return moe_linear(x, self.together, routing, shared_rows=shared_rows)
 
 
@@ -154,8 +197,8 @@ class TritonCopier:
 class TritonKernels(ComposedKernels):
     """bf16 activations, K and V in bf16 or quantized; all weight formats.
 
-    Weights in a byte are read as they are packed where a row has one scale, fp8 also where a block has one, int4 in
-    GROUPS of which zero is a code, and 2:4; the others are widened in each call, which `emulates` says.
+    Weights in a byte are read as they are packed where a row has one scale, int8 also in INT8_GROUPS, fp8 where a block
+    has one, int4 in GROUPS of which zero is a code, and 2:4; the others are widened in each call, as `emulates` says.
     Rows of a batch whose `context_len` is 0 and whose slots are negative are padding: they store nothing and attend
     to nothing. On device "cpu" it runs where Triton was imported with TRITON_INTERPRET=1.
     """
@@ -196,9 +239,15 @@ class TritonKernels(ComposedKernels):
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         return self._packer.pack_codes(codes, scale, zero, format)
 
-    def pack_fp8(self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool) -> PackedWeight | None:
-        plain = super().pack_fp8(codes, scale, rounds_inputs=rounds_inputs)
-        return plain or TritonFp8("fp8", codes.view(torch.uint8), scale, rounds_inputs=rounds_inputs)
+    def pack_fp8(
+        self, codes: Tensor, scale: Tensor, *, rounds_inputs: bool, whole_step: bool = False
+    ) -> PackedWeight | None:
+        if plain := super().pack_fp8(codes, scale, rounds_inputs=rounds_inputs):
+            return plain
+        if whole_step and scale.dim() == 2:
+            return None
+        rounded = dict(rounds_inputs=rounds_inputs, whole_step=whole_step)
+        return TritonFp8("fp8", codes.view(torch.uint8), scale, **rounded)
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         return self._packer.pack_gguf(raw, type, shape)
@@ -214,6 +263,8 @@ class TritonKernels(ComposedKernels):
             assert weight.scale is not None
             if weight.format == "mxfp4":
                 return linear_mxfp4(x, Mxfp4Weight(weight.data, weight.scale, weight.shape[0]))
+            if weight.format == "int8":
+                return linear_int8(x, Int8Weight(weight.data, weight.scale))
             int4 = Int4Weight(weight.data, weight.scale, weight.offset)
             if weight.format == "w4a8":
                 return linear_w4a8(round_steps(x, step_of(int4.group)), int4, self.activation_dtype)
@@ -238,7 +289,8 @@ class TritonKernels(ComposedKernels):
             blocks = Fp8Blocks(weight.data, weight.scale, FP8_BLOCK)
             return linear_fp8_blocks(round_blocks(x) if weight.rounds_inputs else x, blocks, self.activation_dtype)
         rows = ByteWeight("fp8", weight.data, weight.scale)
-        return linear_w8a8(round_rows(x, "fp8"), rows, self.activation_dtype)
+        rounded = round_step(x, "fp8") if weight.whole_step else round_rows(x, "fp8")
+        return linear_w8a8(rounded, rows, self.activation_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -267,9 +319,6 @@ class TritonKernels(ComposedKernels):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if window is not None and batch.tree is not None:
-            # The Triton kernels know no window over a tree.
-            return self._torch.attention(q, k_blocks, v_blocks, batch, scale, window=window, softcap=softcap)
         return self._attend(q, KvBlocks("bf16", k_blocks, v_blocks), batch, scale, window, softcap)
 
     def attention_with_sinks(
@@ -284,9 +333,6 @@ class TritonKernels(ComposedKernels):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if window is not None and batch.tree is not None:
-            where = q, k_blocks, v_blocks, batch, scale, sinks
-            return self._torch.attention_with_sinks(*where, window=window, softcap=softcap)
         return self._attend(q, KvBlocks("bf16", k_blocks, v_blocks), batch, scale, window, softcap, sinks)
 
     def attention_quantized(
@@ -299,8 +345,6 @@ class TritonKernels(ComposedKernels):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if window is not None and batch.tree is not None:
-            return self._torch.attention_quantized(q, kv, batch, scale, window=window, softcap=softcap)
         return self._attend(q, KvBlocks(kv.format, kv.k, kv.v, kv.scales), batch, scale, window, softcap)
 
     def attention_scores(
@@ -343,6 +387,12 @@ class TritonKernels(ComposedKernels):
         tree = self._chain(batch) if batch.tree is None else batch.tree
         return mla_decode(*where, rank=rank, tree=tree, query_start=batch.query_start, most_queries=most)
 
+    def unpacked_attention(
+        self, q: Tensor, unpacked: Tensor, keys: Tensor, new: Sequence[int], contexts: Sequence[int], scale: float
+    ) -> Tensor:
+        starts = torch.tensor([[0, *accumulate(new)], [0, *accumulate(contexts)]], dtype=torch.int32).to(q.device)
+        return mla_prefill(q, unpacked, keys, starts[0], starts[1], scale)
+
     def block_copier(self, pools: Sequence[Tensor]) -> BlockCopier:
         return TritonCopier(super().block_copier, pools)
 
@@ -364,15 +414,11 @@ class TritonKernels(ComposedKernels):
         return kivi_attention(q, kv, batch, scale, window=window).flatten(1)
 
     def grouped(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None = None) -> GroupedLinear | None:
-        first = weights[0]
-        alike = all(
-            (weight.format, weight.shape, weight.group_size) == (first.format, first.shape, None)
-            and (weight.format == "mxfp4" or (type(weight) is PackedWeight and len(weight.data.shape) == 2))
-            for weight in weights
-        )
-        if not alike or first.format not in GROUPED or len(weights) > MOST_EXPERTS:
+        format = _expert_format(weights[0])
+        alike = all(_kind(weight) == _kind(weights[0]) for weight in weights)
+        if format is None or not alike or len(weights) > MOST_EXPERTS:
             return None
-        return TritonExperts.of(weights, biases)
+        return TritonExperts.of(weights, biases, format)
 
     def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
         return route(
@@ -451,9 +497,9 @@ class TritonKernels(ComposedKernels):
             where = q, kv, batch.block_table, batch.context_len, scale
             return decode_attention(*where, window=window, softcap=softcap, sinks=sinks).flatten(1)
         ragged = kv, batch.block_table, batch.query_start, batch.context_len, scale
-        if batch.tree is not None or (most <= LARGEST_TREE and window is None):
+        if batch.tree is not None or most <= LARGEST_TREE:
             tree = self._chain(batch) if batch.tree is None else batch.tree
-            out = verify_attention(q, tree, *ragged, most_queries=most, softcap=softcap, sinks=sinks)
+            out = verify_attention(q, tree, *ragged, most_queries=most, window=window, softcap=softcap, sinks=sinks)
         else:
             out = prefill_attention(q, *ragged, window=window, softcap=softcap, sinks=sinks)
         return out.flatten(1)

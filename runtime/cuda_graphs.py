@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch, chain_of
+from membound.kernels.bench.capture import warmed_up
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.parallel.leader import DividedDecoder
@@ -202,17 +203,16 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        with torch.cuda.device(device):
+            # Of one stream alone: memory that a warm-up took is kept for the stream on which it was taken.
+            self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Replay) -> Replay:
         with torch.cuda.device(self._device):
-            # What is done once, such as compiling and making workspaces, cannot be captured.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                run()
-            torch.cuda.current_stream().wait_stream(stream)
+            warmed_up(run, self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Threads that fetch experts or blocks may allocate meanwhile, which is none of this capture's business.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = run()
         self._pool = graph.pool()
 
@@ -268,9 +268,7 @@ def decode_graphs(
 def captured_queries(decoder: Decoder, kv: KvCache, guesses: int) -> tuple[int, ...]:
     """The most tokens that a sequence may bring to each kind of captured step, where it has up to `guesses` drafts.
 
-    Drafts of all numbers share a step as trees, which not every attention and no cache in KIVI's codes knows.
+    Drafts of all numbers share a step as trees, which no cache in KIVI's codes knows.
     """
-    trees = (
-        decoder.verifies_in_one_shape and decoder.ignores_padding and not any(isinstance(part, KiviKv) for part in kv)
-    )
+    trees = decoder.ignores_padding and not any(isinstance(part, KiviKv) for part in kv)
     return (1, 1 + min(guesses, MOST_IN_TREE - 1)) if guesses and trees else (1,)

@@ -36,6 +36,7 @@ class KernelLinear:
     def __init__(self, kernels: Kernels, weight: PackedWeight) -> None:
         self.weight = weight
         self.emulated = kernels.emulates(weight)
+        self.whole_step = bool(getattr(weight, "whole_step", False))
         self._linear = kernels.linear
 
     @property
@@ -72,6 +73,12 @@ class BiasedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.add_bias(self.inner(x), self.bias)
+
+
+def reads_whole_step(linear: Linear) -> bool:
+    """Whether what it makes of a token depends on the step's other tokens, as with one scale for all of them."""
+    inner = getattr(linear, "inner", None) or getattr(linear, "regular", None)
+    return bool(getattr(linear, "whole_step", False)) or (inner is not None and reads_whole_step(inner))
 
 
 def grouped(kernels: Kernels, linears: Sequence[Linear]) -> GroupedLinear | None:

@@ -26,6 +26,12 @@ from membound.kernels.triton.kivi_attention import (
 )
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.mla_decode import mla_decode, mla_decode_bytes, mla_decode_reference
+from membound.kernels.triton.mla_prefill import (
+    mla_prefill,
+    mla_prefill_bytes,
+    mla_prefill_flops,
+    mla_prefill_reference,
+)
 from membound.kernels.triton.prefill_attention import (
     prefill_attention,
     prefill_attention_bytes,
@@ -127,7 +133,14 @@ def _prefill(
     return Trial(lambda: prefill_attention(*where, window=window), compare, nbytes, flops, peers=beside)
 
 
-def _verify(inputs: Inputs, format: KvFormat, new: Sequence[int], contexts: Sequence[int], heads: Heads) -> Trial:
+def _verify(
+    inputs: Inputs,
+    format: KvFormat,
+    new: Sequence[int],
+    contexts: Sequence[int],
+    heads: Heads,
+    window: int | None = None,
+) -> Trial:
     """Each token's ancestors are itself and a random half of those before it."""
     kv, table = _cache(inputs, format, contexts, heads)
     q, starts, lengths = _ragged(inputs, new, contexts, heads)
@@ -137,11 +150,15 @@ def _verify(inputs: Inputs, format: KvFormat, new: Sequence[int], contexts: Sequ
     where = kv, table, starts, lengths, heads[2] ** -0.5
 
     def compare(y: Tensor) -> list[Comparison]:
-        return [attended(y, verify_attention_reference(q, tree, *where))]
+        return [attended(y, verify_attention_reference(q, tree, *where, window=window))]
 
-    flops = prefill_attention_flops(q, new, contexts)
-    nbytes = verify_attention_bytes(q, kv, contexts)
-    return Trial(lambda: verify_attention(q, tree, *where, most_queries=max(new)), compare, nbytes, flops)
+    def run() -> Tensor:
+        return verify_attention(q, tree, *where, most_queries=max(new), window=window)
+
+    # With a window fewer pairs are computed; the case that is timed has new tokens enough to see all that is read.
+    seen = None if window is None else window + max(new) - 1
+    flops = prefill_attention_flops(q, new, [min(context, seen or context) for context in contexts])
+    return Trial(run, compare, verify_attention_bytes(q, kv, contexts, seen), flops)
 
 
 def _mla(inputs: Inputs, contexts: Sequence[int], heads: int, rank: int, rope: int) -> Trial:
@@ -154,6 +171,21 @@ def _mla(inputs: Inputs, contexts: Sequence[int], heads: int, rank: int, rope: i
 
     flops = 2 * heads * (2 * rank + rope) * sum(contexts)
     return Trial(lambda: mla_decode(*where, rank=rank), compare, mla_decode_bytes(q, contexts, rank), flops)
+
+
+def _mla_prefill(
+    inputs: Inputs, new: Sequence[int], contexts: Sequence[int], heads: int, own: int, shared: int, value: int
+) -> Trial:
+    q, kept = inputs.normal(sum(new), heads, own + shared), sum(contexts)
+    unpacked, latents = inputs.normal(kept, heads, own + value), inputs.normal(kept, 32 + shared)
+    edges = (inputs.of([sum(counts[:i]) for i in range(len(counts) + 1)]) for counts in (new, contexts))
+    where = q, unpacked, latents[:, 32:], *edges, (own + shared) ** -0.5
+
+    def compare(y: Tensor) -> list[Comparison]:
+        return [attended(y, mla_prefill_reference(*where))]
+
+    flops = mla_prefill_flops(q, value, new, contexts)
+    return Trial(lambda: mla_prefill(*where), compare, mla_prefill_bytes(q, unpacked, latents[:, 32:]), flops)
 
 
 def _mla_drafts(inputs: Inputs, new: Sequence[int], contexts: Sequence[int], heads: int, rank: int, rope: int) -> Trial:
@@ -284,6 +316,15 @@ CASES = [
     ),
     *(
         Case(
+            "verify_attention",
+            f"bf16, window {window}, trees of 5, 1 and 9",
+            partial(_verify, format="bf16", new=[5, 1, 9], contexts=[150, 20, 9], heads=(6, 2, 64), window=window),
+            True,
+        )
+        for window in (3, 50)
+    ),
+    *(
+        Case(
             "kivi_attention",
             f"{bits} bits, chunks of 3, 1 and 9",
             partial(_kivi_attention, bits=bits, new=[3, 1, 9], contexts=[37, 1, 230], heads=(6, 2, 64)),
@@ -299,6 +340,12 @@ CASES = [
             True,
         )
         for bits in (2, 4)
+    ),
+    Case(
+        "mla_prefill",
+        "5 heads of 48 + 32, chunks of 9, 1 and 40",
+        partial(_mla_prefill, new=[9, 1, 40], contexts=[37, 20, 40], heads=5, own=48, shared=32, value=64),
+        True,
     ),
     Case("mla_decode", "5 heads of 64 + 32", partial(_mla, contexts=ODD, heads=5, rank=64, rope=32), True),
     Case(
@@ -357,6 +404,16 @@ CASES = [
         "verify_attention",
         "bf16, 16 trees of 8 in 4096",
         partial(_verify, format="bf16", new=[8] * 16, contexts=[4096] * 16, heads=LLAMA_8B),
+    ),
+    Case(
+        "verify_attention",
+        "bf16, window 4096, 16 trees of 8 in 32768",
+        partial(_verify, format="bf16", new=[8] * 16, contexts=[32768] * 16, heads=LLAMA_8B, window=4096),
+    ),
+    Case(
+        "mla_prefill",
+        "16 heads of 128 + 64, 4 prompts of 2048",
+        partial(_mla_prefill, new=[2048] * 4, contexts=[2048] * 4, heads=16, own=128, shared=64, value=128),
     ),
     Case(
         "mla_decode", "128 heads, batch 16, kv 8192", partial(_mla, contexts=[8192] * 16, heads=128, rank=512, rope=64)

@@ -16,6 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from membound.kernels.bench.capture import warmed_up
 from membound.kernels.bench.trial import Case, Inputs, Math, Run, Trial
 
 ROWS = 30  # each a sample
@@ -116,12 +117,7 @@ def _played_s(play: Callable[[], None], times: int) -> list[float]:
 
 def _captured(row: Sequence[Run]) -> Callable[[], None]:
     """Plays a row as one graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and makes what libraries make on their first call
-        for run in row:
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+    warmed_up(lambda: [run() for run in row], torch.cuda.Stream())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

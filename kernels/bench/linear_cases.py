@@ -24,6 +24,12 @@ from membound.kernels.triton.linear_int4 import (
     linear_int4_bytes,
     linear_int4_reference,
 )
+from membound.kernels.triton.linear_int8 import (
+    Int8Weight,
+    linear_int8,
+    linear_int8_bytes,
+    linear_int8_reference,
+)
 from membound.kernels.triton.linear_mxfp4 import (
     Mxfp4Weight,
     linear_mxfp4,
@@ -46,9 +52,8 @@ from membound.kernels.triton.linear_w8a8 import (
     linear_w8a8_bytes,
     linear_w8a8_reference,
 )
+from membound.kernels.triton.moe_experts import FORMATS, ExpertFormat, ExpertWeights
 from membound.kernels.triton.moe_linear import (
-    ExpertFormat,
-    ExpertWeights,
     moe_combine,
     moe_linear,
     moe_linear_bytes,
@@ -90,6 +95,17 @@ def _w4a8(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) 
     return Trial(lambda: linear_w4a8(x, weight, torch.bfloat16), compare, nbytes, flops, "int8")
 
 
+def _int8(inputs: Inputs, m: int, shape: Shape, group: int) -> Trial:
+    (n, k), x = shape, inputs.normal(m, shape[1])
+    weight = Int8Weight.quantize(inputs.normal(n, k), group)
+
+    def compare(y: Tensor) -> list[Comparison]:
+        return [product(y, linear_int8_reference(x, weight))]
+
+    beside = {"cuBLAS bf16": partial(peers.dense, x, n)}
+    return Trial(lambda: linear_int8(x, weight), compare, linear_int8_bytes(m, weight), 2 * m * n * k, peers=beside)
+
+
 def _byte(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
     (n, k), x = shape, inputs.normal(m, shape[1])
     weight = ByteWeight.quantize(inputs.normal(n, k), format)
@@ -124,9 +140,9 @@ def _sparse(inputs: Inputs, m: int, shape: Shape) -> Trial:
     return Trial(lambda: linear_sparse(x, weight), compare, linear_sparse_bytes(m, weight), m * n * k, peers=beside)
 
 
-def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
+def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape, *, whole_step: bool = False) -> Trial:
     n, k = shape
-    x = QuantizedRows.of(inputs.normal(m, k), format)
+    x = (QuantizedRows.of_step if whole_step else QuantizedRows.of)(inputs.normal(m, k), format)
     weight = ByteWeight.quantize(inputs.normal(n, k), format)
 
     def compare(y: Tensor) -> list[Comparison]:
@@ -136,7 +152,7 @@ def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
     peer = (
         {"torch._int_mm": partial(peers.int_mm, x.data, weight.data)}
         if format == "int8"
-        else {"torch._scaled_mm": partial(peers.scaled_mm, x.data, x.scale, weight.data, weight.scale)}
+        else {"torch._scaled_mm": partial(peers.scaled_mm, x.data, x.scale.expand(m), weight.data, weight.scale)}
     )
     return Trial(
         lambda: linear_w8a8(x, weight, torch.bfloat16),
@@ -167,38 +183,60 @@ def _experts(inputs: Inputs, format: ExpertFormat, experts: int, n: int, k: int)
         packed = [Mxfp4Weight.quantize(inputs.normal(n, k)) for _ in range(experts)]
         data, scale = (torch.stack(parts) for parts in ([w.data for w in packed], [w.scale for w in packed]))
         return ExpertWeights(format, data, scale, rows=n)
+    if format == "int4":
+        few = [Int4Weight.quantize(inputs.normal(n, k), 32, symmetric=False) for _ in range(experts)]
+        zeros = torch.stack([w.zero for w in few if w.zero is not None])
+        data, scale = (torch.stack(parts) for parts in ([w.data for w in few], [w.scale for w in few]))
+        return ExpertWeights(format, data, scale, rows=n, zero=zeros)
+    if format == "fp8_blocks":
+        blocks = [Fp8Blocks.quantize(inputs.normal(n, k), 128) for _ in range(experts)]
+        return ExpertWeights(format, torch.stack([w.data for w in blocks]), torch.stack([w.scale for w in blocks]))
     quantized = [ByteWeight.quantize(inputs.normal(n, k), format) for _ in range(experts)]
     return ExpertWeights(format, torch.stack([w.data for w in quantized]), torch.stack([w.scale for w in quantized]))
 
 
-def _moe(inputs: Inputs, format: ExpertFormat, tokens: int, experts: int, top_k: int, shape: Shape) -> Trial:
+def _moe(
+    inputs: Inputs,
+    format: ExpertFormat,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    shape: Shape,
+    *,
+    rounded: bool = False,
+) -> Trial:
     """The product of routed tokens; what the router chose is a case of its own."""
     n, k = shape
     routing = route(inputs.normal(tokens, experts, dtype=torch.float32), top_k)
-    weight, x = _experts(inputs, format, experts, n, k), inputs.normal(tokens, k)
+    weight, halves = _experts(inputs, format, experts, n, k), inputs.normal(tokens, k)
+    x = Fp8Blocks.quantize(halves, 1) if rounded else halves
 
     def compare(y: Tensor) -> list[Comparison]:
         combined = moe_combine(y, routing)
         sums = (y.float().view(tokens, top_k, n) * routing.weights[..., None]).sum(1)
         return [
-            product(y, _by_expert(x, weight, routing)),
+            (fp8_product if rounded else product)(y, _by_expert(x, weight, routing)),
             product(combined, sums),
         ]
 
     nbytes, flops = moe_linear_bytes(x, weight, routing), 2 * tokens * top_k * n * k
-    return Trial(lambda: moe_linear(x, weight, routing, shared_rows=True), compare, nbytes, flops)
+    multiplied = PRODUCTS[rounded]
+    given = dict(shared_rows=True, dtype=torch.bfloat16)
+    return Trial(lambda: moe_linear(x, weight, routing, **given), compare, nbytes, flops, multiplied)
 
 
-def _by_expert(x: Tensor, weight: ExpertWeights, routing: Routing) -> Tensor:
+def _by_expert(x: Tensor | Fp8Blocks, weight: ExpertWeights, routing: Routing) -> Tensor:
     """The reference in pieces of few tokens: it holds a whole expert for every slot."""
     pieces = []
+    x = x.dequantized() if isinstance(x, Fp8Blocks) else x
     for first in range(0, x.shape[0], 8):
         rows = slice(first, first + 8)
         part = Routing(routing.experts[rows], routing.weights[rows], routing.order, routing.offsets)
         used = torch.unique(part.experts)
         places = torch.searchsorted(used, part.experts.contiguous()).int()
         scale = None if weight.scale is None else weight.scale[used.long()]
-        few = ExpertWeights(weight.format, weight.data[used.long()], scale, rows=weight.rows)
+        zero = None if weight.zero is None else weight.zero[used.long()]
+        few = ExpertWeights(weight.format, weight.data[used.long()], scale, rows=weight.rows, zero=zero)
         local = Routing(places, part.weights, part.order, part.offsets)
         pieces.append(moe_linear_reference(x[rows], few, local, shared_rows=True))
     return torch.cat(pieces)
@@ -223,7 +261,7 @@ def _route(inputs: Inputs, tokens: int, experts: int, top_k: int) -> Trial:
 
 
 BYTE_FORMATS: tuple[ByteFormat, ...] = ("int8", "fp8")
-EXPERT_FORMATS: tuple[ExpertFormat, ...] = ("half", "int8", "fp8", "mxfp4")
+EXPERTS: tuple[tuple[ExpertFormat, bool], ...] = (*((f, False) for f in FORMATS), ("fp8_blocks", True))
 LARGE_BYTE: tuple[tuple[ByteFormat, int], ...] = (
     ("int8", 1),
     ("int8", 16),
@@ -232,7 +270,14 @@ LARGE_BYTE: tuple[tuple[ByteFormat, int], ...] = (
     ("fp8", 1),
     ("fp8", 16),
 )
-LARGE_MOE: tuple[tuple[ExpertFormat, int], ...] = (("half", 16), ("fp8", 16), ("mxfp4", 16), ("half", 512))
+LARGE_MOE: tuple[tuple[ExpertFormat, int], ...] = (
+    ("half", 16),
+    ("fp8", 16),
+    ("int4", 16),
+    ("mxfp4", 16),
+    ("fp8_blocks", 16),
+    ("half", 512),
+)
 
 CASES = [
     *(
@@ -254,20 +299,30 @@ CASES = [
         )
         for group, m in ((64, 3), (128, 40), (256, 3))
     ),
+    *(
+        Case("linear_int8", f"group {group}, m {m}", partial(_int8, m=m, shape=ODD, group=group), True)
+        for group, m in ((32, 3), (64, 40), (128, 5))
+    ),
     Case("linear_mxfp4", "m 5", partial(_mxfp4, m=5, shape=ODD), True),
     Case("linear_sparse", "m 5", partial(_sparse, m=5, shape=(70, 300)), True),
     *(Case("linear_w8a8", f"{f}, m 5", partial(_w8a8, format=f, m=5, shape=(130, 150)), True) for f in BYTE_FORMATS),
+    Case(
+        "linear_w8a8",
+        "fp8 with one scale, m 5",
+        partial(_w8a8, format="fp8", m=5, shape=(130, 150), whole_step=True),
+        True,
+    ),
     Case("linear_fp8_blocks", "m 5", partial(_fp8_blocks, m=5, shape=(130, 300)), True),
     Case("linear_fp8_blocks", "of halves, m 5", partial(_fp8_blocks, m=5, shape=(130, 300), rounded=False), True),
     Case("moe_routing", "7 tokens, 3 of 20 experts", partial(_route, tokens=7, experts=20, top_k=3), True),
     *(
         Case(
             "moe_linear",
-            f"{f}, 9 tokens, 2 of 5 experts",
-            partial(_moe, format=f, tokens=9, experts=5, top_k=2, shape=(70, 96)),
+            f"{f}{' times fp8' if rounded else ''}, 9 tokens, 2 of 5 experts",
+            partial(_moe, format=f, tokens=9, experts=5, top_k=2, shape=(70, 96), rounded=rounded),
             True,
         )
-        for f in EXPERT_FORMATS
+        for f, rounded in EXPERTS
     ),
     *(
         Case(
@@ -293,6 +348,10 @@ CASES = [
             partial(_w4a8, m=m, shape=DOWN_8B, group=128, symmetric=True),
         )
         for m in (1, 16, 64, 512)
+    ),
+    *(
+        Case("linear_int8", f"4096x14336, group 32, m {m}", partial(_int8, m=m, shape=DOWN_8B, group=32))
+        for m in (1, 16, 64)
     ),
     *(Case("linear_mxfp4", f"4096x14336, m {m}", partial(_mxfp4, m=m, shape=DOWN_8B)) for m in (1, 64)),
     *(Case("linear_sparse", f"4096x14336, m {m}", partial(_sparse, m=m, shape=DOWN_8B)) for m in (1, 64)),

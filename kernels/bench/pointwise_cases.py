@@ -25,7 +25,7 @@ from membound.kernels.triton.rope_store import (
     rope_store,
     rope_store_bytes,
 )
-from membound.kernels.triton.round_rows import round_rows, round_rows_bytes
+from membound.kernels.triton.round_rows import round_rows, round_rows_bytes, round_step
 from membound.kernels.triton.rwkv_update import (
     rwkv6_update,
     rwkv6_update_reference,
@@ -92,6 +92,24 @@ def _silu_mul(inputs: Inputs, tokens: int, width: int, quantize: ActivationForma
         return [_quantized_or_half(y, silu_mul_reference(gate_up))]
 
     return Trial(run, compare, silu_mul_bytes(gate_up, quantized=quantize is not None))
+
+
+def _round_step(inputs: Inputs, tokens: int, width: int, format: ActivationFormat) -> Trial:
+    """One scale for all: what is far below the largest number keeps fewer bits, of e4m3 down to its smallest step."""
+    x = inputs.normal(tokens, width)
+
+    def compare(rounded: QuantizedRows) -> list[Comparison]:
+        whole = QuantizedRows(rounded.format, rounded.data.view(1, -1), rounded.scale)
+        return [
+            _quantized_or_half(whole, x.float().view(1, -1)),
+            Comparison(rounded.scale, _scale(x, format), 1e-6, 0.0),
+        ]
+
+    return Trial(lambda: round_step(x, format), compare, x.nbytes + x.numel() + 4)
+
+
+def _scale(x: Tensor, format: ActivationFormat) -> Tensor:
+    return QuantizedRows.of_step(x, format).scale
 
 
 def _round_rows(inputs: Inputs, tokens: int, width: int, format: ActivationFormat) -> Trial:
@@ -327,6 +345,10 @@ CASES = [
         for f in ROUNDED
     ),
     *(
+        Case("round_step", f"5x1500 to {f}", partial(_round_step, tokens=5, width=1500, format=f), True)
+        for f in ROUNDED
+    ),
+    *(
         Case(
             "rope_store",
             f"{f}, 9 tokens, 6 heads",
@@ -381,6 +403,7 @@ CASES = [
         Case("round_rows", f"{t}x14336 to int8", partial(_round_rows, tokens=t, width=14336, format="int8"))
         for t in (1, 32, 8192)
     ),
+    Case("round_step", "8192x14336 to fp8", partial(_round_step, tokens=8192, width=14336, format="fp8")),
     *(
         Case(
             "rope_store",

@@ -15,7 +15,10 @@ LARGEST: dict[ActivationFormat, float] = {"int8": 127.0, "fp8": 448.0}
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations [tokens, width] as data * scale[token]; `data` is int8, or e4m3 in uint8; `scale` [tokens] fp32."""
+    """Activations [tokens, width] as data * scale[token]; `data` is int8, or e4m3 in uint8; `scale` [tokens] fp32.
+
+    Where `scale` is [1], it is that of all tokens.
+    """
 
     format: ActivationFormat
     data: Tensor
@@ -34,6 +37,12 @@ class QuantizedRows:
         if format == "int8":
             return cls(format, (scaled + 0.5).floor().to(torch.int8), scale)
         return cls(format, scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale)
+
+    @classmethod
+    def of_step(cls, rows: Tensor, format: ActivationFormat) -> QuantizedRows:
+        """The same with one scale: what `round_step` must agree with."""
+        whole = cls.of(rows.reshape(1, -1), format)
+        return cls(format, whole.data.view(rows.shape), whole.scale)
 
     @property
     def nbytes(self) -> int:

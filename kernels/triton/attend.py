@@ -41,16 +41,16 @@ def load_tile(base, block, offset, valid, block_stride, dtype: tl.constexpr, FOR
 
 
 @triton.jit
-def attend(state, q_low, q_high, scale, softcap, first, last, begin, end, table, k, v, scales, k_stride, v_stride,
-           MASK: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+def attend(state, q_low, q_high, scale, softcap, first, last, oldest, begin, end, table, k, v, scales, k_stride,
+           v_stride, MASK: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
            BLOCK_T: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
            FP8_NATIVE: tl.constexpr):  # fmt: skip
     """Adds the tokens begin to end of a sequence to `state` = (maximum, sum, low half, high half of the result).
 
     `k`, `v` and int8's and int4's `scales` point at the head's first element in block 0.
     `first` and `last` say per row which tokens it sees. MASK "end": all before `end`. "range": positions `first` to
-    `last`. "tree": all before position `first`, and behind it those whose bit is set in `last` (int64).
-    "full": all, and end - begin is a multiple of BLOCK_T. `softcap` may be None.
+    `last`. "tree": all before position `first`, and behind it those whose bit is set in `last` (int64); "seen": of the
+    former those from `oldest` on. "full": all, and end - begin is a multiple of BLOCK_T. `softcap` may be None.
     """
     peak, total, low, high = state
     factor = scale * LOG2E
@@ -80,10 +80,13 @@ def attend(state, q_low, q_high, scale, softcap, first, last, begin, end, table,
         if MASK == "range":
             seen = (t[None, :] >= first[:, None]) & (t[None, :] <= last[:, None]) & valid[None, :]
             scores = tl.where(seen, scores, float("-inf"))
-        if MASK == "tree":
+        if (MASK == "tree") or (MASK == "seen"):
             behind = t[None, :] - first[:, None]
             bit = (last[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)) & 1
-            seen = ((behind < 0) | (bit == 1)) & valid[None, :]
+            if MASK == "seen":
+                seen = tl.where(behind < 0, t[None, :] >= oldest[:, None], bit == 1) & valid[None, :]
+            else:
+                seen = ((behind < 0) | (bit == 1)) & valid[None, :]
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
@@ -107,6 +110,29 @@ def attend(state, q_low, q_high, scale, softcap, first, last, begin, end, table,
         low = dot(weights, v_low, low)
         high = dot(weights, v_high, high)
     return peak, total, low, high
+
+
+@triton.jit
+def bits_of(mask):
+    """How many bits of each int64 are set; a shift that keeps the sign is cut to its own bits."""
+    pairs = mask - ((mask >> 1) & 0x5555555555555555)
+    nibbles = (pairs & 0x3333333333333333) + ((pairs >> 2) & 0x3333333333333333)
+    sums = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F0F0F0F0F
+    sums += sums >> 8
+    sums += sums >> 16
+    return ((sums + (sums >> 32)) & 0x7F).to(tl.int32)
+
+
+@triton.jit
+def newest_bits(mask, count):
+    """The `count` highest of the bits that are set in each int64: above a place that is found by halving."""
+    one = tl.full([1], 1, tl.int64)
+    beyond = bits_of(mask) - count  # so many are below the place
+    place = (mask & 0).to(tl.int64)
+    for i in tl.static_range(6):
+        below = bits_of(mask & ((one << (place + ((32 >> i) - 1))) - 1))
+        place += tl.where(below < beyond, 32 >> i, 0)
+    return mask & -(one << place)
 
 
 @triton.jit

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from membound.kernels.triton import check, split
 from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, sink_seen, store_rows
-from membound.kernels.triton.kv_blocks import KvBlocks
+from membound.kernels.triton.kv_blocks import BITS, KvBlocks
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
 from membound.kernels.triton.scores import check_scores, shares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, sinks, scale, softcap, window,
                             table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
-                            SPLITS: tl.constexpr, SHORTEST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+                            SHORTEST: tl.constexpr, BLOCK_HALF: tl.constexpr,
                             BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Program (sequence, KV head and BLOCK_R of its query heads, split)."""
+    """Program (sequence, KV head and BLOCK_R of its query heads, split); of a context in one part, no `log_sum`."""
     sequence = tl.program_id(0).to(tl.int64)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROW_BLOCKS: tl.constexpr = (GROUP + BLOCK_R - 1) // BLOCK_R
@@ -36,8 +36,9 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
     member = (tl.program_id(1) % ROW_BLOCKS) * BLOCK_R + tl.arange(0, BLOCK_R)
     rows = member < GROUP
     context = tl.load(context_len + sequence)
-    begin, end = split.part_of(tl.maximum(context - window, 0), context, tl.program_id(2), SPLITS, SHORTEST)
-    if (SPLITS > 1) & (begin >= end):
+    first = split.begin_of(context, 1, window)
+    begin, end = split.part_of(first, context, tl.program_id(2), tl.num_programs(2), SHORTEST)
+    if (log_sum is not None) & (begin >= end):
         return
     head = kv_head * GROUP + member
     at = (sequence * HEADS + head) * (2 * HALF)
@@ -48,7 +49,7 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
     state = nothing_seen(BLOCK_R, BLOCK_HALF)
     if sinks is not None:
         state = sink_seen(sinks, head, rows & (tl.program_id(2) == 0), BLOCK_R, BLOCK_HALF)
-    state = attend(state, q_low, q_high, scale, softcap, rows, rows, begin, end,
+    state = attend(state, q_low, q_high, scale, softcap, rows, rows, rows, begin, end,
                    table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
                    scales + kv_head * BLOCK_SIZE, k_stride, v_stride,
                    "end", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
@@ -57,11 +58,16 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
         v_scale = tl.load(scales + KV_HEADS + kv_head)
         low *= v_scale
         high *= v_scale
-    if SPLITS > 1:
+    if log_sum is not None:
         row = (tl.program_id(2).to(tl.int64) * tl.num_programs(0) + sequence) * HEADS + head
         tl.store(log_sum + row, sums, mask=rows)
         at = row * (2 * HALF)
     store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
+
+
+# On a multiprocessor, by the bits of a stored number: so that tens of kilobytes are under way. What each has in shared
+# memory and registers (`membound kernels resources`) lets as many run at once on sm_90 at head_dim 128.
+PROGRAMS_AT_ONCE = {16: 2, 8: 3, 4: 4}
 
 
 def decode_attention(
@@ -93,12 +99,13 @@ def decode_attention(
     check.require(window is None or window > 0, "window", f"is {window}, should be a positive number of tokens")
     machine = machine_for(q)
     group = heads // kv.kv_heads
-    config = config or configure("decode_attention", machine, head_dim=head_dim, group=group)
+    bits = BITS[kv.format]
+    config = config or configure("decode_attention", machine, head_dim=head_dim, group=group, kv_bits=bits)
     rows = config.tiles["BLOCK_R"]
     programs = sequences * kv.kv_heads * -(-group // rows)
     longest = min(block_table.shape[1] * kv.block_size, window or split.NO_WINDOW)
     shortest = 4 * config.tiles["BLOCK_T"]
-    splits = splits or splits_for(programs, longest, shortest, machine)
+    splits = splits or splits_for(programs, longest, shortest, machine, PROGRAMS_AT_ONCE[bits], split.MOST_PARTS)
     out = torch.empty_like(q)
     partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
     launch(
@@ -119,7 +126,6 @@ def decode_attention(
         config=config,
         HEADS=heads,
         **kv.constants(machine),
-        SPLITS=splits,
         SHORTEST=shortest,
     )
     if splits > 1:

@@ -70,12 +70,12 @@ def lane_values(acc, p, byte, words, LANE: tl.constexpr, BITS: tl.constexpr, PAR
     return dot(p, value.to(dtype), acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "tokens", "table_stride"])
 def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, value_words, recent_keys, recent_values,
                           rounded, seats, table, query_start, context_len, scale, window, tokens, table_stride,
                           HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
                           GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
-                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
+                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr,
                           SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * query heads + query head."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -85,9 +85,10 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
     first = tl.load(query_start + sequence)
     queries = tl.load(query_start + sequence + 1) - first
     context = tl.load(context_len + sequence)
-    begin, end = split.part_of(tl.maximum(context - window, 0), context, tl.program_id(2), SPLITS, SHORTEST)
+    oldest_seen = split.begin_of(context, queries, window)
+    begin, end = split.part_of(oldest_seen, context, tl.program_id(2), tl.num_programs(2), SHORTEST)
     rows = row < queries * MEMBERS
-    if ((tl.program_id(1) % ROW_BLOCKS) * BLOCK_R >= queries * MEMBERS) | ((SPLITS > 1) & (begin >= end)):
+    if ((tl.program_id(1) % ROW_BLOCKS) * BLOCK_R >= queries * MEMBERS) | ((log_sum is not None) & (begin >= end)):
         return
     seat = tl.load(seats + sequence)
     codes = tl.load(rounded + seat * KV_HEADS + kv_head)
@@ -174,7 +175,7 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
             acc3 = dot(weights, tl.load(values + 3 * PART, mask=inside, other=0.0), acc3 * decay[:, None])
     sums = tl.where(total == 0.0, 1.0, total)
     place = token * HEADS + head
-    if SPLITS > 1:
+    if log_sum is not None:
         place += tl.program_id(2).to(tl.int64) * tokens * HEADS
         tl.store(log_sum + place, peak + tl.log2(sums), mask=rows)
     to = out + place[:, None] * HEAD_DIM + c[None, :]
@@ -308,7 +309,7 @@ def kivi_attention(
     programs = batch.num_sequences * kv.kv_heads * row_blocks
     longest = min(batch.block_table.shape[1] * kv.block_size, window or split.NO_WINDOW)
     shortest = 4 * kv.group
-    splits = splits or splits_for(programs, longest, shortest, machine)
+    splits = splits or splits_for(programs, longest, shortest, machine, most=split.MOST_PARTS)
     out = torch.empty_like(q)
     partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
     words = (t.flatten(-2).view(torch.int32) for t in (kv.key_meta, kv.value_meta))
@@ -338,7 +339,6 @@ def kivi_attention(
         HEADS=heads,
         **_constants(kv),
         ROW_BLOCKS=row_blocks,
-        SPLITS=splits,
         SHORTEST=shortest,
     )
     if splits > 1:
@@ -371,11 +371,11 @@ def _check(kv: KiviBlocks, batch: RaggedBatch, like: Tensor) -> None:
     check.require(batch.tree is None, "batch.tree", "codes are attended to causally, leave it out")
     fitting = max(kv.group, kv.block_size) % min(kv.group, kv.block_size) == 0 == kv.head_dim % kv.group
     check.require(fitting, "kv.group", f"is {kv.group} for blocks of {kv.block_size} and heads of {kv.head_dim}")
+    check.tensor("kv.key_codes", kv.key_codes, [None] * 4, [torch.uint8], like)
     blocks, size, heads, stored = kv.key_codes.shape
     check.require(stored * 8 == kv.head_dim * kv.bits, "kv.key_codes", f"has {stored} bytes for {kv.head_dim} channels")
     unit = min(size, kv.group)
     shapes: list[tuple[str, Tensor, Sequence[int | None], torch.dtype]] = [
-        ("kv.key_codes", kv.key_codes, kv.key_codes.shape, torch.uint8),
         ("kv.value_codes", kv.value_codes, kv.key_codes.shape, torch.uint8),
         ("kv.key_meta", kv.key_meta, [blocks, size // unit, heads, kv.head_dim * unit // kv.group, 2], torch.float16),
         ("kv.value_meta", kv.value_meta, [blocks, size, heads, kv.head_dim // kv.group, 2], torch.float16),

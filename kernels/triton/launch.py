@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -96,7 +96,15 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, config: Config, **
     elif all(grid):
         options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         _launched[kernel.__name__] = kernel
-        kernel[tuple(grid)](*arguments, **config.tiles, **constants, **options)
+        with _current(next((argument.device for argument in arguments if isinstance(argument, torch.Tensor)), None)):
+            kernel[tuple(grid)](*arguments, **config.tiles, **constants, **options)
+
+
+def _current(device: torch.device | None) -> AbstractContextManager[object]:
+    """Triton launches on the current device, wherever its arguments lie: makes that theirs."""
+    if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def configure(kernel: str, machine: Machine, **shape: int) -> Config:
@@ -115,13 +123,19 @@ def _rules() -> dict[str, list[dict[str, Any]]]:
     return rules
 
 
-def splits_for(programs: int, longest: int, shortest_part: int, machine: Machine, waves: int = 2) -> int:
-    """In how many parts to cut a sum of `longest` terms so that every multiprocessor has `waves` programs.
-
-    `programs` run without splitting; a part shorter than `shortest_part` costs more to combine than it gains.
-    """
-    wanted = -(-waves * machine.multiprocessors // max(programs, 1))
-    return max(1, min(wanted, -(-longest // shortest_part), MOST_SPLITS))
-
-
 MOST_SPLITS = 64  # the reduction reads one partial result a split
+AS_GOOD = 1.05  # of two numbers of splits whose times differ by less, the smaller one
+
+
+def splits_for(
+    programs: int, longest: int, shortest_part: int, machine: Machine, waves: int = 2, most: int = MOST_SPLITS
+) -> int:
+    """In how many parts to cut a sum of `longest` terms, of which each multiprocessor runs `waves` programs at once.
+
+    `programs` run without splitting; a part shorter than `shortest_part` costs more to combine than it gains. A last
+    round of few programs takes as long as a full one, so the rounds times the length of a part are what is least.
+    """
+    places, programs = waves * machine.multiprocessors, max(programs, 1)
+    most = max(1, min(most, -(-longest // shortest_part), 2 * -(-places // programs)))
+    times = [-(-programs * splits // places) * -(-longest // splits) for splits in range(1, most + 1)]
+    return next(splits for splits, time in enumerate(times, start=1) if time <= AS_GOOD * min(times))

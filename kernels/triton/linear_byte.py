@@ -85,10 +85,10 @@ def linear_byte_kernel(x, data, scale, out, rows, columns, k_size, x_stride, spl
 
 def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
     """x [m, k] times the weight [n, k] transposed, summed in fp32: [m, n] in x's dtype."""
-    n, k = weight.shape
-    check.strided("x", x, [None, k], check.HALVES)
     check.require(weight.format in LARGEST, "weight.format", f"is {weight.format}, should be int8 or fp8")
-    check.tensor("weight.data", weight.data, [n, k], [torch.int8 if weight.format == "int8" else torch.uint8], x)
+    check.tensor("weight.data", weight.data, [None, None], [torch.int8 if weight.format == "int8" else torch.uint8])
+    n, k = weight.shape
+    check.strided("x", x, [None, k], check.HALVES, weight.data)
     check.tensor("weight.scale", weight.scale, [n], [torch.float32], x)
     m = x.shape[0]
     machine = machine_for(x)

@@ -108,38 +108,32 @@ def _words(by_group: Tensor, count: int) -> Tensor:
 
 
 @triton.jit
-def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_stride, split_stride,
-                       GROUP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr, EVEN: tl.constexpr,
-                       STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_M: tl.constexpr):  # fmt: skip
-    """Program (tile of n, tile of m, split of the pairs of groups)."""
+def int4_products(acc, x_at, here, bytes_at, scale_at, zero_at, begin, end, columns, groups,
+                  GROUP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr, EVEN: tl.constexpr,
+                  STAGES: tl.constexpr):  # fmt: skip
+    """acc [N, M] and the products of the pairs of groups begin to end.
+
+    `bytes_at` [N, HALF] and `x_at` [M, HALF] point at the first group's, `scale_at` and `zero_at` [N] at the first
+    word's; tokens that are not `here` [M] count as zero.
+    """
     HALF: tl.constexpr = GROUP // 2
     SCALE: tl.constexpr = tl.bfloat16 if SCALE_BF16 else tl.float16
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = tl.arange(0, HALF)
-    begin, end = split_range(tl.cdiv(groups, 2), tl.program_id(2))
-    # Rows behind the last are read again from the last: no mask on the weights, and their results are not stored.
-    row = tl.minimum(n, columns - 1)
-    bytes_at = data + ((row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N)[:, None] * HALF + j[None, :]
-    x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    z = tl.full([BLOCK_N], 8.0, tl.float32)
+    nothing = tl.zeros(acc.shape, tl.float32)
+    z = tl.full([acc.shape[0]], 8.0, tl.float32)
     # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
     for pair in tl.range(begin, end, num_stages=STAGES):
-        word = tl.load(scale + pair * columns + row)
-        if zero is not None:
-            eight = tl.load(zero + pair // 4 * columns + row)
+        word = tl.load(scale_at + pair * columns)
+        if zero_at is not None:
+            eight = tl.load(zero_at + pair // 4 * columns)
         for i in tl.static_range(2):
             group = pair * 2 + i
-            inside = m[:, None] < rows
+            inside = here[:, None]
             if EVEN:
                 byte = tl.load(bytes_at + group * (PACK_N * HALF))
             else:
                 inside = inside & (group < groups)
                 byte = tl.load(bytes_at + group * (PACK_N * HALF), mask=group < groups, other=0)
-            if zero is not None:
+            if zero_at is not None:
                 # Byte b of the word holds groups b and b + 4 of the eight.
                 place = group % 8
                 z = ((eight >> (place % 4 * 8 + place // 4 * 4)) & 0xF).to(tl.float32)
@@ -148,6 +142,30 @@ def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_strid
             part = dot(low_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_low), nothing)
             part = dot(high_nibble(byte, x_low.dtype, z[:, None]), tl.trans(x_high), part)
             acc += part * half_of(word, i, SCALE)[:, None]
+    return acc
+
+
+@triton.jit
+def linear_int4_kernel(x, data, scale, zero, out, rows, columns, groups, x_stride, split_stride,
+                       GROUP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr, EVEN: tl.constexpr,
+                       STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_M: tl.constexpr):  # fmt: skip
+    """Program (tile of n, tile of m, split of the pairs of groups)."""
+    HALF: tl.constexpr = GROUP // 2
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = tl.arange(0, HALF)
+    begin, end = split_range(tl.cdiv(groups, 2), tl.program_id(2))
+    # Rows behind the last are read again from the last: no mask on the weights, and their results are not stored.
+    row = tl.minimum(n, columns - 1)
+    bytes_at = data + ((row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N)[:, None] * HALF + j[None, :]
+    x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
+    zero_at = zero
+    if zero is not None:
+        zero_at = zero + row
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = int4_products(acc, x_at, m < rows, bytes_at, scale + row, zero_at, begin, end, columns, groups,
+                        GROUP, PACK_N, SCALE_BF16, EVEN, STAGES)  # fmt: skip
     store_tile(out, acc, m, n, rows, columns, split_stride)
 
 

@@ -40,9 +40,9 @@ def fp8_dot(a, b, acc, NATIVE: tl.constexpr):
 
 @triton.jit
 def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, split_stride,
-                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
+                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, BY_TOKEN: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Program (tile of n, tile of m, split of k)."""
+    """Program (tile of n, tile of m, split of k); x has a scale `BY_TOKEN`, or one."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -65,21 +65,25 @@ def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, spli
             acc = tl.dot(weight, tl.trans(activation), acc, out_dtype=tl.int32)
         else:
             acc = fp8_dot(weight, tl.trans(activation), acc, FP8_NATIVE)
-    result = acc.to(tl.float32) * tl.load(scale + row)[:, None] * tl.load(x_scale + token)[None, :]
+    result = acc.to(tl.float32) * tl.load(scale + row)[:, None] * tl.load(x_scale + token * BY_TOKEN)[None, :]
     store_tile(out, result, m, n, rows, columns, split_stride)
 
 
 def linear_w8a8(
     x: QuantizedRows, weight: ByteWeight, dtype: torch.dtype, *, splits: int | None = None, config: Config | None = None
 ) -> Tensor:
-    """x [m, k] times the weight [n, k] transposed, both int8 or both fp8: [m, n] in `dtype`."""
-    n, k = weight.shape
+    """x [m, k] times the weight [n, k] transposed, both int8 or both fp8: [m, n] in `dtype`.
+
+    x has a scale a token, or one for all of them.
+    """
     check.require(x.format == weight.format, "x.format", f"is {x.format}, the weight's is {weight.format}")
     stored = torch.int8 if weight.format == "int8" else torch.uint8
-    check.tensor("x.data", x.data, [None, k], [stored])
+    check.tensor("weight.data", weight.data, [None, None], [stored])
+    n, k = weight.shape
+    check.tensor("x.data", x.data, [None, k], [stored], weight.data)
     m = x.data.shape[0]
-    check.tensor("x.scale", x.scale, [m], [torch.float32], x.data)
-    check.tensor("weight.data", weight.data, [n, k], [stored], x.data)
+    by_token = x.scale.shape != (1,)
+    check.tensor("x.scale", x.scale, [m if by_token else 1], [torch.float32], x.data)
     check.tensor("weight.scale", weight.scale, [n], [torch.float32], x.data)
     check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
     machine = machine_for(x.data)
@@ -103,6 +107,7 @@ def linear_w8a8(
             FORMAT=weight.format,
             FP8_NATIVE=machine.has_fp8,
             EVEN_K=k % block_k == 0,
+            BY_TOKEN=int(by_token),
         )
 
     tiles, steps = (config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]), -(-k // block_k)
@@ -152,6 +157,36 @@ class Fp8Blocks:
 
 
 @triton.jit
+def fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale_at, begin, end, k_size,
+                        FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+                        STAGES: tl.constexpr):  # fmt: skip
+    """acc [N, M] and the products of the blocks of columns begin to end.
+
+    `data_at` [N, K] and `x_at` [M, K] point at the first block's, `scale_at` [N] and `x_scale_at` [M] at its scales;
+    without the latter, x and the products are halves.
+    """
+    k = tl.arange(0, SCALE_BLOCK)
+    nothing = tl.zeros(acc.shape, tl.float32)
+    # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
+    for block in tl.range(begin, end, num_stages=STAGES):
+        start = block * SCALE_BLOCK
+        if EVEN_K:
+            weight = tl.load(data_at + start)
+            activation = tl.load(x_at + start)
+        else:
+            inside = k[None, :] < k_size - start
+            weight = tl.load(data_at + start, mask=inside, other=0)
+            activation = tl.load(x_at + start, mask=inside, other=0)
+        w_scale = tl.load(scale_at + block)
+        if x_scale_at is None:
+            acc += dot(fp8_to(weight, activation.dtype, FP8_NATIVE), tl.trans(activation), nothing) * w_scale[:, None]
+        else:
+            a_scale = tl.load(x_scale_at + block)
+            acc += fp8_dot(weight, tl.trans(activation), nothing, FP8_NATIVE) * w_scale[:, None] * a_scale[None, :]
+    return acc
+
+
+@triton.jit
 def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, x_stride, split_stride,
                              FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
                              SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -165,24 +200,12 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size
     token = tl.minimum(m, rows - 1)
     data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
     x_at = x + token[:, None].to(tl.int64) * x_stride + k[None, :]
+    x_scale_at = x_scale
+    if x_scale is not None:
+        x_scale_at = x_scale + token * blocks
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
-    for block in tl.range(begin, end, num_stages=STAGES):
-        start = block * SCALE_BLOCK
-        if EVEN_K:
-            weight = tl.load(data_at + start)
-            activation = tl.load(x_at + start)
-        else:
-            inside = k[None, :] < k_size - start
-            weight = tl.load(data_at + start, mask=inside, other=0)
-            activation = tl.load(x_at + start, mask=inside, other=0)
-        w_scale = tl.load(scale + row // SCALE_BLOCK * blocks + block)
-        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        if x_scale is None:
-            acc += dot(fp8_to(weight, activation.dtype, FP8_NATIVE), tl.trans(activation), nothing) * w_scale[:, None]
-        else:
-            a_scale = tl.load(x_scale + token * blocks + block)
-            acc += fp8_dot(weight, tl.trans(activation), nothing, FP8_NATIVE) * w_scale[:, None] * a_scale[None, :]
+    acc = fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale + row // SCALE_BLOCK * blocks, begin, end, k_size,
+                              FP8_NATIVE, EVEN_K, SCALE_BLOCK, STAGES)  # fmt: skip
     store_tile(out, acc, m, n, rows, columns, split_stride)
 
 

@@ -20,24 +20,23 @@ from membound.kernels.triton.launch import Config, configure, launch, machine_fo
 from membound.kernels.triton.verify_attention import LARGEST_TREE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "table_stride"])
 def mla_decode_kernel(q, tree, out, log_sum, cache, table, query_start, context_len, scale, tokens, table_stride,
                       cache_stride,
                       HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                      SPLITS: tl.constexpr, SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr,
-                      BLOCK_T: tl.constexpr):  # fmt: skip
+                      SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, BLOCK_R of its rows, split); row = new token * HEADS + head."""
     sequence = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     context = tl.load(context_len + sequence)
-    begin, end = split.part_of(0, context, tl.program_id(2), SPLITS, SHORTEST)
+    begin, end = split.part_of(0, context, tl.program_id(2), tl.num_programs(2), SHORTEST)
     first = sequence
     queries = 1
     if tree is not None:
         first = tl.load(query_start + sequence).to(tl.int64)
         queries = tl.load(query_start + sequence + 1) - first.to(tl.int32)
     rows = row < queries * HEADS
-    if (tl.program_id(1) * BLOCK_R >= queries * HEADS) | ((SPLITS > 1) & (begin >= end)):
+    if (tl.program_id(1) * BLOCK_R >= queries * HEADS) | ((log_sum is not None) & (begin >= end)):
         return
     if tree is not None:
         bits = tl.load(tree + first + row // HEADS, mask=rows, other=0)
@@ -77,7 +76,7 @@ def mla_decode_kernel(q, tree, out, log_sum, cache, table, query_start, context_
     safe = tl.where(total == 0.0, 1.0, total)
     acc /= safe[:, None]
     at_row = first * HEADS + row
-    if SPLITS > 1:
+    if log_sum is not None:
         at_row += tl.program_id(2).to(tl.int64) * tokens * HEADS
         tl.store(log_sum + at_row, peak + tl.log2(safe), mask=rows)
     tl.store(out + at_row[:, None] * RANK + c[None, :], acc.to(out.dtype.element_ty), mask=rows[:, None])
@@ -134,7 +133,7 @@ def mla_decode(
     row_blocks = -(-rows // config.tiles["BLOCK_R"])
     shortest = 4 * config.tiles["BLOCK_T"]
     longest = block_table.shape[1] * cache.shape[1]
-    splits = splits or splits_for(sequences * row_blocks, longest, shortest, machine, waves=1)
+    splits = splits or splits_for(sequences * row_blocks, longest, shortest, machine, waves=1, most=split.MOST_PARTS)
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
     partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
     launch(
@@ -157,7 +156,6 @@ def mla_decode(
         RANK=rank,
         ROPE=rope,
         BLOCK_SIZE=cache.shape[1],
-        SPLITS=splits,
         SHORTEST=shortest,
     )
     if splits > 1:

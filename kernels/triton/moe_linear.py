@@ -1,13 +1,9 @@
 """How is a linear layer of many experts computed, each expert's weights read once for all of its tokens?
 
-Rows are sorted by expert, and a tile belongs to one expert. Which one is found on the GPU from the offsets, so the host
-waits for no counts. Weights are the left operand: an expert's few tokens fill the narrow side of the tensor cores.
+Weights are the left operand: an expert's few tokens fill the narrow side of the tensor cores.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -16,75 +12,26 @@ from torch import Tensor
 
 from membound.kernels.routing import Routing
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, fp8_to, int8_to, mxfp4_to_bf16, segment_of
+from membound.kernels.triton.lang import dot, fp8_to, int8_to, mxfp4_to_bf16
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
-from membound.kernels.triton.linear_mxfp4 import GROUP as MXFP4_GROUP
-from membound.kernels.triton.linear_mxfp4 import PACK_ROWS, Mxfp4Weight
-
-ExpertFormat = Literal["half", "int8", "fp8", "mxfp4"]
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """`data` [experts, n, k]: bf16 or fp16 ("half"), or int8, or e4m3 in uint8 with a `scale` [experts, n] (fp32).
-
-    In "mxfp4" both are those of as many `Mxfp4Weight`s of `rows` rows. What an expert computes has its `bias`
-    [experts, n] (fp32) added, if there is one.
-    """
-
-    format: ExpertFormat
-    data: Tensor
-    scale: Tensor | None = None
-    bias: Tensor | None = None
-    rows: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Experts, n and k."""
-        if self.rows is not None:
-            return self.data.shape[0], self.rows, self.data.shape[2] * MXFP4_GROUP
-        experts, n, k = self.data.shape
-        return experts, n, k
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes that one expert takes."""
-        if self.rows is not None:
-            bias_bytes = 0 if self.bias is None else self.bias[0].nbytes
-            return self._mxfp4(0).nbytes + bias_bytes
-        return sum(part[0].nbytes for part in (self.data, self.scale, self.bias) if part is not None)
-
-    def _mxfp4(self, expert: int) -> Mxfp4Weight:
-        assert self.scale is not None and self.rows is not None, "mxfp4 has both"
-        return Mxfp4Weight(self.data[expert], self.scale[expert], self.rows)
-
-    def dequantized(self) -> Tensor:
-        """[experts, n, k] in fp32."""
-        if self.rows is not None:
-            return torch.stack([self._mxfp4(expert).dequantized() for expert in range(self.data.shape[0])])
-        data = self.data.view(torch.float8_e4m3fn) if self.format == "fp8" else self.data
-        return data.float() if self.scale is None else data.float() * self.scale[..., None]
+from membound.kernels.triton.linear_mxfp4 import PACK_ROWS
+from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
+from membound.kernels.triton.moe_experts import ExpertWeights, check_slots, expert_tile, store_slots
+from membound.kernels.triton.moe_groups import start_fp8_blocks, start_int4
 
 
-@triton.jit
-def moe_linear_kernel(x, data, scale, bias, out, order, offsets, slots, experts, columns, k_size, x_stride,
+@triton.jit(do_not_specialize=["experts"])
+def moe_linear_kernel(x, data, scale, bias, out, order, offsets, experts, columns, k_size, x_stride,
                       ROWS_A_TOKEN: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
                       EVEN_K: tl.constexpr, PADDED: tl.constexpr, PACK_N: tl.constexpr, STAGES: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert)."""
-    tile = tl.program_id(1)
-    expert = segment_of(tile, offsets, experts, BLOCK_M, PADDED)
-    begin = tl.load(offsets + expert)
-    end = tl.load(offsets + expert + 1)
-    first = begin + (tile - begin // BLOCK_M - expert) * BLOCK_M
-    if first >= end:
+    expert, busy, here, slot = expert_tile(order, offsets, experts, PADDED, BLOCK_M)
+    if not busy:
         return
-    at = first + tl.arange(0, BLOCK_M)
-    here = at < end
-    slot = tl.load(order + at, mask=here, other=0)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    row = expert.to(tl.int64) * columns + tl.minimum(n, columns - 1)
+    row = expert * columns + tl.minimum(n, columns - 1)
     data_at = data + row[:, None] * k_size + k[None, :]
     x_at = x + (slot // ROWS_A_TOKEN)[:, None].to(tl.int64) * x_stride + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -93,7 +40,7 @@ def moe_linear_kernel(x, data, scale, bias, out, order, offsets, slots, experts,
         j = tl.arange(0, 16)
         groups = k_size // 32
         inner = tl.minimum(n, columns - 1)
-        pack = expert.to(tl.int64) * tl.cdiv(columns, PACK_N) + inner // PACK_N
+        pack = expert * tl.cdiv(columns, PACK_N) + inner // PACK_N
         packed = pack * groups * PACK_N + inner % PACK_N
         scale_at = scale + pack * tl.cdiv(groups, 4) * PACK_N + inner % PACK_N
         half_at = x + (slot // ROWS_A_TOKEN)[:, None].to(tl.int64) * x_stride + j[None, :]
@@ -125,51 +72,52 @@ def moe_linear_kernel(x, data, scale, bias, out, order, offsets, slots, experts,
                 acc = dot(weight, tl.trans(token), acc)
         if FORMAT != "half":
             acc *= tl.load(scale + row)[:, None]
-    if bias is not None:
-        acc += tl.load(bias + row)[:, None]
-    where = out + slot[:, None].to(tl.int64) * columns + n[None, :]
-    tl.store(where, tl.trans(acc).to(out.dtype.element_ty), mask=here[:, None] & (n[None, :] < columns))
+    store_slots(out, acc, bias, expert, slot, here, n, columns)
 
 
 def moe_linear(
-    x: Tensor, weight: ExpertWeights, routing: Routing, *, shared_rows: bool, config: Config | None = None
+    x: Tensor | Fp8Blocks,
+    weight: ExpertWeights,
+    routing: Routing,
+    *,
+    shared_rows: bool,
+    dtype: torch.dtype | None = None,
+    config: Config | None = None,
 ) -> Tensor:
-    """Each slot's row of x times its expert's weight, transposed: [slots, n] in x's dtype, in the order of slots.
+    """Each slot's row of x times its expert's weight, transposed: [slots, n] in the order of slots.
 
-    With `shared_rows`, x is [tokens, k] and a token's slots share its row; without, it is [slots, k].
+    With `shared_rows`, x is [tokens, k] and a token's slots share its row; without, it is [slots, k]. It is in halves,
+    and the result in its type, or for experts in blocks of fp8 with a scale for each 128 elements and given a `dtype`.
     """
-    check.require(weight.format in ("half", "int8", "fp8", "mxfp4"), "weight.format", f"is {weight.format}")
-    check.strided("x", x, [None, None], [torch.bfloat16] if weight.format == "mxfp4" else check.HALVES)
-    if weight.format == "mxfp4":
-        check.require(weight.rows is not None and weight.data.dim() == 5, "weight", "is not one of `Mxfp4Weight`s")
-        experts, n, k = weight.shape
-        check.require(k == x.shape[1], "x", f"has {x.shape[1]} columns, the weight has {k}")
-        tiles_n, groups = -(-n // PACK_ROWS), k // MXFP4_GROUP
-        check.tensor("weight.data", weight.data, [experts, tiles_n, groups, PACK_ROWS, 16], [torch.uint8], x)
-        check.require(weight.scale is not None, "weight.scale", "is missing, mxfp4 needs it")
-        assert weight.scale is not None
-        check.tensor("weight.scale", weight.scale, [experts, tiles_n, -(-groups // 4), PACK_ROWS, 4], [torch.uint8], x)
+    if isinstance(x, Fp8Blocks):
+        check.require(weight.format == "fp8_blocks", "x", f"is in fp8, the experts in {weight.format}")
+        check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
+        check.require(x.rows_a_block == 1, "x.rows_a_block", f"is {x.rows_a_block}, should be 1")
+        check.tensor("x.data", x.data, [None, None], [torch.uint8])
+        check.tensor("x.scale", x.scale, [x.data.shape[0], -(-x.data.shape[1] // BLOCK)], [torch.float32], x.data)
     else:
-        stored = {"half": x.dtype, "int8": torch.int8, "fp8": torch.uint8}[weight.format]
-        check.tensor("weight.data", weight.data, [None, None, x.shape[1]], [stored], x)
-        experts, n, k = weight.shape
-    if weight.format in ("int8", "fp8"):
-        if weight.scale is None:
-            raise ValueError(f"weight.scale: is missing, {weight.format} needs it")
-        check.tensor("weight.scale", weight.scale, [experts, n], [torch.float32], x)
-    if weight.bias is not None:
-        check.tensor("weight.bias", weight.bias, [experts, n], [torch.float32], x)
-    slots = routing.order.shape[0]
-    rows = slots // routing.top_k if shared_rows else slots
-    check.require(x.shape[0] == rows, "x", f"has {x.shape[0]} rows, the routing is of {rows}")
-    check.tensor("routing.order", routing.order, [None], [torch.int32], x)
-    check.tensor("routing.offsets", routing.offsets, [experts + 1], [torch.int32], x)
+        check.strided("x", x, [None, None], [torch.bfloat16] if weight.format == "mxfp4" else check.HALVES)
+        check.require(dtype in (None, x.dtype), "dtype", f"is {dtype}, should be x's {x.dtype}")
+    rows = x.data if isinstance(x, Fp8Blocks) else x
+    halves = dtype or rows.dtype
+    weight.check(halves, rows)
+    experts, n, k = weight.shape
+    check.require(rows.shape[1] == k, "x", f"has {rows.shape[1]} columns, the weight has {k}")
+    slots = check_slots(routing, experts, rows.shape[0], shared_rows, rows)
+    out = torch.empty(slots, n, dtype=halves, device=rows.device)
+    rows_a_token = routing.top_k if shared_rows else 1
+    if weight.format == "fp8_blocks":
+        start_fp8_blocks(x, weight, routing, out, rows_a_token, config)
+        return out
+    assert isinstance(x, Tensor), "it was checked"
+    if weight.format == "int4":
+        start_int4(x, weight, routing, out, rows_a_token, config)
+        return out
     machine = machine_for(x)
     bits = 4 if weight.format == "mxfp4" else 8 * weight.data.itemsize
     config = config or configure("moe_linear", machine, rows_an_expert=-(-slots // experts), bits=bits)
     scale = weight.scale.view(torch.int32) if weight.format == "mxfp4" and weight.scale is not None else weight.scale
     tiles = slots // config.tiles["BLOCK_M"] + experts if slots else 0
-    out = torch.empty(slots, n, dtype=x.dtype, device=x.device)
     launch(
         moe_linear_kernel,
         (triton.cdiv(n, config.tiles["BLOCK_N"]), tiles),
@@ -180,13 +128,12 @@ def moe_linear(
         out,
         routing.order,
         routing.offsets,
-        slots,
         experts,
         n,
         k,
         x.stride(0),
         config=config,
-        ROWS_A_TOKEN=routing.top_k if shared_rows else 1,
+        ROWS_A_TOKEN=rows_a_token,
         FORMAT=weight.format,
         FP8_NATIVE=machine.has_fp8,
         EVEN_K=k % config.tiles["BLOCK_K"] == 0,
@@ -212,9 +159,9 @@ def moe_combine_kernel(slots, weights, out, columns, TOP_K: tl.constexpr, BLOCK:
 
 def moe_combine(slots: Tensor, routing: Routing) -> Tensor:
     """The weighted sum of each token's slots, [slots, n] to [tokens, n]."""
+    check.tensor("routing.weights", routing.weights, [None, None], [torch.float32])
     tokens, top_k = routing.weights.shape
-    check.tensor("slots", slots, [tokens * top_k, None], check.HALVES)
-    check.tensor("routing.weights", routing.weights, [tokens, top_k], [torch.float32], slots)
+    check.tensor("slots", slots, [tokens * top_k, None], check.HALVES, routing.weights)
     n = slots.shape[1]
     config = configure("moe_combine", machine_for(slots))
     out = torch.empty(tokens, n, dtype=slots.dtype, device=slots.device)
@@ -223,16 +170,19 @@ def moe_combine(slots: Tensor, routing: Routing) -> Tensor:
     return out
 
 
-def moe_linear_reference(x: Tensor, weight: ExpertWeights, routing: Routing, *, shared_rows: bool) -> Tensor:
+def moe_linear_reference(
+    x: Tensor | Fp8Blocks, weight: ExpertWeights, routing: Routing, *, shared_rows: bool
+) -> Tensor:
     """The same in fp32, slot by slot."""
-    rows = x.float().repeat_interleave(routing.top_k, dim=0) if shared_rows else x.float()
+    rows = x.dequantized() if isinstance(x, Fp8Blocks) else x.float()
+    rows = rows.repeat_interleave(routing.top_k, dim=0) if shared_rows else rows
     experts = routing.experts.flatten().long()
     y = torch.einsum("sk,snk->sn", rows, weight.dequantized()[experts])
     return y if weight.bias is None else y + weight.bias[experts]
 
 
-def moe_linear_bytes(x: Tensor, weight: ExpertWeights, routing: Routing) -> int:
-    """Bytes that must move: the weights of every expert that has a token, x once, the slots' results."""
+def moe_linear_bytes(x: Tensor | Fp8Blocks, weight: ExpertWeights, routing: Routing) -> int:
+    """Bytes that must move: the weights of every expert that has a token, x once, the slots' results in halves."""
     active = int((routing.offsets.diff() > 0).sum())
-    results = routing.order.shape[0] * weight.shape[1] * x.itemsize
+    results = routing.order.shape[0] * weight.shape[1] * 2
     return active * weight.expert_bytes + x.nbytes + results

@@ -22,7 +22,7 @@ from membound.kernels.triton.scores import check_scores, shares
 from membound.kernels.triton.split import NO_WINDOW
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "sequences", "table_stride"])
 def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_len, sinks,
                              scale, softcap, window, sequences, table_stride, k_stride, v_stride,
                              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -69,11 +69,11 @@ def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_l
     oldest = position - window + 1
     if not WINDOW:
         full = seen_by_all // BLOCK_T * BLOCK_T
-        state = attend(state, q_low, q_high, scale, softcap, oldest, position, start, full, table, k, v, scales,
+        state = attend(state, q_low, q_high, scale, softcap, oldest, position, oldest, start, full, table, k, v, scales,
                        k_stride, v_stride, "full", FORMAT, HALF, BLOCK_HALF,
                        BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
         start = full
-    state = attend(state, q_low, q_high, scale, softcap, oldest, position, start, end, table, k, v, scales,
+    state = attend(state, q_low, q_high, scale, softcap, oldest, position, oldest, start, end, table, k, v, scales,
                    k_stride, v_stride, "range", FORMAT, HALF, BLOCK_HALF,
                    BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
     low, high, _ = normalized(state)

@@ -19,6 +19,8 @@ from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.launch import Launch, recording
 from membound.kernels.triton.linear_byte import ByteFormat, ByteWeight, linear_byte
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_int4
+from membound.kernels.triton.linear_int8 import PACK_ROWS as INT8_ROWS
+from membound.kernels.triton.linear_int8 import WORD, Int8Weight, linear_int8
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
 from membound.kernels.triton.linear_sparse import HALF_CHUNK, SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w4a8 import linear_w4a8, step_of
@@ -27,12 +29,14 @@ from membound.kernels.triton.machine import Machine
 from membound.kernels.triton.mamba1_update import mamba1_update
 from membound.kernels.triton.mamba2_update import mamba2_update
 from membound.kernels.triton.mla_decode import mla_decode
-from membound.kernels.triton.moe_linear import ExpertFormat, ExpertWeights, moe_combine, moe_linear
+from membound.kernels.triton.mla_prefill import mla_prefill
+from membound.kernels.triton.moe_experts import ExpertFormat, ExpertWeights
+from membound.kernels.triton.moe_linear import moe_combine, moe_linear
 from membound.kernels.triton.moe_routing import route
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
 from membound.kernels.triton.rope_store import kv_store, rope_store
-from membound.kernels.triton.round_rows import QuantizedSteps, round_blocks, round_rows, round_steps
+from membound.kernels.triton.round_rows import QuantizedSteps, round_blocks, round_rows, round_step, round_steps
 from membound.kernels.triton.rwkv_update import rwkv6_update, rwkv7_update
 from membound.kernels.triton.short_conv import short_conv
 from membound.kernels.triton.silu_mul import silu_mul
@@ -46,6 +50,10 @@ SEQUENCES, BLOCK_SIZE, BLOCKS_A_SEQUENCE = 16, 16, 512
 
 def _of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _floats(*shape: int) -> Tensor:
+    return _of(*shape, dtype=torch.float32)
 
 
 def _ints(*shape: int) -> Tensor:
@@ -82,12 +90,12 @@ def _prefill(format: KvFormat, heads: int, kv_heads: int, head_dim: int, window:
     prefill_attention(q, kv, table, starts, _ints(SEQUENCES), head_dim**-0.5, window=window)
 
 
-def _verify(format: KvFormat, drafts: int) -> None:
+def _verify(format: KvFormat, drafts: int, window: int | None = None) -> None:
     kv = KvBlocks.zeros(format, 8192, BLOCK_SIZE, 8, 128, META)
     tokens = SEQUENCES * (drafts + 1)
     q, tree, table = _of(tokens, 32, 128), _of(tokens, dtype=torch.int64), _ints(SEQUENCES, BLOCKS_A_SEQUENCE)
     starts, lengths = _ints(SEQUENCES + 1), _ints(SEQUENCES)
-    verify_attention(q, tree, kv, table, starts, lengths, 128**-0.5, most_queries=drafts + 1)
+    verify_attention(q, tree, kv, table, starts, lengths, 128**-0.5, most_queries=drafts + 1, window=window)
 
 
 def _kivi(bits: int, drafts: int = 0) -> tuple[KiviBlocks, RaggedBatch]:
@@ -120,16 +128,23 @@ def _linear_w4a8(m: int, *, zero: bool = False, group: int = 128) -> None:
     linear_w4a8(x, weight, torch.bfloat16)
 
 
+def _linear_int8(m: int, group: int) -> None:
+    n, k = 4096, 14336
+    data = _of(n // INT8_ROWS, k // group, INT8_ROWS, group, dtype=torch.int8)
+    linear_int8(_of(m, k), Int8Weight(data, _of(-(-k // group // WORD), n, WORD, dtype=torch.float16)))
+
+
 def _linear_byte(format: ByteFormat, m: int) -> None:
     n, k = 4096, 14336
     data = _of(n, k, dtype=torch.int8 if format == "int8" else torch.uint8)
     linear_byte(_of(m, k), ByteWeight(format, data, _of(n, dtype=torch.float32)))
 
 
-def _linear_w8a8(format: ByteFormat, m: int) -> None:
+def _linear_w8a8(format: ByteFormat, m: int, *, whole_step: bool = False) -> None:
     n, k = 4096, 14336
     data = _of(n, k, dtype=torch.int8 if format == "int8" else torch.uint8)
     x = QuantizedRows.empty(format, m, k, META)
+    x = QuantizedRows(format, x.data, _of(1, dtype=torch.float32)) if whole_step else x
     linear_w8a8(x, ByteWeight(format, data, _of(n, dtype=torch.float32)), torch.bfloat16)
 
 
@@ -164,15 +179,27 @@ def _route_in_groups() -> None:
 def _moe(format: ExpertFormat, tokens: int) -> None:
     """8 of 128 experts of width 768 and hidden 2048, as in Qwen3-30B-A3B."""
     experts, top_k, n, k = 128, 8, 1536, 2048
-    routing = route(_of(tokens, experts), top_k)
+    routing, shared = route(_of(tokens, experts), top_k), {"shared_rows": True}
     if format == "mxfp4":
         packed = _of(experts, n // PACK_ROWS, k // 32, PACK_ROWS, 16, dtype=torch.uint8)
         exponents = _of(experts, n // PACK_ROWS, k // 128, PACK_ROWS, 4, dtype=torch.uint8)
-        moe_linear(_of(tokens, k), ExpertWeights(format, packed, exponents, rows=n), routing, shared_rows=True)
+        moe_linear(_of(tokens, k), ExpertWeights(format, packed, exponents, rows=n), routing, **shared)
+        return
+    if format == "int4":
+        packed = _of(experts, n // PACK_ROWS, k // 128, PACK_ROWS, 64, dtype=torch.uint8)
+        moe_linear(
+            _of(tokens, k), ExpertWeights(format, packed, _of(experts, k // 256, n, 2), rows=n), routing, **shared
+        )
+        return
+    if format == "fp8_blocks":
+        blocks = ExpertWeights(format, _of(experts, n, k, dtype=torch.uint8), _floats(experts, n // 128, k // 128))
+        moe_linear(Fp8Blocks(_of(tokens, k, dtype=torch.uint8), _floats(tokens, k // 128), 1), blocks, routing,
+                   dtype=torch.bfloat16, **shared)  # fmt: skip
+        moe_linear(_of(tokens, k), blocks, routing, **shared)
         return
     data = _of(experts, n, k, dtype={"half": torch.bfloat16, "int8": torch.int8, "fp8": torch.uint8}[format])
     scale = None if format == "half" else _of(experts, n, dtype=torch.float32)
-    slots = moe_linear(_of(tokens, k), ExpertWeights(format, data, scale), routing, shared_rows=True)
+    slots = moe_linear(_of(tokens, k), ExpertWeights(format, data, scale), routing, **shared)
     moe_combine(slots, routing)
 
 
@@ -186,6 +213,12 @@ def _mla_drafts(heads: int, drafts: int) -> None:
     q, cache, tree = _of(tokens, heads, 576), _of(8192, BLOCK_SIZE, 576), _of(tokens, dtype=torch.int64)
     where = q, cache, _ints(SEQUENCES, BLOCKS_A_SEQUENCE), _ints(SEQUENCES), 192**-0.5
     mla_decode(*where, rank=512, tree=tree, query_start=_ints(SEQUENCES + 1), most_queries=drafts + 1)
+
+
+def _mla_prefill() -> None:
+    """DeepSeek-V3, divided among 8: 16 heads of 128 + 64, values of 128."""
+    starts = _ints(SEQUENCES + 1)
+    mla_prefill(_of(8192, 16, 192), _of(8192, 16, 256), _of(8192, 576)[:, 512:], starts, starts, 192**-0.5)
 
 
 def _latent_store() -> None:
@@ -296,6 +329,8 @@ CASES: dict[str, Callable[[], object]] = {
     "verify_attention bf16 63 drafts": lambda: _verify("bf16", 63),
     "verify_attention int4 7 drafts": lambda: _verify("int4", 7),
     "verify_attention int8 63 drafts": lambda: _verify("int8", 63),
+    "verify_attention bf16 3 drafts, window 4096": lambda: _verify("bf16", 3, 4096),
+    "verify_attention bf16 63 drafts, window 32": lambda: _verify("bf16", 63, 32),
     "kivi_attention 2 bits": lambda: _kivi_attention(2),
     "kivi_attention 4 bits": lambda: _kivi_attention(4),
     "kivi_attention 2 bits 7 drafts": lambda: _kivi_attention(2, 7),
@@ -305,12 +340,19 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_int4 m 16 with zeros": lambda: _linear_int4(16, zero=True),
     "linear_int4 m 64": lambda: _linear_int4(64, zero=False),
     "linear_int4 m 512": lambda: _linear_int4(512, zero=False),
+    "linear_int8 groups of 32 m 1": lambda: _linear_int8(1, 32),
+    "linear_int8 groups of 64 m 16": lambda: _linear_int8(16, 64),
+    "linear_int8 groups of 128 m 16": lambda: _linear_int8(16, 128),
+    "linear_int8 groups of 128 m 64": lambda: _linear_int8(64, 128),
+    "linear_int8 groups of 64 m 64": lambda: _linear_int8(64, 64),
+    "linear_int8 groups of 32 m 64": lambda: _linear_int8(64, 32),
     "linear_byte int8 m 1": lambda: _linear_byte("int8", 1),
     "linear_byte fp8 m 16": lambda: _linear_byte("fp8", 16),
     "linear_byte int8 m 64": lambda: _linear_byte("int8", 64),
     "linear_byte fp8 m 512": lambda: _linear_byte("fp8", 512),
     "linear_w8a8 int8 m 16": lambda: _linear_w8a8("int8", 16),
     "linear_w8a8 fp8 m 64": lambda: _linear_w8a8("fp8", 64),
+    "linear_w8a8 fp8 with one scale, m 16": lambda: _linear_w8a8("fp8", 16, whole_step=True),
     "linear_w8a8 int8 m 4096": lambda: _linear_w8a8("int8", 4096),
     "linear_w8a8 fp8 m 4096": lambda: _linear_w8a8("fp8", 4096),
     "linear_w4a8 m 1": lambda: _linear_w4a8(1),
@@ -329,6 +371,11 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_mxfp4 m 64": lambda: _linear_mxfp4(64),
     "moe_linear half": lambda: _moe("half", SEQUENCES),
     "moe_linear fp8": lambda: _moe("fp8", SEQUENCES),
+    "moe_linear int4": lambda: _moe("int4", SEQUENCES),
+    "moe_linear int4 8192 tokens": lambda: _moe("int4", 8192),
+    "moe_linear fp8_blocks": lambda: _moe("fp8_blocks", SEQUENCES),
+    "moe_linear fp8_blocks 512 tokens": lambda: _moe("fp8_blocks", 512),
+    "moe_linear fp8_blocks 8192 tokens": lambda: _moe("fp8_blocks", 8192),
     "moe_linear mxfp4": lambda: _moe("mxfp4", SEQUENCES),
     "moe_linear mxfp4 512 tokens": lambda: _moe("mxfp4", 512),
     "moe_linear mxfp4 8192 tokens": lambda: _moe("mxfp4", 8192),
@@ -338,6 +385,7 @@ CASES: dict[str, Callable[[], object]] = {
     "mla_decode 128 heads": lambda: _mla(128),
     "mla_decode 16 heads": lambda: _mla(16),
     "mla_decode 128 heads 3 drafts": lambda: _mla_drafts(128, 3),
+    "mla_prefill": _mla_prefill,
     "latent_store": _latent_store,
     "verify_sampling 4 drafts": lambda: _verify_sampling(5),
     "mamba2_update": _mamba2,
@@ -357,6 +405,7 @@ CASES: dict[str, Callable[[], object]] = {
     "round_rows wider than a program holds": lambda: round_rows(_of(SEQUENCES, 53248), "int8"),
     "round_rows in steps": lambda: round_steps(_of(SEQUENCES, 4096), 128),
     "round_rows in blocks": lambda: round_blocks(_of(SEQUENCES, 7168)),
+    "round_step to fp8": lambda: round_step(_of(SEQUENCES, 14336), "fp8"),
     "rope_store bf16": lambda: _rope_store("bf16"),
     "rope_store fp8": lambda: _rope_store("fp8"),
     "rope_store int8": lambda: _rope_store("int8"),

@@ -46,7 +46,9 @@ class Resources:
     """Of one thread: `registers` and `spilled_bytes`; of one program: `shared_bytes` and `threads`.
 
     `widest_load_bytes` is what one thread reads from global memory by its widest instruction, `waiting_loads` are the
-    loads inside of loops that are not asynchronous copies, whose latency each turn pays (both None on AMD).
+    loads inside of loops that are not asynchronous copies, whose latency each turn pays. `buffers` are the tiles that
+    the shallowest of these copies has in shared memory: with one, none is under way while it is multiplied (None where
+    nothing is pipelined; all three None on AMD).
     """
 
     kernel: str
@@ -57,6 +59,7 @@ class Resources:
     threads: int
     widest_load_bytes: int | None
     waiting_loads: int | None
+    buffers: int | None
 
 
 def resources_of(launch: Launch, arch: str) -> Resources:
@@ -68,13 +71,14 @@ def resources_of(launch: Launch, arch: str) -> Resources:
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spills = (_number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count"))
-        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None, None)
+        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None, None, None)
     if re.search(r"^\s*trap;", compiled.asm["ptx"], re.MULTILINE):
         # What Triton makes, without a word, of a kernel whose accumulators exceed Blackwell's tensor memory.
         raise RuntimeError(f"{launch.name} with {launch.config} compiles to a trap for {arch}")
     registers, spilled = _usage(compiled.asm["cubin"], compiled.asm["ptx"])
     widest, waiting = _widest_load(compiled.asm["ptx"]), _waiting_loads(compiled.asm["ttgir"])
-    return Resources(launch.name, arch, registers, spilled, shared, threads, widest, waiting)
+    buffers = _buffers(compiled.asm["ttgir"])
+    return Resources(launch.name, arch, registers, spilled, shared, threads, widest, waiting, buffers)
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -85,7 +89,8 @@ def _source(launch: Launch) -> ASTSource:
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[index] if index < len(launch.arguments) else None
-        if index >= len(launch.arguments) or value is None or (type(value) is int and value == 1):
+        general = launch.kernel.params[index].do_not_specialize
+        if index >= len(launch.arguments) or value is None or (type(value) is int and value == 1 and not general):
             signature[name] = "constexpr"
             constants.setdefault((index,), value)
         elif isinstance(value, torch.Tensor):
@@ -94,7 +99,7 @@ def _source(launch: Launch) -> ASTSource:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not general:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
@@ -146,6 +151,12 @@ def _waiting_loads(ttgir: str) -> int:
         elif inside is not None and re.search(r"= tt\.load ", line):
             waiting += 1
     return waiting
+
+
+def _buffers(ttgir: str) -> int | None:
+    """Of tiles, which have two dimensions behind the number of their buffers."""
+    found = re.findall(r"ttg\.local_alloc\b[^\n]*memdesc<(\d+)x\d+x\d+x[a-z]", ttgir)
+    return min(map(int, found)) if found else None
 
 
 def _number(pattern: str, text: str) -> int:

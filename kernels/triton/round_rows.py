@@ -1,4 +1,7 @@
-"""How are activations rounded to bytes in one pass, with a scale a token, or for each 128 of its numbers?"""
+"""How are activations rounded to bytes: with a scale a token, or for each 128 of its numbers, or one for all tokens?
+
+One pass each, but for the last: every program must know the largest number of all before it rounds its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
+from membound.kernels.triton.activation import STORED, ActivationFormat, QuantizedRows
 from membound.kernels.triton.lang import quantize_rows, rounded_by
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
@@ -63,6 +66,41 @@ def round_rows_kernel(x, out, scale, x_stride, width, spans, SPAN: tl.constexpr,
             inside = (j[None, :] < SPAN - start) & (column < width - start)
             value = tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)
             tl.store(out_at + start, rounded_by(value, size, FORMAT), mask=inside)
+
+
+@triton.jit
+def peak_kernel(x, peak, x_stride, width, BLOCK: tl.constexpr):
+    """Program (token, BLOCK of its columns): raises `peak` [1] to the largest size among them."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = x + tl.program_id(0).to(tl.int64) * x_stride + column
+    tl.atomic_max(peak, tl.max(tl.abs(tl.load(at, mask=column < width, other=0.0).to(tl.float32)), 0))
+
+
+@triton.jit
+def round_by_peak_kernel(x, peak, out, scale, x_stride, width, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (token, BLOCK of its columns): rounds them by the scale of `peak`, which the first one keeps."""
+    LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(peak) / LARGEST
+    tl.store(scale, size, mask=(token == 0) & (tl.program_id(1) == 0))
+    value = tl.load(x + token * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
+    rounded = rounded_by(value[None, :], size + tl.zeros([1], tl.float32), FORMAT)
+    tl.store(out + token * width + column[None, :], rounded, mask=column[None, :] < width)
+
+
+def round_step(x: Tensor, format: ActivationFormat) -> QuantizedRows:
+    """x [tokens, width] in bytes, with one scale for all of it."""
+    check.require(format in STORED, "format", f"is {format}, should be one of {', '.join(STORED)}")
+    check.strided("x", x, [None, None], [*check.HALVES, torch.float32])
+    tokens, width = x.shape
+    data = torch.empty(tokens, width, dtype=STORED[format], device=x.device)
+    scale, peak = (torch.zeros(1, dtype=torch.float32, device=x.device) for _ in range(2))
+    config = configure("round_step", machine_for(x))
+    grid = tokens, triton.cdiv(width, config.tiles["BLOCK"])
+    launch(peak_kernel, grid, x, peak, x.stride(0), width, config=config)
+    launch(round_by_peak_kernel, grid, x, peak, data, scale, x.stride(0), width, config=config, FORMAT=format)
+    return QuantizedRows(format, data, scale)
 
 
 def round_rows(x: Tensor, format: ActivationFormat, *, config: Config | None = None) -> QuantizedRows:
@@ -120,5 +158,8 @@ def _round(
 
 
 def round_rows_bytes(x: Tensor, rounded: QuantizedRows | QuantizedSteps | Fp8Blocks) -> int:
-    """Bytes that must move: x in, the codes and their scales out."""
+    """Bytes that must move: x in, the codes and their scales out.
+
+    Of a step with one scale x is read twice, the second time from the cache.
+    """
     return x.nbytes + rounded.nbytes

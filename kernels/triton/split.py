@@ -15,37 +15,47 @@ from torch import Tensor
 from membound.kernels.triton.launch import configure, launch, machine_for
 
 NO_WINDOW = 2**30
+MOST_PARTS = 128  # of a context: about one for each multiprocessor where a step has a single program
 
 
 @triton.jit
-def part_of(begin, end, split, SPLITS: tl.constexpr, SHORTEST: tl.constexpr):
+def begin_of(context, queries, window):
+    """The first token of a sequence that one of its `queries` last tokens sees."""
+    return tl.maximum(context - queries + 1 - window, 0)
+
+
+@triton.jit
+def part_of(begin, end, split, splits, SHORTEST: tl.constexpr):
     """The part of tokens begin to end that program `split` attends to; the last programs' parts may be empty."""
-    tokens = tl.maximum(tl.cdiv(tl.cdiv(end - begin, SPLITS), SHORTEST) * SHORTEST, SHORTEST)
+    tokens = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), SHORTEST) * SHORTEST, SHORTEST)
     first = tl.minimum(begin + split * tokens, end)
     return first, tl.minimum(first + tokens, end)
 
 
-@triton.jit
-def combine_kernel(partial, log_sum, out, query_start, context_len, window, rows, heads, sequences,
-                   SPLITS: tl.constexpr, SHORTEST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+# In how many parts a context is cut differs from step to step, and no variant of a kernel should be compiled for it.
+@triton.jit(do_not_specialize=["window", "rows", "sequences", "splits"])
+def combine_kernel(partial, log_sum, out, query_start, context_len, window, rows, heads, sequences, splits,
+                   SHORTEST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
                    PADDED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Program (row, head): the weighted sum of the parts that its sequence really has."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row
+    queries = 1
     if query_start is not None:
         i = tl.arange(0, PADDED)
         starts = tl.load(query_start + i, mask=i < sequences, other=2**31 - 1)
         sequence = tl.sum((starts <= row).to(tl.int32), 0) - 1
+        queries = tl.load(query_start + sequence + 1) - tl.load(query_start + sequence)
     context = tl.load(context_len + sequence)
-    begin = tl.maximum(context - window, 0)
+    begin = begin_of(context, queries, window)
     d = tl.arange(0, BLOCK_D)
     peak = float("-inf")
     total = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, SPLITS, BLOCK_S):
+    for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
-        first, last = part_of(begin, context, split, SPLITS, SHORTEST)
-        used = (first < last) & (split < SPLITS)
+        first, last = part_of(begin, context, split, splits, SHORTEST)
+        used = (first < last) & (split < splits)
         at = (split.to(tl.int64) * rows + row) * heads + head
         sums = tl.load(log_sum + at, mask=used, other=float("-inf"))
         new_peak = tl.maximum(peak, tl.max(sums, 0))
@@ -93,8 +103,8 @@ def combine(
         rows,
         heads,
         context_len.shape[0],
+        partial.shape[0],
         config=configure("combine", machine_for(out), head_dim=head_dim),
-        SPLITS=partial.shape[0],
         SHORTEST=shortest,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),

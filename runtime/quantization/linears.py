@@ -67,9 +67,17 @@ def fp8_linear(kernels: Kernels, weight: Float8) -> Linear:
 def fp8_w8a8_linear(kernels: Kernels, weight: Float8, activations: Precision) -> Linear | None:
     """A linear of E4M3 that rounds its inputs to it as well; None where no kernel does so with these scales."""
     columns = BLOCK if weight.granularity == "block" else 0
-    by_token = activations.values == "fp8" and [(s.rows, s.columns) for s in activations.scales] == [(1, columns)]
-    packed = kernels.pack_fp8(weight.codes, _kernel_scale(weight), rounds_inputs=True) if by_token else None
+    by_token = [(s.rows, s.columns) for s in activations.scales] == [(1, columns)]
+    whole_step = of_whole_step(activations)
+    if activations.values != "fp8" or not (by_token or whole_step):
+        return None
+    packed = kernels.pack_fp8(weight.codes, _kernel_scale(weight), rounds_inputs=True, whole_step=whole_step)
     return None if packed is None else KernelLinear(kernels, packed)
+
+
+def of_whole_step(activations: Precision) -> bool:
+    """Whether one scale holds for the activations of all tokens of a step."""
+    return bool(activations.scales) and activations.scales[0].rows != 1
 
 
 def _kernel_scale(weight: Float8) -> Tensor:
@@ -104,10 +112,14 @@ class EmulatedLinear:
 
 @dataclass(frozen=True)
 class Changed:
-    """What is done to activations [m, k] before they are multiplied; `emulated` where its time means nothing."""
+    """What is done to activations [m, k] before they are multiplied; `emulated` where its time means nothing.
+
+    With `whole_step` what becomes of a token depends on the others.
+    """
 
     apply: Callable[[Tensor], Tensor]
     emulated: bool = False
+    whole_step: bool = False
 
 
 class ChangedInput:
@@ -128,6 +140,10 @@ class ChangedInput:
     @property
     def emulated(self) -> bool:
         return self.change.emulated or self.inner.emulated
+
+    @property
+    def whole_step(self) -> bool:
+        return self.change.whole_step
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.inner(self.change.apply(x).to(x.dtype))
@@ -164,7 +180,7 @@ def rounding(activations: Precision, clip: float = 1.0) -> Changed | None:
         return None
     columns = activations.scales[0].columns if activations.scales else 0
     if activations.values == "fp8":
-        whole = bool(activations.scales) and activations.scales[0].rows != 1
+        whole = of_whole_step(activations)
         rounded = round_fp8_per_tensor if whole else lambda x: round_fp8_per_token(x, columns)
-        return Changed(rounded, emulated=True)
+        return Changed(rounded, emulated=True, whole_step=whole)
     return Changed(lambda x: round_per_token(x, activations.width, clip, columns), emulated=True)

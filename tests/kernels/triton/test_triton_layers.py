@@ -19,11 +19,14 @@ from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.latent_store import latent_store, latent_store_reference  # noqa: E402
 from membound.kernels.triton.launch import launch as real_launch  # noqa: E402
+from membound.kernels.triton.mla_prefill import mla_prefill  # noqa: E402
 from membound.roofline.models import ModelSpec  # noqa: E402
+from membound.roofline.techniques import W8A8, WeightQuantization, engine_setup  # noqa: E402
 from membound.runtime.arithmetic import Arithmetic, Routing  # noqa: E402
 from membound.runtime.blocks.states import SeatStates  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
 from membound.runtime.loading.weights import random_weights  # noqa: E402
+from membound.runtime.quantization.recipes import RoundingRecipe  # noqa: E402
 from membound.runtime.sampling import FusedSampler, GreedySampler, Guesses, LogitsError, sampler_for  # noqa: E402
 
 BLOCK_SIZE = 8
@@ -97,7 +100,7 @@ KINDS = {
     ),
     "attention with sinks and a window": (
         {"attention": ATTENTION | {"sinks": True, "window": 6}},
-        {"prefill_attention_kernel", "decode_attention_kernel"},
+        {"verify_attention_kernel", "decode_attention_kernel"},
     ),
     "capped scores": (
         {"arithmetic": {"attention_softcap": 2.0}},
@@ -214,9 +217,55 @@ def test_grouped_experts_share_their_memory_with_each_expert(kernels, device):
         assert (together.float() - apart.float()).abs().max() < 0.03 * apart.float().abs().max()
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    "technique",
+    [WeightQuantization(format="int4_g64"), WeightQuantization(format="fp8_block"), W8A8(format="fp8_block")],
+    ids=lambda one: f"{one.name} {one.format}",
+)
+def test_experts_in_groups_and_blocks_are_one_launch_that_multiplies_as_each(kernels, device, technique, tokens):
+    spec = tiny(hidden=128, ffn=MOE | {"intermediate": 64})
+    recipe = RoundingRecipe(kernels, engine_setup((technique,)).precision)
+    recipe.layers = 1
+    decoder = Decoder(spec, random_weights(spec, 3).to(device), kernels, recipe)
+    before, mixture = decoder.weight_bytes, decoder.blocks[0].ffn
+    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    together = mixture(x)
+    assert mixture.together is not None and decoder.graph_problem is None and not decoder.emulated
+    assert decoder.weight_bytes == before
+    apart = mixture._one_by_one(x, x, mixture.router(x))
+    assert (together.float() - apart.float()).abs().max() < 0.03 * apart.float().abs().max()
+
+
+def test_prompts_longer_than_drafts_attend_to_unpacked_latents_together(kernels, device, monkeypatch):
+    """Three prompts, of which two are long and one is in between, in groups of up to 30 tokens."""
+    spec = tiny(attention=MLA)
+    weights, calls = random_weights(spec, 3), []
+    monkeypatch.setattr("membound.kernels.gpu.mla_prefill", lambda *given: calls.append(given) or mla_prefill(*given))
+    monkeypatch.setattr("membound.runtime.blocks.latent.MOST_UNPACKED", 30)
+    table = torch.arange(12, dtype=torch.int32).view(4, 3)
+    found = []
+    for set_, where in ((kernels, device), (ExactKernels(), torch.device("cpu"))):
+        decoder = Decoder(spec, weights.to(where), set_, "bf16")
+        kv = decoder.new_cache(12, BLOCK_SIZE)
+        batch = batch_of([(0, 20), (0, 3), (0, 18)], where, table)
+        ids = (torch.arange(41) * 7 % 64).to(where)
+        found.append(decoder.forward(ids, batch, kv, torch.arange(41, device=where)).cpu())
+    assert [len(given[0]) for given in calls] == [20, 18]
+    assert (found[0] - found[1]).square().mean().sqrt() < 0.06 * found[1].std()
+
+
+def test_a_scale_of_a_whole_step_keeps_padding_out_of_captured_steps(kernels, device):
+    spec = tiny()
+    for format, ignores in (("fp8_row", True), ("fp8", False)):
+        recipe = RoundingRecipe(kernels, engine_setup((W8A8(format=format),)).precision)
+        recipe.layers = 1
+        assert Decoder(spec, random_weights(spec, 3).to(device), kernels, recipe).ignores_padding is ignores
+
+
 def test_what_the_kernels_cannot_group_is_computed_expert_by_expert(kernels, device):
     spec = tiny(ffn=MOE | {"intermediate": 32})
-    decoder = Decoder(spec, random_weights(spec, 3).to(device), kernels, "int4")
+    decoder = Decoder(spec, random_weights(spec, 3).to(device), kernels, "int3")
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     mixture = decoder.blocks[0].ffn
     assert mixture(x).isfinite().all() and mixture.together is None

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.bench.trial import FP8_SUMS  # noqa: E402
 from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
+from membound.kernels.triton.linear_int4 import Int4Weight  # noqa: E402
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight  # noqa: E402
+from membound.kernels.triton.linear_w8a8 import Fp8Blocks  # noqa: E402
+from membound.kernels.triton.moe_experts import ExpertWeights  # noqa: E402
 from membound.kernels.triton.moe_linear import (  # noqa: E402
-    ExpertWeights,
     moe_combine,
     moe_linear,
     moe_linear_bytes,
@@ -39,6 +42,15 @@ def expert_weights(format, experts, n, k, dtype, device):
         packed = [Mxfp4Weight.quantize(one) for one in dense * torch.logspace(-3, 3, k)]
         data, scale = torch.stack([w.data for w in packed]), torch.stack([w.scale for w in packed])
         return ExpertWeights(format, data.to(device), scale.to(device), rows=n)
+    if format.startswith("int4"):
+        packed = [Int4Weight.quantize(one, 32, symmetric=format == "int4") for one in dense]
+        data, scale = torch.stack([w.data for w in packed]), torch.stack([w.scale for w in packed])
+        zero = None if format == "int4" else torch.stack([w.zero for w in packed]).to(device)
+        return ExpertWeights("int4", data.to(device), scale.to(device), rows=n, zero=zero)
+    if format == "fp8_blocks":
+        packed = [Fp8Blocks.quantize(one * torch.logspace(-1, 1, k), 128) for one in dense]
+        data, scale = torch.stack([w.data for w in packed]), torch.stack([w.scale for w in packed])
+        return ExpertWeights(format, data.to(device), scale.to(device))
     scale = dense.abs().amax(-1) / {"int8": 127, "fp8": 448}[format]
     scaled = dense / scale[..., None]
     data = scaled.round().to(torch.int8) if format == "int8" else scaled.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -78,10 +90,23 @@ def test_the_order_lists_every_slot_once_under_its_expert(tokens, experts, top_k
         assert mine == [slot for slot, e in enumerate(chosen.flatten().tolist()) if e == expert]
 
 
+@settings(deadline=None, max_examples=12)
+@given(tokens=st.integers(1, 9), n=st.integers(1, 140), k=st.sampled_from([16, 128, 300]), shared_rows=st.booleans())
+def test_experts_in_blocks_of_fp8_multiply_inputs_in_fp8(device, tokens, n, k, shared_rows):
+    routing = route(random(tokens, 4).to(device), 2)
+    weight = expert_weights("fp8_blocks", 4, n, k, torch.bfloat16, device)
+    x = Fp8Blocks.quantize(random(tokens if shared_rows else 2 * tokens, k, seed=1).to(device), 1)
+    config = Config({"BLOCK_N": 16, "BLOCK_M": 16})
+    y = moe_linear(x, weight, routing, shared_rows=shared_rows, dtype=torch.bfloat16, config=config)
+    reference = moe_linear_reference(x, weight, routing, shared_rows=shared_rows)
+    share = FP8_SUMS if y.is_cuda else 2e-5
+    assert torch.allclose(y.float(), reference, rtol=2**-7, atol=share * float(reference.abs().max() + 1))
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     data=st.data(),
-    format=st.sampled_from(["half", "int8", "fp8", "mxfp4"]),
+    format=st.sampled_from(["half", "int8", "fp8", "mxfp4", "int4", "int4 with zeros", "fp8_blocks"]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     tokens=st.integers(0, 9),
     experts=st.integers(1, 5),
@@ -92,8 +117,8 @@ def test_the_order_lists_every_slot_once_under_its_expert(tokens, experts, top_k
 def test_every_slot_gets_its_own_experts_product(device, data, format, dtype, tokens, experts, n, k, shared_rows):
     """Drawn experts, not routed ones: so some have all the slots, and some none."""
     top_k = 2
-    if format == "mxfp4":
-        dtype, k = torch.bfloat16, 32 * k
+    dtype = torch.bfloat16 if format == "mxfp4" else dtype
+    k = k if format in ("half", "int8", "fp8") else 5 * k if format == "fp8_blocks" else 32 * k
     slots = st.lists(st.integers(0, experts - 1), min_size=tokens * top_k, max_size=tokens * top_k)
     chosen = torch.tensor(data.draw(slots), dtype=torch.int32, device=device).view(tokens, top_k)
     weights = random(tokens, top_k, seed=3).to(device)

@@ -15,6 +15,12 @@ from membound.kernels.triton.activation import QuantizedRows  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.kernels.triton.linear_byte import ByteWeight  # noqa: E402
 from membound.kernels.triton.linear_int4 import Int4Weight  # noqa: E402
+from membound.kernels.triton.linear_int8 import (  # noqa: E402
+    Int8Weight,
+    linear_int8,
+    linear_int8_bytes,
+    linear_int8_reference,
+)
 from membound.kernels.triton.linear_mxfp4 import (  # noqa: E402
     Mxfp4Weight,
     linear_mxfp4,
@@ -64,6 +70,44 @@ def close(y, reference, fp8=False):
 def moved(weight, device):
     fields = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in vars(weight).items()}
     return type(weight)(**fields)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    m=st.integers(0, 19),
+    n=st.integers(1, 70),
+    groups=st.integers(1, 9),
+    group=st.sampled_from([32, 64, 128]),
+    dtype=DTYPES,
+    splits=SPLITS,
+)
+def test_int8_in_groups_gives_the_product_with_what_its_codes_mean(device, m, n, groups, group, dtype, splits):
+    sizes = torch.logspace(-2, 1, groups * group)  # so that scales differ much from group to group
+    weight = moved(Int8Weight.quantize(random(n, groups * group) * sizes, group), device)
+    x = (random(m, groups * group, seed=1) / sizes).to(device, dtype)
+    y = linear_int8(x, weight, splits=splits, config=Config({"BLOCK_N": 32, "BLOCK_M": 16}))
+    assert y.shape == (m, n)
+    if m:
+        assert close(y, linear_int8_reference(x, weight))
+        assert linear_int8_bytes(m, weight) == weight.nbytes + 2 * m * (n + groups * group)
+
+
+def test_int8_keeps_the_codes_and_scales_that_it_is_given():
+    codes = torch.randint(-128, 128, (70, 192), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(70, 6, generator=torch.Generator().manual_seed(1)).half()
+    exact = codes.float() * scale.float().repeat_interleave(32, 1)
+    assert torch.equal(Int8Weight.pack(codes, scale).dequantized(), exact)
+    with pytest.raises(ValueError, match=r"^scale: 3 groups of 288 columns are not groups of 32, 64, 128"):
+        Int8Weight.pack(torch.zeros(4, 288, dtype=torch.int8), torch.zeros(4, 3, dtype=torch.float16))
+
+
+@settings(deadline=None, max_examples=15)
+@given(m=st.integers(1, 19), n=st.integers(1, 40), k=st.integers(1, 70), format=st.sampled_from(["int8", "fp8"]))
+def test_one_scale_for_all_tokens_multiplies_every_row(device, m, n, k, format):
+    x = moved(QuantizedRows.of_step(random(m, k, seed=1) * torch.logspace(-2, 1, m)[:, None], format), device)
+    weight = moved(ByteWeight.quantize(random(n, k), format), device)
+    y = linear_w8a8(x, weight, torch.bfloat16, config=Config({"BLOCK_N": 32, "BLOCK_M": 16, "BLOCK_K": 32}))
+    assert close(y, linear_w8a8_reference(x, weight), fp8=format == "fp8")
 
 
 @settings(deadline=None, max_examples=20)

@@ -20,7 +20,7 @@ from membound.kernels.triton.rope_store import (  # noqa: E402
     rope_store,
     rope_store_bytes,
 )
-from membound.kernels.triton.round_rows import round_blocks, round_rows, round_rows_bytes  # noqa: E402
+from membound.kernels.triton.round_rows import round_blocks, round_rows, round_rows_bytes, round_step  # noqa: E402
 from membound.kernels.triton.silu_mul import silu_mul, silu_mul_bytes, silu_mul_reference  # noqa: E402
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
@@ -108,6 +108,25 @@ def test_rows_are_rounded_to_the_nearest_with_the_scale_of_their_largest(
     assert matches(y, x.float(), dtype)
     codes = [t.data.view(torch.int8 if format == "int8" else torch.float8_e4m3fn).float() for t in (y, plain)]
     assert ((codes[0] - codes[1]).abs() <= (1 if format == "int8" else 0.126 * codes[1].abs())).all()
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens=st.integers(0, 5), width=st.integers(1, 5000), dtype=DTYPES, format=st.sampled_from(["int8", "fp8"]))
+def test_a_whole_step_is_rounded_with_the_scale_of_its_largest_number(device, tokens, width, dtype, format):
+    wide = random(tokens, width + 9, dtype=dtype, device=device) * torch.logspace(0, 1, tokens, device=device)[:, None]
+    x = wide.to(dtype)[:, :width]
+    y = round_step(x, format)
+    assert y.scale.shape == (1,)
+    if tokens:
+        plain = QuantizedRows.of_step(x, format)
+        assert torch.allclose(y.scale, plain.scale, rtol=1e-6)
+        assert matches(QuantizedRows(format, y.data.view(1, -1), y.scale), x.float().reshape(1, -1), dtype)
+    else:
+        assert float(y.scale) == 0.0
+
+
+def test_a_step_of_zeros_is_rounded_to_zeros(device):
+    assert (round_step(torch.zeros(3, 70, dtype=torch.bfloat16, device=device), "fp8").dequantized() == 0).all()
 
 
 @settings(deadline=None, max_examples=25)

@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.base import RaggedBatch  # noqa: E402
+from membound.kernels.gpu import TritonKernels  # noqa: E402
+from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.kernels.triton.prefill_attention import (  # noqa: E402
     prefill_attention,
@@ -106,16 +109,17 @@ def test_prefill_with_its_stored_configuration_gives_the_same(make_cache, device
     head_dim=HEAD_DIMS,
     block_size=st.sampled_from([1, 5, 16]),
     splits=st.sampled_from([1, 3]),
+    window=st.none() | st.integers(1, 50),
     scores=SCORES,
 )
 def test_verification_sees_the_context_and_each_drafts_own_ancestors(
-    make_cache, device, sequences, format, heads, head_dim, block_size, splits, scores
+    make_cache, device, sequences, format, heads, head_dim, block_size, splits, window, scores
 ):
     q, where = step_of(make_cache, device, sequences, format, heads, head_dim, block_size)
     tree = random_tree(sequences, device)
     config = Config({"BLOCK_R": 32, "BLOCK_T": 16})
     most = max(1, *(new for new, _ in sequences))
-    options = scores_of(scores, heads[0], device)
+    options = dict(window=window, **scores_of(scores, heads[0], device))
     y = verify_attention(q, tree, *where, most_queries=most, **options, splits=splits, config=config)
     if len(q):
         assert close(y, verify_attention_reference(q, tree, *where, **options))
@@ -128,6 +132,32 @@ def test_a_chain_of_drafts_is_verified_as_prefill_attends(make_cache, device):
     chain = torch.tensor([(2 << t) - 1 if t < 63 else -1 for new, _ in sequences for t in range(new)], device=device)
     y = verify_attention(q, chain, *where, most_queries=64)
     assert close(y, prefill_attention_reference(q, *where))
+
+
+@pytest.mark.parametrize("window", [1, 63, 64])
+def test_a_chain_in_a_window_is_verified_as_prefill_attends_in_it(make_cache, device, window):
+    """64 drafts, whose masks fill the sign, and windows on both sides of their number."""
+    sequences = [(64, 90), (3, 3)]
+    q, where = step_of(make_cache, device, sequences, "bf16", (1, 1), 16, 16)
+    chain = torch.tensor([(2 << t) - 1 if t < 63 else -1 for new, _ in sequences for t in range(new)], device=device)
+    y = verify_attention(q, chain, *where, most_queries=64, window=window, splits=2)
+    assert close(y, prefill_attention_reference(q, *where, window=window))
+
+
+def test_a_tree_in_a_window_sees_what_the_plain_kernels_show_it(device):
+    """Against `visible_tokens`, by which plain PyTorch attends, not against the kernel's own reference."""
+    random = torch.Generator().manual_seed(4)
+    starts, lengths = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 6, 9], [20, 9]))
+    tree = torch.tensor([1, 3, 5, 11, 21, 43, 1, 3, 5], device=device)
+    places = torch.tensor([14, 15, 15, 16, 16, 17, 6, 7, 7], device=device)
+    table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32, device=device)
+    batch = RaggedBatch(places, places, starts, lengths, table, 6, tree=tree)
+    q, k, v = (torch.randn(*shape, generator=random).bfloat16() for shape in ((9, 4, 64), *[(4, 16, 2, 64)] * 2))
+    q, k, v = (t.to(device) for t in (q, k, v))
+    for window in (1, 2, 4, 9):
+        y = TritonKernels(device.type).attention(q, k, v, batch, 0.125, window=window)
+        plain = TorchKernels(device.type).attention(q.float(), k, v, batch, 0.125, window=window)
+        assert close(y, plain.float())
 
 
 def test_declared_bytes_and_flops_are_the_rooflines(make_cache, device):
@@ -155,6 +185,6 @@ def test_bad_arguments_are_named(make_cache, device):
         with pytest.raises(ValueError, match=rf"^{name}: "):
             prefill_attention(**{**prefill, name: wrong})
     verify = dict(prefill, tree=tree, most_queries=2)
-    for name, wrong in (("tree", tree.int()), ("tree", tree[:2]), ("most_queries", 65), ("q", q[:, :3])):
+    for name, wrong in (("tree", tree.int()), ("tree", tree[:2]), ("most_queries", 65), ("window", 0), ("q", q[:, :3])):
         with pytest.raises(ValueError, match=rf"^{name}: "):
             verify_attention(**{**verify, name: wrong})

@@ -12,9 +12,14 @@ import pytest
 
 pytest.importorskip("triton")
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from membound.kernels.triton import launch as launching
 from membound.kernels.triton import production
-from membound.kernels.triton.launch import Config, configure
+from membound.kernels.triton.decode_attention import decode_attention
+from membound.kernels.triton.kv_blocks import KvBlocks
+from membound.kernels.triton.launch import Config, configure, splits_for
 from membound.kernels.triton.machine import REFERENCE_MACHINES, Machine
 from membound.kernels.triton.production import CASES, launches
 
@@ -54,6 +59,9 @@ def test_every_kernel_compiles_fits_and_spills_nothing(arch):
         if arch != "gfx942" and any(word in row["kernel"] for word in STREAMING):
             assert row["widest_load_bytes"] == 16, row
             assert row["waiting_loads"] == 0, row
+        if arch != "gfx942" and row["kernel"] == "decode_attention_kernel":
+            # Behind a load of the block table Triton has half as many buffers as stages: three stages have one.
+            assert row["buffers"] >= 2, row
 
 
 PROMOTIONS = """
@@ -102,6 +110,53 @@ def test_how_a_product_is_split_compiles_no_variant_of_its_kernel():
     assert len([name for name, *_ in seen if name == "split_k_sum_kernel"]) <= 6  # powers of two up to 64
 
 
+def test_how_a_context_is_split_compiles_no_variant_of_attention():
+    """Batches of every size, whose tables are as wide as their longest context."""
+    seen, splits = set(), set()
+    for sequences in (1, 2, 3, 5, 16, 33, 100):
+        for blocks in (1, 7, 64, 333, 2048):
+            with launching.recording(REFERENCE_MACHINES["sm90"]) as record:
+                kv = KvBlocks.zeros("bf16", 8192, 16, 8, 128, production.META)
+                table, lengths = production._ints(sequences, blocks), production._ints(sequences)
+                decode_attention(production._of(sequences, 32, 128), kv, table, lengths, 1.0)
+            splits.add(record.launches[0].grid[2])
+            for one in record.launches:
+                free = {parameter.name for parameter in one.kernel.params if parameter.do_not_specialize}
+                specialized = [
+                    (name, value == 1, value % 16 == 0)
+                    for name, value in zip(one.kernel.arg_names, one.arguments, strict=False)
+                    if type(value) is int and name not in free
+                ]
+                without = one.arguments[2] is None
+                seen.add((one.name, tuple(one.constants.items()), tuple(specialized), without))
+    assert len(splits) > 6
+    assert len([name for name, *_ in seen if name == "decode_attention_kernel"]) == 2  # with and without parts
+    # The reduction is compiled for the next power of two of sequences.
+    assert len([name for name, *_ in seen if name == "combine_kernel"]) <= 5
+
+
+@given(
+    programs=st.integers(1, 5000),
+    longest=st.integers(1, 200_000),
+    shortest=st.sampled_from([4, 256]),
+    waves=st.integers(1, 4),
+)
+def test_a_last_round_of_few_programs_costs_little(programs, longest, shortest, waves):
+    """The rounds of programs times the longest part: never more than without splitting, and near what is possible."""
+    machine = REFERENCE_MACHINES["sm90"]
+    places = waves * machine.multiprocessors
+    splits = splits_for(programs, longest, shortest, machine, waves)
+    assert 1 <= splits <= max(1, min(64, -(-longest // shortest)))
+
+    def time(count):
+        return -(-programs * count // places) * -(-longest // count)
+
+    assert time(splits) <= time(1)
+    if programs <= places // 2 and longest >= 64 * shortest:
+        whole = places // programs  # as many as all run in one round
+        assert time(splits) <= 1.05 * time(min(64, whole))
+
+
 class CompiledKernel:
     """What Triton's kernels are to `launch`: compiled anew for each number of rows."""
 
@@ -125,7 +180,8 @@ def test_what_was_compiled_by_launches_is_counted(monkeypatch):
 
 
 def test_a_machine_that_no_rule_names_gets_the_general_one():
-    config = configure("decode_attention", Machine("sm121", 20), head_dim=128, group=4)
-    assert config == configure("decode_attention", REFERENCE_MACHINES["sm90"], head_dim=128, group=4)
+    shape = dict(head_dim=128, group=4, kv_bits=16)
+    config = configure("decode_attention", Machine("sm121", 20), **shape)
+    assert config == configure("decode_attention", REFERENCE_MACHINES["sm90"], **shape)
     with pytest.raises(KeyError, match="no_such_kernel"):
         configure("no_such_kernel", REFERENCE_MACHINES["sm90"])

@@ -9,12 +9,15 @@ from membound.kernels.triton.decode_attention import decode_attention_bytes  # n
 from membound.kernels.triton.kv_blocks import KvBlocks  # noqa: E402
 from membound.kernels.triton.linear_byte import ByteWeight  # noqa: E402
 from membound.kernels.triton.linear_int4 import Int4Weight  # noqa: E402
+from membound.kernels.triton.linear_int8 import Int8Weight  # noqa: E402
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight  # noqa: E402
 from membound.kernels.triton.linear_sparse import SparseWeight  # noqa: E402
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks  # noqa: E402
 from membound.kernels.triton.mla_decode import mla_decode_bytes  # noqa: E402
+from membound.kernels.triton.mla_prefill import mla_prefill_bytes, mla_prefill_flops  # noqa: E402
+from membound.kernels.triton.moe_experts import ExpertWeights  # noqa: E402
 from membound.kernels.triton.rms_norm import rms_norm_bytes  # noqa: E402
-from membound.kernels.triton.round_rows import round_blocks, round_rows, round_rows_bytes  # noqa: E402
+from membound.kernels.triton.round_rows import round_blocks, round_rows, round_rows_bytes, round_step  # noqa: E402
 from membound.kernels.triton.silu_mul import silu_mul_bytes  # noqa: E402
 from membound.roofline.models import get_model  # noqa: E402
 from membound.roofline.precision import get_precision  # noqa: E402
@@ -35,6 +38,7 @@ N, K = 192, 1024
         ("mxfp4", Mxfp4Weight.quantize),
         ("bf16_sparse24", lambda dense: SparseWeight.prune(dense.bfloat16())),
         ("fp8_block", lambda dense: Fp8Blocks.quantize(dense, 128)),
+        ("q8_0", lambda dense: Int8Weight.quantize(dense, 32)),
     ],
 )
 def test_a_packed_weight_takes_what_its_precision_says(precision, weight):
@@ -56,6 +60,7 @@ def test_a_cached_token_takes_what_its_precision_says(format, precision):
     [
         ("int8", lambda x: round_rows(x, "int8")),
         ("fp8_row", lambda x: round_rows(x, "fp8")),
+        ("fp8", lambda x: round_step(x, "fp8")),
         ("fp8_g128", round_blocks),
     ],
 )
@@ -88,3 +93,32 @@ def test_latent_attention_of_deepseek_moves_what_the_operator_says():
     found = [op.bytes for op in operators if op.name.endswith("attention") and op.kind == "attention"]
     assert found
     assert all(moved == mla_decode_bytes(q, [context] * batch, 512) for moved in found)
+
+
+def test_unpacked_latents_of_deepseek_take_what_the_operator_says_but_for_copies_of_the_shared_keys():
+    """The operator has a key of every head in memory, as other engines do; the kernel reads the rotated part once."""
+    new, context = [64, 100], [64, 100]
+    shape = StepShape.of((0, count, 1) for count in new)
+    operators = step_operators(get_model("DeepSeek-V3"), EngineSetup(), shape, activation_bytes=2)
+    (found,) = {op.bytes: op for op in operators if op.name.endswith("attention_unpacked")}.values()
+    q = torch.empty(sum(new), 128, 192, dtype=torch.bfloat16, device="meta")
+    unpacked = torch.empty(sum(context), 128, 256, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(sum(context), 64, dtype=torch.bfloat16, device="meta")
+    copies = 127 * sum(context) * 64 * 2
+    assert mla_prefill_bytes(q, unpacked, keys) == found.bytes - copies
+    assert mla_prefill_flops(q, 128, new, context) == found.flops
+
+
+@pytest.mark.parametrize("format", ["int4_g64_zero", "fp8_block"])
+def test_an_expert_takes_what_its_precision_says(format):
+    dense = torch.randn(3, N, K, generator=torch.Generator().manual_seed(0))
+    if format == "fp8_block":
+        packed = [Fp8Blocks.quantize(one, 128) for one in dense]
+        experts = ExpertWeights(
+            "fp8_blocks", *(torch.stack(t) for t in zip(*((w.data, w.scale) for w in packed), strict=True))
+        )
+    else:
+        packed = [Int4Weight.quantize(one, 64, symmetric=False) for one in dense]
+        data, scale, zero = (torch.stack(t) for t in zip(*((w.data, w.scale, w.zero) for w in packed), strict=True))
+        experts = ExpertWeights("int4", data, scale, rows=N, zero=zero)
+    assert experts.expert_bytes == get_precision(format).matrix_bytes(N, K)

@@ -1,0 +1,26 @@
+"""What must have happened before calls can be captured as a CUDA graph?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def warmed_up(run: Callable[[], object], stream: torch.cuda.Stream) -> None:
+    """Runs on a stream beside the current one what is about to be captured, twice.
+
+    The first time compiles and makes workspaces, which cannot be captured. The second time raises RuntimeError where
+    the host waits for the GPU: in the midst of a capture that would leave the allocator waiting for its end.
+    """
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        run()
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    current.wait_stream(stream)
