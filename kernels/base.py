@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from membound.kernels.by_head import ByHeadKernels
 from membound.kernels.kv_formats import QuantizedKv
 from membound.kernels.recurrences import RecurrentKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -178,7 +179,7 @@ class Emitted:
     counts: Tensor
 
 
-class Kernels(RecurrentKernels, Protocol):
+class Kernels(RecurrentKernels, ByHeadKernels, Protocol):
     """One device's implementation of every operation that the decoder needs.
 
     Activations are `activation_dtype`; K and V blocks are `kv_dtype`, laid out

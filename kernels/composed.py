@@ -21,6 +21,7 @@ from membound.kernels.base import (
     PackedWeight,
     RaggedBatch,
 )
+from membound.kernels.composed_by_head import ComposedByHead
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -37,7 +38,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 CLAMPED_SLOPE = 1.702  # gpt-oss `config.json`: swiglu_alpha
 
 
-class ComposedKernels(ABC):
+class ComposedKernels(ComposedByHead, ABC):
     """Latents, mixtures and recurrences of `Kernels`, by its attention, its norm and plain PyTorch."""
 
     activation_dtype: torch.dtype
@@ -49,20 +50,6 @@ class ComposedKernels(ABC):
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Kernels.rms_norm`."""
-
-    @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        k_blocks: Tensor,
-        v_blocks: Tensor,
-        batch: RaggedBatch,
-        scale: float,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """See `Kernels.attention`."""
 
     def compilations(self) -> int:
         return 0

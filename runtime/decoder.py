@@ -19,6 +19,7 @@ from membound.runtime.blocks.latent import LatentMixer
 from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.norms import LayerNorm
 from membound.runtime.blocks.routing import RouterStatistics
+from membound.runtime.kv.steps import PlacedBatch, PlacingStore
 from membound.runtime.linear import BiasedLinear, Linear, reads_whole_step
 from membound.runtime.loading.weights import Weights
 from membound.runtime.ragged import GuessedBatch
@@ -193,7 +194,10 @@ class Decoder:
 
         if self._replays is None or isinstance(batch, GuessedBatch):
             return Hidden(residual, stack(residual))
-        way = self._latent is not None and self._latent.stays_on_latents(batch)
+        store = next((layer for layer in cache if isinstance(layer, PlacingStore)), None)
+        batch = batch if store is None else store.placed(batch)
+        on_latents = self._latent is not None and self._latent.stays_on_latents(batch)
+        way = on_latents, isinstance(batch, PlacedBatch)
         return Hidden(residual, self._replays.run(stack, residual, batch, cache, layers, way))
 
     @torch.inference_mode()

@@ -34,7 +34,15 @@ struct Arguments {
     int64_t window;  // a token sees itself and the window - 1 before it
     int64_t queries, out_stride;  // for scores: how many of a sequence's last tokens count
     float scale;
-    float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+    float softcap;               // scores become softcap * tanh(score / softcap); 0: they stay
+    const int32_t* head_tables;  // [sequences, kv_heads, head_table_stride], the blocks of each head; null: the batch's
+    int64_t head_table_stride;
+    int64_t added;  // scores are added to what is in `out` [seats, kv_heads, out_stride] for a sequence's seat
+
+    const int32_t* table(int64_t sequence, int64_t head) const {
+        return head_tables ? head_tables + (sequence * kv.kv_heads + head) * head_table_stride
+                           : batch->block_table + sequence * batch->table_stride;
+    }
 };
 
 // What the new token `query` of a sequence sees, of all its tokens.
@@ -326,7 +334,7 @@ int64_t end_of(const Arguments& a, const Task& task) {
 void attend_span(const Arguments& a, const Task& task, const float* q, int64_t span, int64_t dim, float* tiles,
                  Vec* totals, State state) {
     const int64_t group = a.heads / a.kv.kv_heads, rows = task.count * group;
-    const int32_t* table = a.batch->block_table + task.sequence * a.batch->table_stride;
+    const int32_t* table = a.table(task.sequence, task.kv_head);
     const int64_t end_of_task = end_of(a, task), oldest = oldest_of(a, task);
     const int64_t end = end_of_task < (span + 1) * SPAN_TOKENS ? end_of_task : (span + 1) * SPAN_TOKENS;
     state.clear(rows, dim);
@@ -504,7 +512,7 @@ EXPORT void membound_attention(const Arguments* arguments, int threads) {
 }
 
 // out [sequences, kv_heads, out_stride] = the probabilities that each sequence's last `queries` new tokens give to each
-// of its tokens, summed over those tokens and the heads of a group; zeros behind the context.
+// of its tokens, summed over those tokens and the heads of a group; zeros behind the context. Or they are `added`.
 EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
     const Arguments& a = *arguments;
     const int64_t dim = round_up(a.kv.head_dim, LANES), group = a.heads / a.kv.kv_heads;
@@ -516,16 +524,16 @@ EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
             const int32_t count = a.queries < all ? a.queries : all;
             const Task task{(int32_t)sequence, (int32_t)(i % a.kv.kv_heads), all - count, count, 0, 0, nullptr};
             const int64_t rows = count * group, width = round_up(context, TILE_TOKENS);
-            float* q = scratch.floats((rows + TILE_TOKENS + 8) * dim + rows * width);
+            float* q = scratch.floats((rows + TILE_TOKENS + 8) * dim + (rows + 1) * width);
             float *k = q + rows * dim, *scores = k + (TILE_TOKENS + 8) * dim;
             gather_queries(a, task, dim, q);
-            float* out = a.out + i * a.out_stride;
-            memset(out, 0, a.out_stride * sizeof(float));
+            float* out = a.added ? scores + rows * width : a.out + i * a.out_stride;
+            memset(out, 0, (a.added ? context : a.out_stride) * sizeof(float));
             const int64_t oldest = oldest_of(a, task);
             Places here, none;
             none.first = none.count = 0;
             for (int64_t start = 0; start < context; start += TILE_TOKENS) {
-                here.find(a.kv, a.batch->block_table + sequence * a.batch->table_stride, task.kv_head, start, oldest, context);
+                here.find(a.kv, a.table(sequence, task.kv_head), task.kv_head, start, oldest, context);
                 if (here.first < here.count) convert(a.kv, KEYS, here, dim, k, KEYS, none);
                 for (int64_t r = 0; r < rows; r += ROW_TILE) {
                     alignas(64) float tile[ROW_TILE * TILE_TOKENS];
@@ -559,6 +567,9 @@ EXPORT void membound_attention_scores(const Arguments* arguments, int threads) {
                 const float inverse = 1.0f / sum(total);
                 for (int64_t t = 0; t < context; t++) out[t] += row[t] * inverse;
             }
+            if (!a.added) continue;
+            float* sums = a.out + (a.batch->seat(sequence) * a.kv.kv_heads + task.kv_head) * a.out_stride;
+            for (int64_t t = 0; t < context; t++) sums[t] += out[t];
         }
     });
 }

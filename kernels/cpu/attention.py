@@ -90,18 +90,26 @@ class AttentionCalls(LibraryCalls):
     ) -> Tensor:
         if queries < 1:
             raise ValueError(f"queries: is {queries}, should be the number of last tokens whose attention counts")
-        layout = self._layout(keys.k, keys.v, keys) if isinstance(keys, QuantizedKv) else self._layout(keys, keys)
+        kv = self._layout(keys.k, keys.v, keys) if isinstance(keys, QuantizedKv) else self._layout(keys, keys)
         longest = int(batch.context_len.max())
-        out = torch.empty(batch.num_sequences, layout.kv.kv_heads, longest)
+        out = torch.empty(batch.num_sequences, kv.kv_heads, longest)
         q = dense(q)
-        arguments = self._attention_arguments(q, layout, batch, out, scale, window, softcap)
+        arguments = self._attention_arguments(q, kv, batch, out, scale, window, softcap)
         arguments.queries, arguments.out_stride = queries, longest
         self._run(self._attention_scores, arguments)
         return out
 
-    def _rotate_and_store(self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, layout: _KvLayout) -> Tensor:
+    def _rotate_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: RaggedBatch,
+        kv: KvBlocks,
+        head_slots: Tensor | None = None,
+    ) -> Tensor:
         qkv, cos, sin = self._dense(qkv), dense(cos), dense(sin)
-        fields, kv = self._fields(batch), layout.kv
+        fields = self._fields(batch)
         tokens, width = qkv.shape
         heads = width // kv.head_dim - 2 * kv.kv_heads
         q = self._empty(tokens, heads, kv.head_dim)
@@ -113,6 +121,7 @@ class AttentionCalls(LibraryCalls):
             q.data_ptr(),
             kv,
             heads,
+            pointer(head_slots),
         )
         self._run(self._rope_and_store, arguments, cos, sin, fields)
         return q
@@ -120,25 +129,28 @@ class AttentionCalls(LibraryCalls):
     def _attend(
         self,
         q: Tensor,
-        layout: _KvLayout,
+        kv: KvBlocks,
         batch: RaggedBatch,
         scale: float,
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        head_tables: Tensor | None = None,
     ) -> Tensor:
         q = dense(q)
         tokens, heads, head_dim = q.shape
         out = self._empty(tokens, heads * head_dim)
-        arguments = self._attention_arguments(q, layout, batch, out, scale, window, softcap)
+        arguments = self._attention_arguments(q, kv, batch, out, scale, window, softcap)
         arguments.sinks = pointer(sinks)
+        if head_tables is not None:
+            arguments.head_tables, arguments.head_table_stride = head_tables.data_ptr(), head_tables.shape[-1]
         self._run(self._attention, arguments, self._fields(batch), sinks)
         return out
 
     def _attention_arguments(
         self,
         q: Tensor,
-        layout: _KvLayout,
+        kv: KvBlocks,
         batch: RaggedBatch,
         out: Tensor,
         scale: float,
@@ -152,7 +164,7 @@ class AttentionCalls(LibraryCalls):
             addressof(self._fields(batch)),
             out.data_ptr(),
             None,
-            layout.kv,
+            kv,
             q.shape[1],
             window or NO_WINDOW,
             0,
@@ -161,7 +173,7 @@ class AttentionCalls(LibraryCalls):
             softcap or 0.0,
         )
 
-    def _layout(self, k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None = None) -> _KvLayout:
+    def _layout(self, k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None = None) -> KvBlocks:
         known = self._layouts.get(id(k_blocks))
         if (
             known is None
@@ -171,16 +183,20 @@ class AttentionCalls(LibraryCalls):
         ):
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            known = self._layouts[id(k_blocks)] = _kv_layout(k_blocks, v_blocks, quantized)
-        return known
+            known = self._layouts[id(k_blocks)] = _KvLayout(
+                ref(k_blocks), ref(v_blocks), quantized, kv_layout(k_blocks, v_blocks, quantized)
+            )
+        return known.kv
 
 
-class _KvBlocks(Structure):
+class KvBlocks(Structure):
     """K and V as the C++ sees them (kv.h)."""
 
     _fields_ = [(name, c_void_p) for name in ("keys", "values", "scales")]
     _fields_ += [(name, c_int64) for name in ("kv_heads", "head_dim", "block_size")]
     _fields_ += [(name, c_int64) for name in ("key_block_stride", "value_block_stride", "format")]
+    _fields_ += [(name, c_int64) for name in ("token_stride", "head_stride")]
+    _fields_ += [(name, c_int64) for name in ("scale_block_stride", "scale_head_stride", "scaled_heads")]
 
 
 class _KvLayout(NamedTuple):
@@ -189,22 +205,23 @@ class _KvLayout(NamedTuple):
     k_blocks: ref[Tensor]
     v_blocks: ref[Tensor]
     quantized: QuantizedKv | None
-    kv: _KvBlocks
+    kv: KvBlocks
 
 
 class _RopeArguments(Structure):
     _fields_ = [(name, c_void_p) for name in ("qkv", "cos", "sin", "batch", "q")]
-    _fields_ += [("kv", _KvBlocks), ("heads", c_int64)]
+    _fields_ += [("kv", KvBlocks), ("heads", c_int64), ("head_slots", c_void_p)]
 
 
 class _AttentionArguments(Structure):
     _fields_ = [(name, c_void_p) for name in ("q", "batch", "out", "sinks")]
-    _fields_ += [("kv", _KvBlocks)]
+    _fields_ += [("kv", KvBlocks)]
     _fields_ += [(name, c_int64) for name in ("heads", "window", "queries", "out_stride")]
     _fields_ += [("scale", c_float), ("softcap", c_float)]
+    _fields_ += [("head_tables", c_void_p), ("head_table_stride", c_int64), ("added", c_int64)]
 
 
-def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None) -> _KvLayout:
+def kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None) -> KvBlocks:
     """Blocks may lie apart (K beside V), but each must be dense."""
     _, block_size, kv_heads, stored = k_blocks.shape
     dtype = KV_DTYPES[quantized.format] if quantized else torch.bfloat16
@@ -220,7 +237,7 @@ def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None
         if not quantized.scales.is_contiguous():
             raise TypeError("the scales of quantized K and V must be contiguous")
         scales = quantized.scales.data_ptr()
-    kv = _KvBlocks(
+    return KvBlocks(
         k_blocks.data_ptr(),
         v_blocks.data_ptr(),
         scales,
@@ -230,5 +247,9 @@ def _kv_layout(k_blocks: Tensor, v_blocks: Tensor, quantized: QuantizedKv | None
         k_blocks.stride(0),
         v_blocks.stride(0),
         KV_FORMATS.index(quantized.format if quantized else "bf16"),
+        kv_heads * stored,
+        stored,
+        kv_heads * block_size,
+        block_size,
+        kv_heads,
     )
-    return _KvLayout(ref(k_blocks), ref(v_blocks), quantized, kv)

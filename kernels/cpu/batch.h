@@ -12,6 +12,8 @@ struct Batch {
     const int64_t* tree;               // [tokens], bit j: sees the j-th new token of its sequence; null: causal
     const int64_t* seats;              // [sequences]; null: in their order
     int64_t tokens, sequences, table_stride;
+
+    int64_t seat(int64_t sequence) const { return seats ? seats[sequence] : sequence; }
 };
 
 // How many rows an operation works on: what it was called with, or in a replay so many for each token of the step.

@@ -26,6 +26,7 @@ SOURCES = (
     "linear.cpp",
     "integer.cpp",
     "attention.cpp",
+    "eviction.cpp",
     "norms.cpp",
     "pointwise.cpp",
     "mixture.cpp",

@@ -12,14 +12,14 @@ import torch
 
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.cpu import build as cpu_build
-from membound.kernels.cpu.attention import AttentionCalls
+from membound.kernels.cpu.by_head import ByHeadCalls
 from membound.kernels.cpu.latent import LatentCalls
 from membound.kernels.cpu.mixture import MixtureCalls
 from membound.kernels.cpu.pointwise import PointwiseCalls
 from membound.kernels.cpu.recurrent import RecurrentCalls
 
 
-class CpuKernels(MixtureCalls, AttentionCalls, LatentCalls, RecurrentCalls, PointwiseCalls, ComposedKernels):
+class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, PointwiseCalls, ComposedKernels):
     """The C++ kernels: fp32 activations, weights in every format, K and V in bf16 or quantized."""
 
     name = "cpp"

@@ -11,12 +11,16 @@ enum KvFormat : int64_t { KV_BF16, KV_FP8, KV_INT8, KV_INT4 };
 enum KvPart { KEYS, VALUES };
 
 struct KvBlocks {
-    void *keys, *values;  // [blocks, block_size, kv_heads, stored(head_dim)]
+    // [blocks, block_size, kv_heads, stored(head_dim)], or with each head in blocks of its own as the strides say.
+    void *keys, *values;
     // fp8: fp32 [2, kv_heads]. int8: half [blocks, kv_heads, block_size, 2], of k and of v.
     // int4: [blocks, kv_heads, block_size, 4], scale and minimum of k and of v.
     void* scales;
     int64_t kv_heads, head_dim, block_size, key_block_stride, value_block_stride;  // strides in elements
     int64_t format;
+    int64_t token_stride, head_stride;              // elements of K and of V
+    int64_t scale_block_stride, scale_head_stride;  // in tokens
+    int64_t scaled_heads;                           // fp8: heads that have a scale of their own, or 1 for all
 
     int64_t stored() const { return format == KV_INT4 ? head_dim / 2 : head_dim; }
     int64_t element_bytes() const { return format == KV_BF16 ? 2 : 1; }
@@ -24,16 +28,18 @@ struct KvBlocks {
     // Bytes from the base to a token's vector.
     int64_t place(KvPart part, int64_t block, int64_t offset, int64_t head) const {
         const int64_t stride = part == KEYS ? key_block_stride : value_block_stride;
-        return (block * stride + (offset * kv_heads + head) * stored()) * element_bytes();
+        return (block * stride + offset * token_stride + head * head_stride) * element_bytes();
     }
     // Scales (for int4 scale and minimum) from the first to a token's of its keys.
     int64_t scale_place(int64_t block, int64_t offset, int64_t head) const {
-        return ((block * kv_heads + head) * block_size + offset) * (format == KV_INT4 ? 4 : 2);
+        return (block * scale_block_stride + head * scale_head_stride + offset) * (format == KV_INT4 ? 4 : 2);
     }
     half* token_scales(KvPart part, int64_t scale_place) const {
         return (half*)scales + scale_place + (part == KEYS ? 0 : format == KV_INT4 ? 2 : 1);
     }
-    float head_scale(KvPart part, int64_t head) const { return ((float*)scales)[(part == KEYS ? 0 : kv_heads) + head]; }
+    float head_scale(KvPart part, int64_t head) const {
+        return ((float*)scales)[(part == KEYS ? 0 : scaled_heads) + (scaled_heads == 1 ? 0 : head)];
+    }
 };
 
 // The tokens of a tile, `first` to `count`, for one kv head; those before `first` are not to be read.
@@ -48,7 +54,7 @@ struct Places {
         head = kv_head;
         count = end - start < TOKENS ? end - start : TOKENS;
         first = oldest > start ? (oldest - start < TOKENS ? oldest - start : TOKENS) : 0;
-        const int64_t token_bytes = kv.kv_heads * kv.stored() * kv.element_bytes();
+        const int64_t token_bytes = kv.token_stride * kv.element_bytes();
         const int64_t token_scales = kv.format == KV_INT4 ? 4 : 2;
         for (int64_t t = 0, block = start / kv.block_size, offset = start % kv.block_size; t < count;
              block++, offset = 0) {

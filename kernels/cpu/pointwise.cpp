@@ -165,6 +165,7 @@ struct RopeArguments {
     float* q;  // [tokens, heads, head_dim]
     KvBlocks kv;
     int64_t heads;
+    const int64_t* head_slots;  // [tokens, kv_heads], where each head's k and v go; null: the batch's slots for all
 };
 
 EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads) {
@@ -181,12 +182,15 @@ EXPORT void membound_rope_and_store(const RopeArguments* arguments, int threads)
                 turn(x, cos, sin, half, to);
                 x += dim;
             };
+            auto slot = [&](int64_t h) {
+                return a.head_slots ? a.head_slots[token * a.kv.kv_heads + h] : a.batch->slots[token];
+            };
             for (int64_t h = 0; h < a.heads; h++) rotate(a.q + (token * a.heads + h) * dim);
             for (int64_t h = 0; h < a.kv.kv_heads; h++) {
                 rotate(rotated);
-                write_vector(a.kv, KEYS, a.batch->slots[token], h, rotated);
+                write_vector(a.kv, KEYS, slot(h), h, rotated);
             }
-            for (int64_t h = 0; h < a.kv.kv_heads; h++, x += dim) write_vector(a.kv, VALUES, a.batch->slots[token], h, x);
+            for (int64_t h = 0; h < a.kv.kv_heads; h++, x += dim) write_vector(a.kv, VALUES, slot(h), h, x);
         }
     });
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from membound.kernels.base import Kernels
+from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import GroupedQueryAttention, LatentAttention, ModelSpec
 from membound.roofline.precision import Precision
 from membound.roofline.scenario.engine import Engine
@@ -13,7 +13,7 @@ from membound.runtime.blocks.attention import NewStore
 from membound.runtime.kv.evicting import EvictingKv, EvictingStep
 from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.kv.quantized import KERNEL_FORMATS, KernelQuantizedKv
-from membound.runtime.kv.quest import QuestKv, QuestStep
+from membound.runtime.kv.quest import QuestKv
 from membound.runtime.kv.steps import LastStep
 from membound.runtime.kv.store import KvStore, PagedKv, PlainKv
 from membound.runtime.kv.streaming import StreamingKv, StreamingStep
@@ -29,7 +29,7 @@ def store_for(setup: EngineSetup, kernels: Kernels, device: torch.device) -> New
     format, budget = setup.kv, setup.kv_budget
     streaming: LastStep[StreamingStep] = LastStep()
     evicting: LastStep[EvictingStep] = LastStep()
-    quest: LastStep[QuestStep] = LastStep()
+    quest: LastStep[RaggedBatch] = LastStep()
 
     def new_pages(attention: GroupedQueryAttention, num_blocks: int, block_size: int) -> PagedKv:
         if format.width >= 16:

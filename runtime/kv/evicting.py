@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
+from membound.kernels.by_head import HeldTokens
 from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
-from membound.runtime.kv.per_head import head_batch, per_head_qkv
 from membound.runtime.kv.policies import policy_of
 from membound.runtime.kv.scratch import prompt_scratch
-from membound.runtime.kv.steps import LastStep, PromptPart, SeatedStep
+from membound.runtime.kv.steps import LastStep, PlacedBatch, PlacingStore, PromptPart, SeatedStep
 from membound.runtime.kv.store import NewPages
 from membound.runtime.rope import RopeTables
 
@@ -28,26 +28,13 @@ ONLY_HEAD = 0  # a block holds one
 
 @dataclass(frozen=True)
 class EvictingStep:
-    """A step and what its part that decodes has in common in all layers, by sequence and head where both matter.
-
-    `first` are the slots of each seat's heads. A token takes the place `held`, or where `full` says so that of the
-    `turn`-th token to go since the cache was full.
-    """
+    """A step and its part that decodes, whose slots are entries of the seats' orders; None where nothing does."""
 
     seated: SeatedStep
-    seats: Tensor  # [sequences, 1]
-    newest: Tensor  # [sequences, 1, 1]
-    held: Tensor  # [sequences, 1]
-    full: Tensor  # [sequences, 1]
-    some_full: bool
-    turn: Tensor  # [sequences, 1]
-    first: Tensor  # [sequences, heads]
-    positions: Tensor  # [sequences * heads]
-    context_len: Tensor  # [sequences * heads]
-    block_table: Tensor  # [sequences * heads, blocks]
+    decoding: PlacedBatch | None
 
 
-class EvictingKv:
+class EvictingKv(PlacingStore):
     """At each seat, for each KV head, the `budget` tokens that its policy ranks highest.
 
     A prompt sees what was kept before it and all of itself, and is evicted from when it is over. A token that decodes
@@ -77,6 +64,9 @@ class EvictingKv:
             seats, heads, self.budget, dtype=torch.int32, device=device
         )  # places, first to go first
         self.prompt_end = [0] * seats
+        self._blocks = self.kv.by_head(heads, each=1, apart=self.blocks)
+        scores = self.scores if self.policy.decode_scores else None
+        self._held = HeldTokens(self.positions, self.order, scores, budget.recent)
 
     @property
     def emulated(self) -> bool:
@@ -90,16 +80,21 @@ class EvictingKv:
     def kept(self) -> Sequence[Tensor]:
         return *self.kv.parts, self.positions, self.scores, self.order
 
+    def placed(self, batch: RaggedBatch) -> RaggedBatch:
+        step = self.steps.of(batch, lambda: self._step(batch))
+        return batch if step.seated.prompts or step.decoding is None else step.decoding
+
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
+        placed = batch if isinstance(batch, PlacedBatch) else self.placed(batch)
+        if isinstance(placed, PlacedBatch):
+            return self._decode(qkv, rope, placed, scale, softcap)
         step = self.steps.of(batch, lambda: self._step(batch))
         seated = step.seated
-        if not seated.prompts:
-            return self._decode(qkv, rope, step, scale, softcap)
         out = qkv.new_empty(qkv.shape[0], qkv.shape[1] - 2 * self.heads * self.width)
-        if len(seated.seats) and seated.rows is not None:
-            out[seated.rows] = self._decode(qkv[seated.rows], rope, step, scale, softcap)
+        if step.decoding is not None and seated.rows is not None:
+            out[seated.rows] = self._decode(qkv[seated.rows], rope, step.decoding, scale, softcap)
         for part in seated.prompts:
             out[part.first : part.last] = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
         return out
@@ -147,50 +142,31 @@ class EvictingKv:
         return attended
 
     def _step(self, batch: RaggedBatch) -> EvictingStep:
-        """What a batch means at the seats; ends of prompts are the same in all layers."""
+        """Where a step's tokens lie; ends of prompts are the same in all layers."""
         seated = SeatedStep.of(batch)
-        seats, start, heads = seated.seats, seated.positions, self.heads
+        seats, start = seated.seats, seated.positions
+        if not len(seats):
+            return EvictingStep(seated, None)
         ends = torch.tensor([self.prompt_end[seat] for seat in seats.tolist()], dtype=torch.int64, device=seats.device)
-        full = start >= self.budget
-        first = (seats[:, None] * heads + torch.arange(heads, device=seats.device)) * self.blocks
-        table = first.view(-1, 1) + torch.arange(self.blocks, device=seats.device)
-        return EvictingStep(
-            seated=seated,
-            seats=seats[:, None],
-            newest=start[:, None, None],
-            held=start.clamp(max=self.budget)[:, None],
-            full=full[:, None],
-            some_full=bool(full.any()),
-            turn=((start - ends.clamp(min=self.budget)) % self.budget)[:, None],
-            first=first * BLOCK,
-            positions=start.repeat_interleave(heads),
-            context_len=(start + 1).clamp(max=self.budget).repeat_interleave(heads).int(),
-            block_table=table.int(),
+        first = seats[:, None] * self.heads * self.blocks
+        decoding = PlacedBatch(
+            positions=start,
+            # The free place, or where there is none the turn of the token since the cache was full.
+            slots=torch.where(start < self.budget, start, (start - ends.clamp(min=self.budget)) % self.budget),
+            query_start=torch.arange(len(seats) + 1, dtype=torch.int32, device=seats.device),
+            context_len=(start + 1).clamp(max=self.budget).int(),
+            block_table=(first + torch.arange(self.blocks, device=seats.device)).int(),
+            most_queries=1,
+            seats=seats,
         )
+        return EvictingStep(seated, decoding)
 
-    def _decode(self, qkv: Tensor, rope: RopeTables, step: EvictingStep, scale: float, softcap: float | None) -> Tensor:
+    def _decode(self, qkv: Tensor, rope: RopeTables, batch: PlacedBatch, scale: float, softcap: float | None) -> Tensor:
         """Attention of one new token of each of some seats, which takes its place first."""
-        place = self._places(step)  # [sequences, heads]
-        batch = head_batch(step.positions, (step.first + place).flatten(), step.context_len, step.block_table)
-        q = self.kv.write(per_head_qkv(qkv, self.heads, self.width), rope, batch)
-        attended = self.kv.read(q, batch, scale, softcap)
-        head = torch.arange(self.heads, device=qkv.device)
-        self.positions[step.seats, head, place] = step.newest[:, 0].int()
-        if self.policy.decode_scores:
-            self.scores[step.seats, head, place] = 0.0
-            seen = self.kv.received(q, batch, scale, 1, softcap)
-            self.scores[step.seats[:, 0], :, : seen.shape[-1]] += seen.view(len(step.seats), self.heads, -1)
-        return attended.view(len(step.seats), -1)
-
-    def _places(self, step: EvictingStep) -> Tensor:
-        """Where each head puts the new token: behind the others while there is room, else where one must go."""
-        if not step.some_full:
-            return step.held.expand(-1, self.heads)
-        head = torch.arange(self.heads, device=step.seats.device)
-        if not self.policy.decode_scores:
-            lowest = self.order[step.seats, head, step.turn].long()
-        else:
-            seats = step.seats[:, 0]
-            scores, positions = (state[seats, :, : self.budget] for state in (self.scores, self.positions))
-            lowest = self.policy.rank(scores, positions, step.newest).argmin(dim=-1)
-        return torch.where(step.full, lowest, step.held)
+        kernels, blocks = self.kv.kernels, self._blocks
+        slots = kernels.choose_places(batch, self._held, BLOCK)  # [sequences, heads]
+        q = kernels.rope_and_store_by_head(qkv, rope.cos, rope.sin, batch, blocks, slots)
+        attended = kernels.attention_by_head(q, blocks, batch, scale, softcap=softcap)
+        if self._held.scores is not None:
+            kernels.add_attention_received(q, blocks, batch, scale, self._held.scores, softcap=softcap)
+        return attended

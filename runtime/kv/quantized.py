@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.by_head import HeadBlocks
 from membound.kernels.kv_formats import KvQuantFormat, QuantizedKv
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.kv.store import PagedKv
@@ -67,11 +68,8 @@ class KernelQuantizedKv(PagedKv):
     def received(self, q: Tensor, batch: RaggedBatch, scale: float, queries: int, softcap: float | None) -> Tensor:
         return self.kernels.attention_scores(q, self.kv, batch, scale, queries=queries, softcap=softcap)
 
-    def keys(self, slots: Tensor) -> Tensor:
-        codes, *scales = (part.view(-1, part.shape[-1]).index_select(0, slots) for part in (self.kv.k, *self.parts[2:]))
-        codes = codes[None, :, None]  # a block of all these tokens
-        kept = QuantizedKv(self.kv.format, codes, codes, scales[0][None, None] if scales else self.kv.scales)
-        return kept.dequantized()[0][0, :, 0]
+    def by_head(self, heads: int, each: int, apart: int) -> HeadBlocks:
+        return HeadBlocks(self.kv.k, self.kv.v, self.kv, heads, each, apart)
 
     def empty(self, blocks: int, block_size: int, kv_heads: int) -> KernelQuantizedKv:
         device = self.kv.k.device

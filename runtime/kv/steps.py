@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,6 +12,22 @@ from torch import Tensor
 
 from membound.kernels.base import RaggedBatch
 from membound.runtime.kv.scratch import seats_of, spans
+
+
+@dataclass(frozen=True)
+class PlacedBatch(RaggedBatch):
+    """Tokens that decode, where the stores of all layers keep them: not in the scheduler's blocks any more."""
+
+
+class PlacingStore(ABC):
+    """A store that keeps or reads tokens elsewhere than a batch says, at the same places in all layers.
+
+    A step of decode is placed once, before the layers: what they then do is the same in each such step.
+    """
+
+    @abstractmethod
+    def placed(self, batch: RaggedBatch) -> RaggedBatch:
+        """The batch of a step that decodes as a PlacedBatch; another as it is."""
 
 
 @dataclass(frozen=True)

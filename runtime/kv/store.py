@@ -11,6 +11,7 @@ from torch import Tensor
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.by_head import HeadBlocks
 from membound.roofline.models import GroupedQueryAttention
 from membound.runtime.kv.content import content_of, put_content
 from membound.runtime.rope import RopeTables
@@ -99,8 +100,8 @@ class PagedKv(ABC):
         """The attention that each token receives of a sequence's last `queries`: see `Kernels.attention_scores`."""
 
     @abstractmethod
-    def keys(self, slots: Tensor) -> Tensor:
-        """Of blocks of one head the numbers [tokens, head_dim] that the keys in `slots` [tokens] stand for."""
+    def by_head(self, heads: int, each: int, apart: int) -> HeadBlocks:
+        """Blocks of one head as the kernels see those of `heads` heads: see `HeadBlocks`."""
 
     @abstractmethod
     def empty(self, blocks: int, block_size: int, kv_heads: int) -> PagedKv:
@@ -177,8 +178,8 @@ class PlainKv(PagedKv):
     def received(self, q: Tensor, batch: RaggedBatch, scale: float, queries: int, softcap: float | None) -> Tensor:
         return self.kernels.attention_scores(q, self.k_blocks, batch, scale, queries=queries, softcap=softcap)
 
-    def keys(self, slots: Tensor) -> Tensor:
-        return self.k_blocks.view(-1, self.k_blocks.shape[-1]).index_select(0, slots)
+    def by_head(self, heads: int, each: int, apart: int) -> HeadBlocks:
+        return HeadBlocks(self.k_blocks, self.v_blocks, None, heads, each, apart)
 
     def empty(self, blocks: int, block_size: int, kv_heads: int) -> PlainKv:
         shape = (blocks, block_size, kv_heads, self.k_blocks.shape[-1])

@@ -16,7 +16,7 @@ from membound.kernels.base import RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.scratch import prompt_scratch
-from membound.runtime.kv.steps import LastStep, PromptPart, SeatedStep
+from membound.runtime.kv.steps import LastStep, PlacedBatch, PlacingStore, PromptPart, SeatedStep
 from membound.runtime.kv.store import NewPages
 from membound.runtime.rope import RopeTables
 
@@ -28,10 +28,10 @@ class StreamingStep:
     """A step and its part that decodes, as it lies at the seats; None where nothing does."""
 
     seated: SeatedStep
-    decoding: RaggedBatch | None
+    decoding: PlacedBatch | None
 
 
-class StreamingKv:
+class StreamingKv(PlacingStore):
     """At each seat the first `sinks` tokens, and a ring of the newest: which is the same for all layers and heads."""
 
     on_host = True
@@ -61,13 +61,17 @@ class StreamingKv:
     def nbytes(self) -> int:
         return self.kv.nbytes
 
+    def placed(self, batch: RaggedBatch) -> RaggedBatch:
+        step = self.steps.of(batch, lambda: self._step(batch))
+        return batch if step.seated.prompts or step.decoding is None else step.decoding
+
     def attend(
         self, qkv: Tensor, rope: RopeTables, batch: RaggedBatch, scale: float, softcap: float | None = None
     ) -> Tensor:
+        placed = batch if isinstance(batch, PlacedBatch) else self.placed(batch)
+        if isinstance(placed, PlacedBatch):
+            return self.kv.attend(qkv, rope, placed, scale, softcap)
         step = self.steps.of(batch, lambda: self._step(batch))
-        if not step.seated.prompts:
-            assert step.decoding is not None, "a step computes something"
-            return self.kv.attend(qkv, rope, step.decoding, scale, softcap)
         out: Tensor | None = None
         for part in step.seated.prompts:
             attended = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
@@ -103,13 +107,14 @@ class StreamingKv:
         if not len(seats):
             return StreamingStep(seated, None)
         first = seats * self.blocks
-        decoding = RaggedBatch(
+        decoding = PlacedBatch(
             positions=positions,
             slots=first * BLOCK + self.place_of(positions),
             query_start=torch.arange(len(seats) + 1, dtype=torch.int32, device=seats.device),
             context_len=(positions + 1).clamp(max=self.budget).int(),
             block_table=(first[:, None] + torch.arange(self.blocks, device=seats.device)).int(),
             most_queries=1,
+            seats=seats,
         )
         return StreamingStep(seated, decoding)
 

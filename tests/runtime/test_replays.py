@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from membound.kernels.cpu.build import KernelBuildError
 from membound.kernels.cpu.kernels import CpuKernels
@@ -100,6 +101,86 @@ def test_replayed_steps_have_the_bits_of_those_run_kernel_by_kernel(
             assert torch.equal(ours.residual, theirs.residual)
     known = played._replays._known[caches[0][0]]
     assert all(each.recorded for each in known.values()), "these steps can be replayed"
+
+
+POLICIES = ("streaming", "h2o", "snapkv", "quest")
+
+
+def evicting(kernels: CpuKernels, policy: str, format: str | None, *, replayed: bool = True) -> Decoder:
+    """A decoder whose attention reads 16 tokens or 4 pages of a sequence."""
+    page = {"page": BLOCK_SIZE} if policy == "quest" else {}
+    techniques = [{"name": "kv_eviction", "policy": policy, "budget": 16, **page}]
+    if format is not None:
+        techniques.append({"name": "kv_quantization", "format": format})
+    setup = load_scenario("live-cpu").with_value("techniques", techniques).setup
+    new_store = store_for(setup, kernels, torch.device("cpu"))
+    return Decoder(SPEC, random_weights(SPEC, seed=1), kernels, "bf16", new_store, replayed=replayed)
+
+
+def decoding_steps(seed: int) -> list[list[Part]]:
+    """Prompts, beside tokens or alone, and then tokens of a changing set of sequences whose tables differ in width."""
+    chance, lengths = random.Random(seed), [0] * SEQUENCES
+    found = []
+    for number in range(60):
+        parts = []
+        for sequence in chance.sample(range(SEQUENCES), chance.randint(1, SEQUENCES)):
+            start = lengths[sequence]
+            if not start and number > 8 and number % 11:
+                continue
+            blocks = range(sequence * BLOCKS_EACH, sequence * BLOCKS_EACH + chance.randint(26, BLOCKS_EACH))
+            parts.append(Part(start, 1 if start else chance.randint(2, 40), blocks, sequence))
+            lengths[sequence] = parts[-1].start + parts[-1].tokens
+        found += [parts] if parts else []
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_steps_of_caches_that_evict_or_choose_are_played_with_the_bits_of_those_run_kernel_by_kernel(
+    kernels: CpuKernels, policy: str, format: str | None
+) -> None:
+    played, plain = (evicting(kernels, policy, format, replayed=replayed) for replayed in (True, False))
+    caches = [decoder.new_cache(SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, SEQUENCES) for decoder in (played, plain)]
+    for number, parts in enumerate(decoding_steps(seed=3)):
+        batch = ragged_batch(parts, BLOCK_SIZE)
+        ids = torch.arange(batch.num_tokens) * 7 % SPEC.vocab
+        ours, theirs = (
+            decoder.hidden(ids, batch, cache) for decoder, cache in zip((played, plain), caches, strict=True)
+        )
+        assert torch.equal(ours.normed, theirs.normed), f"step {number}"
+        assert torch.equal(ours.residual, theirs.residual)
+    for mine, yours in zip(caches[0], caches[1], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.kept, yours.kept, strict=True))
+    known = played._replays._known[caches[0][0]]
+    assert any(each.recorded for each in known.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_torch_computes_nothing_in_the_layers_of_a_played_step(kernels: CpuKernels, policy: str) -> None:
+    """Neither does it allocate there: its operations are as many with one layer as with three."""
+    decoder, counts = evicting(kernels, policy, None), []
+    cache = decoder.new_cache(SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, SEQUENCES)
+    blocks = range(BLOCKS_EACH)
+    decoder.hidden(torch.arange(60), ragged_batch([Part(0, 60, blocks)], BLOCK_SIZE), cache)
+    for layers in (1, 3):
+        for position in (60, 61):
+            batch = ragged_batch([Part(position, 1, blocks)], BLOCK_SIZE)
+            with Counting() as counting:
+                decoder.hidden(torch.tensor([5]), batch, cache, layers)
+        counts.append(counting.operations)
+    assert counts[0] == counts[1]
+
+
+class Counting(TorchDispatchMode):
+    """Counts what torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
 
 
 def gqa(**extra: Any) -> GroupedQueryAttention:

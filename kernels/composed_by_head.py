@@ -1,0 +1,242 @@
+"""How does a device without kernels of its own for them serve KV heads that hold or read different tokens?
+
+Each KV head of a sequence is a sequence of its own with one KV head, for the kernels that there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from membound.kernels.base import RaggedBatch
+from membound.kernels.by_head import HeadBlocks, HeldTokens, PageBounds
+from membound.kernels.kv_formats import QuantizedKv
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """A batch in which each head of a sequence is a sequence, and where each token's heads, in their order, went."""
+
+    batch: RaggedBatch
+    order: Tensor  # [tokens * kv_heads]
+
+
+class ComposedByHead(ABC):
+    """`ByHeadKernels` by kernels that read the same tokens for all heads of a sequence."""
+
+    _last: tuple[RaggedBatch, HeadBlocks, HeadBatch] | None = None
+
+    @abstractmethod
+    def rope_and_store(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
+    ) -> Tensor:
+        """See `Kernels.rope_and_store`."""
+
+    @abstractmethod
+    def rope_and_store_quantized(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
+    ) -> Tensor:
+        """See `Kernels.rope_and_store_quantized`."""
+
+    @abstractmethod
+    def attention(
+        self,
+        q: Tensor,
+        k_blocks: Tensor,
+        v_blocks: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `Kernels.attention`."""
+
+    @abstractmethod
+    def attention_quantized(
+        self,
+        q: Tensor,
+        kv: QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `Kernels.attention_quantized`."""
+
+    @abstractmethod
+    def attention_scores(
+        self,
+        q: Tensor,
+        keys: Tensor | QuantizedKv,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        queries: int,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """See `Kernels.attention_scores`."""
+
+    def rope_and_store_by_head(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: HeadBlocks, slots: Tensor | None = None
+    ) -> Tensor:
+        by_head = self._by_head(batch, kv)
+        at = by_head.batch
+        if slots is not None:
+            at = replace(at, slots=head_slots(slots, kv).flatten()[by_head.order])
+        flat = per_head_qkv(qkv, kv.heads, kv.head_dim).index_select(0, by_head.order)
+        if kv.quantized is None:
+            q = self.rope_and_store(flat, cos, sin, at, kv.k, kv.v)
+        else:
+            q = self.rope_and_store_quantized(flat, cos, sin, at, kv.quantized)
+        turned = torch.empty_like(q)
+        turned[by_head.order] = q
+        return turned.view(qkv.shape[0], -1, kv.head_dim)
+
+    def attention_by_head(
+        self,
+        q: Tensor,
+        kv: HeadBlocks,
+        batch: RaggedBatch,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        tables: Tensor | None = None,
+    ) -> Tensor:
+        by_head = self._by_head(batch, kv)
+        at = by_head.batch if tables is None else replace(by_head.batch, block_table=head_tables(tables, kv))
+        flat = q.view(-1, q.shape[1] // kv.heads, kv.head_dim).index_select(0, by_head.order)
+        if kv.quantized is None:
+            seen = self.attention(flat, kv.k, kv.v, at, scale, softcap=softcap)
+        else:
+            seen = self.attention_quantized(flat, kv.quantized, at, scale, softcap=softcap)
+        out = torch.empty_like(seen)
+        out[by_head.order] = seen
+        return out.view(q.shape[0], -1)
+
+    def add_attention_received(
+        self,
+        q: Tensor,
+        kv: HeadBlocks,
+        batch: RaggedBatch,
+        scale: float,
+        scores: Tensor,
+        *,
+        softcap: float | None = None,
+    ) -> None:
+        by_head, keys = self._by_head(batch, kv), kv.quantized or kv.k
+        flat = q.view(-1, q.shape[1] // kv.heads, kv.head_dim).index_select(0, by_head.order)
+        seen = self.attention_scores(flat, keys, by_head.batch, scale, queries=1, softcap=softcap)
+        width = min(seen.shape[-1], scores.shape[-1])
+        scores[_seats(batch), :, :width] += seen.view(batch.num_sequences, kv.heads, -1)[..., :width]
+
+    def choose_places(self, batch: RaggedBatch, held: HeldTokens, block_size: int) -> Tensor:
+        seats, head = _seats(batch)[:, None], torch.arange(held.order.shape[1], device=batch.slots.device)
+        newest = batch.positions[:, None]
+        place = held.order[seats, head, batch.slots[:, None]].long()  # [tokens, kv_heads]
+        if held.scores is not None:
+            known, scores = (state[seats[:, 0], :, : held.budget] for state in (held.positions, held.scores))
+            stays = known > (newest - held.recent)[:, None]
+            lowest = torch.where(stays, known.float(), -1 / (1 + scores)).argmin(dim=-1)
+            place = torch.where(newest >= held.budget, lowest, place)
+            held.scores[seats, head, place] = 0.0
+        held.positions[seats, head, place] = newest.int().expand_as(place)
+        return batch.block_table[:, :1].long() * block_size + place
+
+    def choose_pages(self, q: Tensor, kv: HeadBlocks, bounds: PageBounds, batch: RaggedBatch, width: int) -> Tensor:
+        slots = head_slots(batch.slots[:, None], kv)  # [tokens, kv_heads]
+        widen_bounds(bounds, kv, slots.flatten(), anew=True)
+        size, edges = kv.block_size, batch.query_start.tolist()
+        tables = torch.zeros(batch.num_sequences, kv.heads, width, dtype=torch.int32, device=q.device)
+        there = min(width, batch.block_table.shape[1])
+        tables[:, :, :there] = batch.block_table[:, None, :there]
+        first = batch.positions[batch.query_start[:-1].long()].tolist()
+        for i, (start, (low, high)) in enumerate(zip(first, pairwise(edges), strict=True)):
+            new, end = high - low, start + high - low
+            if not bounds.selects(new, end, size):
+                continue
+            kept = bounds.kept(new, size)
+            pages = batch.block_table[i, : -(-end // size)].long()
+            queries = q[low:high].float().unflatten(1, (kv.heads, -1)).transpose(0, 1).flatten(1, 2)
+            signed = torch.cat([queries.clamp(min=0), (-queries).clamp_(min=0)], dim=-1)  # [kv_heads, new * group, 2 D]
+            best = (signed @ bounds.numbers[pages].permute(1, 2, 0).float()).amax(dim=1)  # [kv_heads, pages]
+            best[:, start // size :] = torch.inf
+            found = best.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
+            tables[i, :, :kept], tables[i, :, kept:] = pages[found].int(), 0
+        return tables
+
+    def _by_head(self, batch: RaggedBatch, kv: HeadBlocks) -> HeadBatch:
+        """The batch by head: made once for all operations and layers of a step."""
+        if self._last is not None and self._last[0] is batch:
+            _, of, made = self._last
+            if (of.heads, of.each, of.apart, of.block_size) == (kv.heads, kv.each, kv.apart, kv.block_size):
+                return made
+        made = head_batch(batch, kv)
+        self._last = batch, kv, made
+        return made
+
+
+def per_head_qkv(qkv: Tensor, kv_heads: int, head_dim: int) -> Tensor:
+    """qkv [tokens, (heads + 2 * kv_heads) * head_dim] as [tokens * kv_heads, (heads / kv_heads + 2) * head_dim]."""
+    width = kv_heads * head_dim
+    q, k, v = qkv.split([qkv.shape[1] - 2 * width, width, width], dim=1)
+    parts = [part.unflatten(1, (kv_heads, -1)) for part in (q, k, v)]
+    return torch.cat(parts, dim=-1).flatten(0, 1)
+
+
+def head_batch(batch: RaggedBatch, kv: HeadBlocks) -> HeadBatch:
+    """Each head of a sequence as a sequence, those of the first sequence first."""
+    heads, edges, device = kv.heads, batch.query_start.tolist(), batch.positions.device
+    parts = [
+        torch.arange(first * heads, last * heads, device=device).view(-1, heads).t().flatten()
+        for first, last in pairwise(edges)
+    ]
+    order = torch.cat(parts)
+    new = (batch.query_start[1:] - batch.query_start[:-1]).repeat_interleave(heads)
+    by_head = RaggedBatch(
+        positions=batch.positions.repeat_interleave(heads)[order],
+        slots=head_slots(batch.slots[:, None], kv).flatten()[order],
+        query_start=torch.cat([new.new_zeros(1), new.cumsum(0)]).int(),
+        context_len=batch.context_len.repeat_interleave(heads),
+        block_table=head_tables(batch.block_table[:, None], kv),
+        most_queries=batch.most_queries,
+        tree=None if batch.tree is None else batch.tree.repeat_interleave(heads)[order],
+    )
+    return HeadBatch(by_head, order)
+
+
+def head_slots(slots: Tensor, kv: HeadBlocks) -> Tensor:
+    """Slots [tokens, kv_heads, or 1 where they are the same for all] in single heads' blocks: [tokens, kv_heads]."""
+    head, size = torch.arange(kv.heads, device=slots.device), kv.block_size
+    return (slots // size * kv.each + head * kv.apart) * size + slots % size
+
+
+def head_tables(tables: Tensor, kv: HeadBlocks) -> Tensor:
+    """Blocks [sequences, kv_heads or 1, width] as those of single heads: [sequences * kv_heads, width]."""
+    head = torch.arange(kv.heads, device=tables.device)[:, None]
+    return (tables.long() * kv.each + head * kv.apart).flatten(0, 1).int()
+
+
+def widen_bounds(bounds: PageBounds, kv: HeadBlocks, slots: Tensor, *, anew: bool) -> None:
+    """The keys in `slots` [tokens] of single heads' blocks count for the bounds of their pages.
+
+    Those of a page begin `anew` with its first token.
+    """
+    numbers, pages = bounds.numbers.flatten(0, 1), slots // kv.block_size
+    if anew:
+        numbers[pages[slots % kv.block_size == 0]] = -torch.inf
+    keys = kv.keys(slots).to(numbers.dtype)
+    index = pages[:, None].expand(-1, numbers.shape[1])
+    numbers.scatter_reduce_(0, index, torch.cat([keys, -keys], dim=1), "amax")
+
+
+def _seats(batch: RaggedBatch) -> Tensor:
+    if batch.seats is None:
+        return torch.arange(batch.num_sequences, device=batch.positions.device)
+    return batch.seats
