@@ -8,7 +8,8 @@ from typing import Any
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario
-from membound.simulator.planning import planner
+from membound.simulator.planning.document import to_json
+from membound.simulator.planning.planner import plan
 from membound.simulator.planning.search import Objective
 
 CONFIRMED = 3
@@ -33,7 +34,7 @@ def plan_each(
             progress((index + fraction) / len(devices), f"{device} ({index + 1}/{len(devices)})")
 
         try:
-            found = planner.plan(
+            found = plan(
                 scenario,
                 devices=[device],
                 precisions=precisions,
@@ -47,7 +48,7 @@ def plan_each(
                 raise
             plans.append({"device": device, "best": None, "reason": str(error), "front": [], "options": {}})
         else:
-            plans.append({"device": device, **planner.to_json(found)})
+            plans.append({"device": device, **to_json(found)})
     best = min((plan["best"] for plan in plans if plan["best"]), key=lambda one: rank(one, objective), default=None)
     return {
         "objective": objective,

@@ -116,7 +116,7 @@ def run_policies(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 def run_max_rate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Finds the most that the scenario's own deployment serves within its objective, and keeps it as a run."""
     from membound.app import uploads
-    from membound.simulator.planning.planner import max_rate
+    from membound.simulator.planning.most import max_rate
 
     scenario = scenario_of(spec)
 

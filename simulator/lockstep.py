@@ -15,42 +15,24 @@ to the general loop's in random scenarios.
 from __future__ import annotations
 
 import math
-import struct
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 import numpy as np
-from numpy.typing import NDArray
 
 from membound.roofline.scenario.tasks import resolve
 from membound.roofline.scenario.workload import ClosedLoop, SessionPrompts, SyntheticPrompts, TextPrompts, Workload
 from membound.roofline.shape import shape_sums
-from membound.simulator.scheduling.recorder import COUNTED_COLUMNS, REQUEST_COLUMNS, SHAPE_COLUMNS, Recorder
+from membound.simulator.lockstep_tables import NOTED, NOTED_OF_PROMPTS, Table, ramps_of, stacked, step_table, table_of
+from membound.simulator.scheduling.recorder import REQUEST_COLUMNS, Recorder
 from membound.simulator.scheduling.request import Request, steps_before
 from membound.simulator.scheduling.scheduler import EVERYBODY, FIRST_COME, Scheduler
 from membound.simulator.scheduling.workload import RequestColumns
 from membound.simulator.step_times import StepTimes
 
-Table = NDArray[np.float64]
-
-# What is noted of each row of steps. `since_start` of those who decode had their last token when it began; attended and
-# held tokens and blocks are those of its first step.
-_NOTED = (
-    "start_s",
-    "steps",
-    "first_s",
-    "slope_s",
-    "decoding",
-    "since_start",
-    "kv_tokens",
-    "held_tokens",
-    "blocks_used",
-)
-# Of rows with prompts also which row it is, how many prompts ended, and the sums of its shape.
-_NOTED_OF_PROMPTS = ("row", "ended", *SHAPE_COLUMNS)
 _ROWS = 1 << 15  # that are made into tables together
 _MOST_TOTAL = 1 << 40
 
@@ -131,7 +113,7 @@ class Lockstep:
         alone, most_tokens, num_blocks = batching.prompts_alone, self.scheduler.max_batched_tokens, self.num_blocks
         decode_times, seconds_of = self.step_times.decode, self.step_times.seconds
         waiting, ends, growth, paused = self.waiting, self.ends, self.growth, self.paused
-        rows, enough = self.rows, _ROWS * len(_NOTED)
+        rows, enough = self.rows, _ROWS * len(NOTED)
         now_s = decoded_s = 0.0  # the time, and when those who decode had their last token
         clock = standing = 0  # steps of decode so far, and tokens at step 0 of all who decode
         free = num_blocks
@@ -173,7 +155,7 @@ class Lockstep:
                 sums = shape_sums(shapes, decoding, tokens if decoding else 0)
                 steps, slope_s, ended = 1, 0.0, sum([emits for _, _, emits in shapes])
                 time_s = first_s = seconds_of(sums)
-                self.rows_of_prompts += (len(rows) // len(_NOTED), ended, *sums)
+                self.rows_of_prompts += (len(rows) // len(NOTED), ended, *sums)
             elif decoding:
                 first_s, slope_s, alike = decode_times(decoding, tokens)
                 steps = 1 if preempted else min(ends[0][0] - clock, alike)
@@ -364,13 +346,13 @@ class Lockstep:
 
     def _write_steps(self) -> None:
         """Makes what was noted of steps into the recorder's rows and samples."""
-        rows, of_prompts = _table(self.rows, len(_NOTED)), _table(self.rows_of_prompts, len(_NOTED_OF_PROMPTS))
-        noted = dict(zip(_NOTED, np.ascontiguousarray(rows.T), strict=True))
+        rows, of_prompts = table_of(self.rows, len(NOTED)), table_of(self.rows_of_prompts, len(NOTED_OF_PROMPTS))
+        noted = dict(zip(NOTED, np.ascontiguousarray(rows.T), strict=True))
         noted["time_s"] = noted["steps"] * (noted["first_s"] + noted["slope_s"] * (noted["steps"] - 1) / 2)
         noted["end_s"] = noted["start_s"] + noted["time_s"]
-        self.recorder.add_steps(_step_table(noted, of_prompts, _table(self.later_growth, 1)[:, 0], self.block_size))
-        self.recorder.itl_s.add_ramps(_ramps(noted))
-        self.recorder.itl_s.add_ramps(_table(self.gaps, 4))
+        self.recorder.add_steps(step_table(noted, of_prompts, table_of(self.later_growth, 1)[:, 0], self.block_size))
+        self.recorder.itl_s.add_ramps(ramps_of(noted))
+        self.recorder.itl_s.add_ramps(table_of(self.gaps, 4))
         if len(rows):
             self.recorder.end_s = float(noted["end_s"][-1])
         for written in (self.rows, self.rows_of_prompts, self.later_growth, self.gaps):
@@ -397,78 +379,4 @@ class Lockstep:
         columns["finished_s"][self.ended_ids] = self.ended_s
         columns["preemptions"] = np.zeros(len(served))
         columns["preemptions"][list(self.preemptions)] = list(self.preemptions.values())
-        return _stacked(columns, REQUEST_COLUMNS, len(served))
-
-
-def _table(noted: list[float] | list[int], columns: int) -> Table:
-    # the fastest way from a list of numbers to an array
-    return np.frombuffer(struct.pack(f"{len(noted)}d", *noted)).reshape(-1, columns)
-
-
-def _step_table(noted: dict[str, Table], of_prompts: Table, later_growth: Table, block_size: int) -> Table:
-    """Rows of COUNTED_COLUMNS: counts as they were noted, shapes as means over steps, the rest as means over time."""
-    n, k, time_s, first_s, slope_s = (noted[name] for name in ("decoding", "steps", "time_s", "first_s", "slope_s"))
-    later_s = first_s * k * (k - 1) / 2 + slope_s * (k - 1) * k * (2 * k - 1) / 6
-    per_s = np.divide(1, time_s, out=np.zeros(len(k)), where=time_s > 0)
-    grown = n * (k - 1) / 2  # the mean step attends to so many tokens more than the first
-    growth_block_s = _growth_block_s(k, time_s, first_s, slope_s, later_growth, block_size)
-    columns = {
-        "start_s": noted["start_s"],
-        "time_s": noted["end_s"] - noted["start_s"],
-        "steps": k,
-        "emitted": n * k,
-        "blocks_used": (noted["blocks_used"] * time_s + growth_block_s) * per_s,
-        "held_tokens": (noted["held_tokens"] * time_s + n * later_s) * per_s,
-        "tokens": n,
-        "sequences": n,
-        "kv_tokens": noted["kv_tokens"] + grown,
-        "attended": noted["kv_tokens"] + grown,
-        "logits_rows": n,
-    }
-    table = _stacked(columns, COUNTED_COLUMNS, len(k))
-    index = of_prompts[:, 0].astype(np.int64)
-    table[index, COUNTED_COLUMNS.index("emitted")] += of_prompts[:, 1]
-    table[index, -len(SHAPE_COLUMNS) :] = of_prompts[:, 2:]
-    return table
-
-
-def _growth_block_s(
-    steps: Table, time_s: Table, first_s: Table, slope_s: Table, later_growth: Table, block_size: int
-) -> Table:
-    """Block-seconds of the blocks that each row's steps after the first add.
-
-    Each row of k steps has min(k - 1, block size) entries in `later_growth`: entry j says how many blocks are taken at
-    the row's steps j, j + block size, ... (counted from 0), and used from there to the row's end.
-    """
-    entries = np.minimum(steps - 1, block_size).astype(np.int64)
-    first_entry = np.cumsum(entries) - entries
-    some = np.flatnonzero(later_growth)
-    row = np.repeat(np.arange(len(steps)), entries)[some]
-    step = some - first_entry[row] + 1.0
-    times = (steps[row] - 1 - step) // block_size + 1
-    pairs, slope_half_s = times * (times - 1) / 2, slope_s[row] / 2
-    sum_of_steps = times * step + block_size * pairs
-    sum_of_squares = step * (times * step + 2 * block_size * pairs) + block_size**2 * pairs * (2 * times - 1) / 3
-    left_s = times * time_s[row] - (first_s[row] - slope_half_s) * sum_of_steps - slope_half_s * sum_of_squares
-    total_s: Table = np.bincount(row, later_growth[some] * left_s, len(steps)).astype(np.float64)
-    return total_s
-
-
-def _ramps(noted: dict[str, Table]) -> Table:
-    """The ramps of `Samples` that the gaps within rows, and those since they began, come to."""
-    n, since_start, k = noted["decoding"], noted["since_start"], noted["steps"]
-    several, all_since = k > 1, since_start == n
-    span_s = np.where(several, noted["first_s"], noted["end_s"] - noted["start_s"])
-    slope_s = np.where(several, noted["slope_s"], 0.0)
-    whole = np.stack((span_s, slope_s, k, n), axis=1)[all_since & (n > 0)]
-    first = np.stack((span_s, np.zeros(len(k)), np.ones(len(k)), since_start), axis=1)
-    rest = np.stack((span_s + slope_s, slope_s, k - 1, n), axis=1)
-    return np.concatenate((whole, first[~all_since & (since_start > 0)], rest[~all_since & several]))
-
-
-def _stacked(columns: Mapping[str, NDArray[np.generic]], names: tuple[str, ...], rows: int) -> Table:
-    """The columns side by side in the order of `names`; zeros where there is none."""
-    table = np.zeros((rows, len(names)))
-    for name, column in columns.items():
-        table[:, names.index(name)] = column
-    return table
+        return stacked(columns, REQUEST_COLUMNS, len(served))

@@ -151,7 +151,9 @@ def plan(
 ) -> None:
     """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput."""
     from membound.app.reports import plan as report
-    from membound.simulator.planning import planner
+    from membound.simulator.planning.document import to_json
+    from membound.simulator.planning.most import max_rate
+    from membound.simulator.planning.planner import plan as make_plan
     from membound.simulator.planning.search import Objective
 
     chosen = scenario_of(scenario, set_)
@@ -170,9 +172,9 @@ def plan(
         )
     with progress() as listener:
         if most_rate:
-            rate, summary = planner.max_rate(chosen, progress=listener.progress)
+            rate, summary = max_rate(chosen, progress=listener.progress)
         else:
-            found = planner.plan(
+            found = make_plan(
                 chosen,
                 devices=None if devices is None else _names(devices, "--devices"),
                 precisions=_names(precision, "--precision"),
@@ -186,7 +188,7 @@ def plan(
         document = {"max_rate_rps": rate, "summary": summary.model_dump(mode="json"), "scenario": chosen.name}
         print_result(document, as_json, report.max_rate)
         return
-    print_result(planner.to_json(found), as_json, report.plan)
+    print_result(to_json(found), as_json, report.plan)
 
 
 def sweep(

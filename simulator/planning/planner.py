@@ -6,26 +6,20 @@ could be cheapest, with fewer replicas until the objective is missed, so that th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
 
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE
-from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import ClosedLoop, TraceArrivals
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.times.known import times_for
-from membound.roofline.times.origin import origin_of
-from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, busiest_of, requests_seen
+from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
 from membound.simulator.planning.candidates import Demand, Replica, replicas_on
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
@@ -33,8 +27,6 @@ from membound.simulator.planning.search import (
     Deployed,
     Objective,
     Searching,
-    denser,
-    meets,
     search,
 )
 from membound.simulator.planning.sensitivity import (
@@ -57,8 +49,8 @@ PRECISIONS = ("given", "8bit", "4bit")
 Progress = Callable[[float, str], None]
 
 
-def _silent(fraction: float, message: str) -> None:
-    pass
+def silent(fraction: float, message: str) -> None:
+    """Tells nobody."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,7 @@ def plan(
     confirm: int = 3,
     disaggregate: bool = True,
     workers: Workers | None = None,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Plan:
     """The cheapest (or smallest) deployment that meets the scenario's objective, with `confirm` of them simulated.
 
@@ -242,6 +234,18 @@ def _holding_first(found: Sequence[Deployed], ends: Mapping[int, UpperEnd], obje
     return sorted(found, key=place)
 
 
+def _error_of(replica: Replica) -> float:
+    """The relative interval of a decode step's time."""
+    return float(step_of(replica).relative_error)
+
+
+def step_of(replica: Replica) -> StepCost:
+    """A decode step of a replica at half its seats."""
+    model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
+    times = times_for(replica.hardware, setup.profile)
+    return step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
+
+
 def _notes(scenario: Scenario, demand: Demand, unpriced: Sequence[str], objective: Objective) -> Iterator[str]:
     if demand.busiest is not None:
         yield (
@@ -253,197 +257,10 @@ def _notes(scenario: Scenario, demand: Demand, unpriced: Sequence[str], objectiv
         if len(recorded_times_s(arrivals)) == MOST_ROWS:
             yield f"of the trace the first {MOST_ROWS:,} rows are looked at; workload.arrivals.start_s begins later"
         if scenario.workload.requests is None:
-            yield f"up to {ENOUGH_REQUESTS:,} requests of the trace are simulated; workload.requests names another"
+            enough = f"up to {ENOUGH_REQUESTS:,} requests of the trace are simulated"
+            yield f"{enough}; workload.requests names another number"
     if unpriced:
         ranked = "; they rank after all that have one" if objective == "cost" else ""
         yield f"no price is known for {', '.join(unpriced)}{ranked}"
     if arrivals.kind not in ("poisson", "closed_loop"):
         yield "each replica is given the arrivals' shape at its share of the rate, as if a router chose by chance"
-
-
-# --- the most that a deployment serves ---
-
-
-def max_rate(scenario: Scenario, *, tolerance: float = 0.03, progress: Progress = _silent) -> tuple[float, Summary]:
-    """The largest mean rate at which the scenario's own deployment meets its objective in the simulator, by bracketing.
-
-    Where arrivals vary beyond what a run sees, it meets the objective in their busiest part.
-    Raises MemboundError where even the lowest rate misses it.
-    """
-    from membound.simulator.run import run
-
-    demand = demand_of(scenario)
-    if demand.rate_rps is None:
-        raise MemboundError("a largest rate needs open arrivals; give workload.arrivals={kind: poisson, rate_rps: 1}")
-    start = demand.mean_rps or demand.rate_rps
-    plain = scenario.model_copy(update={"sweep": ()})
-    tried: dict[float, Summary] = {}
-
-    def good(rate: float) -> bool:
-        progress(min(0.95, len(tried) / 20.0), f"{rate:.3g} requests/s")
-        asked = plain.with_value("workload.arrivals", denser(plain, rate / start))
-        tried[rate] = run(at_its_busiest(asked)).summary
-        return meets(tried[rate], demand.slo)
-
-    low, high = start, start
-    if good(start):
-        while good(high := 2.0 * high):
-            low = high
-            if high > 2.0**20 * start:
-                raise MemboundError("the objective is met at any rate; give a tighter slo")
-    else:
-        while not good(low := low / 2.0):
-            high = low
-            if low < start / 2.0**12:
-                raise MemboundError("not even one request at a time meets the objective; give a looser slo")
-    while high - low > tolerance * low:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if good(middle) else (low, middle)
-    return low, tried[low]
-
-
-# --- what `membound plan --json` prints ---
-
-
-def to_json(found: Plan) -> dict[str, Any]:
-    demand = found.demand
-    return {
-        "best": _deployed_json(found, found.best),
-        "reason": found.reason,
-        "front": [_front_json(point) for point in found.front],
-        "confirmed": [_deployed_json(found, one) for one in found.confirmed],
-        "options": {name: _deployed_json(found, one) for name, one in found.options.items()},
-        "sensitivity": None
-        if found.sensitivity is None
-        else {
-            "binds": found.sensitivity.binds,
-            "elasticity": found.sensitivity.elasticity,
-            "screened_answer": found.sensitivity.screened_answer,
-            "answer_changes": found.sensitivity.answer_changes,
-            "changed": [_changed_json(one) for one in found.sensitivity.changed],
-        },
-        "demand": {
-            "model": found.scenario.model,
-            "rate_rps": demand.rate_rps,
-            "mean_rps": demand.mean_rps or demand.rate_rps,
-            "busiest": demand.busiest,
-            "concurrency": demand.concurrency,
-            "think_s": demand.think_s,
-            "prompt_tokens": demand.lengths.prompt_tokens,
-            "output_tokens": demand.lengths.output_tokens,
-            "slo": demand.slo.model_dump(),
-            "profile": found.scenario.engine.profile,
-        },
-        "objective": found.objective,
-        "screened": found.screened,
-        "simulated": found.simulated,
-        "unpriced": list(found.unpriced),
-        "notes": list(found.notes),
-    }
-
-
-def _error_of(replica: Replica) -> float:
-    """The relative interval of a decode step's time, at half its seats."""
-    return float(_step_of(replica).relative_error)
-
-
-def _step_of(replica: Replica) -> StepCost:
-    model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
-    times = times_for(replica.hardware, setup.profile)
-    return step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
-
-
-def _upper_end_json(end: UpperEnd | None) -> dict[str, Any] | None:
-    if end is None:
-        return None
-    enough = end.enough
-    return {
-        "relative_error": end.error,
-        "meets_slo": end.holds,
-        "gpus_that_meet_it": None if enough is None else enough.gpus,
-        "device_that_meets_it": None if enough is None else enough.replica.hardware.name,
-    }
-
-
-def _changed_json(one: Changed) -> dict[str, Any]:
-    answer = one.answer
-    return {
-        "input": one.name,
-        "easier": one.easier,
-        "changes": one.changes,
-        "device": None if answer is None else answer.replica.hardware.name,
-        "gpus": None if answer is None else answer.gpus,
-        "usd_per_h": None if answer is None else answer.usd_per_h,
-    }
-
-
-def _origin_json(replica: Replica) -> dict[str, Any]:
-    """What the device's times rest on: its own measurements, or its relatives', in a decode step of half its seats."""
-    times, cost = times_for(replica.hardware, replica.scenario.setup.profile), _step_of(replica)
-    origin = origin_of(times, cost.operators, float(cost.time_s))
-    return {
-        "kind": origin.kind,
-        "measured_share": origin.measured_share,
-        "inherited_from": list(origin.inherited_from),
-        "relative_error": float(cost.relative_error),
-    }
-
-
-def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
-    scenario = replica.scenario
-    return {
-        "precision": replica.precision.name,
-        "lossless": replica.precision.lossless,
-        "lossy": list(replica.precision.lossy),
-        "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
-        "parallel": replica.parallel.degrees(),
-        "gpus_per_replica": replica.devices * engines,
-        "max_num_seqs": scenario.seats,
-        "max_batched_tokens": scenario.engine.max_batched_tokens,
-        "batching": scenario.engine.batching,
-    }
-
-
-def _deployed_json(found: Plan, deployed: Deployed | None) -> dict[str, Any] | None:
-    if deployed is None:
-        return None
-    replica, demand = deployed.replica, deployed.demand
-    pools = deployed.prompt_engines
-    estimate = None if pools else replica.at(demand, np.array([demand.amount / deployed.replicas]))._asdict()
-    price = replica.hardware.price
-    parts = _parts(replica, pools + deployed.replicas if pools else 1)
-    ratio = {"prefill_engines": pools, "decode_engines": deployed.replicas} if pools else None
-    return {
-        "device": replica.hardware.name,
-        "gpus": deployed.gpus,
-        "deployment": {"replicas": 1 if pools else deployed.replicas, **parts, "disaggregation": ratio},
-        "summary": None if deployed.summary is None else deployed.summary.model_dump(mode="json"),
-        "estimate": estimate and {name: _finite(float(value[0])) for name, value in estimate.items()},
-        "requests_per_s": deployed.requests_per_s,
-        "output_tokens_per_s": deployed.output_tokens_per_s,
-        "usd_per_h": deployed.usd_per_h,
-        "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
-        "price": None if price is None else price.model_dump(mode="json"),
-        "origin": _origin_json(replica),
-        "upper_end": _upper_end_json(found.upper_end(deployed)),
-        "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
-        "scenario": deployed.scenario.model_dump(mode="json"),
-    }
-
-
-def _front_json(point: FrontPoint) -> dict[str, Any]:
-    return {
-        "device": point.replica.hardware.name,
-        "gpus": point.replica.devices,
-        "deployment": _parts(point.replica),
-        "batch": point.batch,
-        "tokens_per_s_per_user": point.user_tokens_per_s,
-        "tokens_per_s_per_gpu": point.gpu_tokens_per_s,
-        "ttft_s": point.ttft_s,
-        "meets_slo": point.meets_slo,
-        "cost_usd_per_million_tokens": point.usd_per_million_tokens,
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""How many guesses does each sequence verify in a step, where nobody knows what they say?
+"""Which guesses does a step verify, with the tokens and blocks that every sequence's own token leaves?
 
-A simulated drafter proposes no tokens, so that a step of many sequences with guesses is a few numbers of each: nothing
-is listed, and no object is made for a sequence.
+A drafter that proposes tokens has them listed. A modelled one proposes none, so that a step of many sequences with
+guesses is a few numbers of each, and no object is made for a sequence.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from membound.roofline.techniques import Drafts
-from membound.simulator.scheduling.blocks import BlockPool
+from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
-from membound.simulator.scheduling.request import Guess, Sequence
+from membound.simulator.scheduling.draft_length import AdaptiveLength
+from membound.simulator.scheduling.drafter import Drafter, Room
+from membound.simulator.scheduling.request import Draft, Guess, Sequence
+from membound.simulator.scheduling.reservation import Reserving
 
 _64_BITS = (1 << 64) - 1
 
@@ -80,3 +83,78 @@ def guesses_of(
         each.append((sequence, count))
         attended += count * (tokens - 1) + (count * count + 3 * count) / 2
     return Guesses(tuple(each), spare - tokens_left, free - blocks_left, attended)
+
+
+class Proposing:
+    """Asks a drafter, and takes the blocks of what it proposes. Each step emits one token beyond the accepted guesses,
+    so that the last token is never worth one."""
+
+    def __init__(
+        self,
+        decoders: Decoders,
+        pool: BlockPool,
+        max_batched_tokens: int,
+        lengths: AdaptiveLength | None,
+        tables: BlockTables | None,
+        reserving: Reserving,
+    ) -> None:
+        self.decoders = decoders
+        self.pool = pool
+        self.max_batched_tokens = max_batched_tokens
+        self.lengths = lengths
+        self.tables = tables
+        self.reserving = reserving
+
+    @property
+    def _grows(self) -> bool:
+        return self.reserving.tokens is None
+
+    def counted(self, drafter: ModelledDrafter) -> Guesses:
+        """Guesses of which only the number is known."""
+        longest, members = drafter.drafts.gamma, self.decoders.members
+        if self.lengths is not None:
+            longest = min(longest, self.lengths.choose(list(members.values())))
+        spare = self.max_batched_tokens - len(members)
+        guesses = guesses_of(self.decoders, drafter, longest, spare, self.pool if self._grows else None)
+        self.pool.take(guesses.blocks)
+        return guesses
+
+    def listed(self, drafter: Drafter) -> tuple[dict[int, Draft], Guesses]:
+        """Drafts by sequence, and how many guesses and blocks they are."""
+        drafts: dict[int, Draft] = {}
+        members = list(self.decoders.members.values())
+        tokens_left, taken = self.max_batched_tokens - len(members), 0
+        spare = tokens_left
+        rooms = [Room(sequence.remaining - 1, spare) for sequence in members]
+        if self.lengths is not None:
+            length = self.lengths.choose(members)
+            rooms = [Room(min(room.depth, length), min(spare, self.lengths.guesses(length))) for room in rooms]
+        if drafter.computed_guesses and self.tables is not None:
+            rooms = self._with_blocks(drafter, members, rooms, self.tables)
+        for sequence, found in zip(members, drafter.draft(members, rooms), strict=True):
+            found = found.first(tokens_left)
+            count, blocks = len(found.tokens), 0
+            if self._grows:
+                blocks = self.pool.blocks_for(sequence.tokens + count) - self.pool.blocks_for(sequence.tokens)
+            if count and blocks <= self.pool.available:
+                self.pool.take(blocks)
+                taken += blocks
+                drafts[sequence.id] = found
+                tokens_left -= count
+        return drafts, Guesses((), spare - tokens_left, taken)
+
+    def _with_blocks(
+        self, drafter: Drafter, members: list[Sequence], rooms: list[Room], tables: BlockTables
+    ) -> list[Room]:
+        """Numbers the blocks of what may be drafted, as far as free ones reach; the step's plan takes the rest back."""
+        size = self.pool.block_size
+        for sequence in members:
+            tables.hold(sequence, self.reserving.held(sequence.request, sequence.tokens))
+        bounded = []
+        for sequence, room in zip(members, rooms, strict=True):
+            reachable = len(sequence.blocks) + (tables.free if self._grows else 0)
+            most = min(room.guesses, drafter.computed_guesses, reachable * size - sequence.tokens)
+            if self._grows:
+                tables.hold(sequence, sequence.tokens + most)
+            bounded.append(Room(room.depth, most))
+        return bounded

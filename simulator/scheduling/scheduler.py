@@ -13,20 +13,16 @@ from membound.roofline.scenario.engine import Reservation
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.draft_length import AdaptiveLength
-from membound.simulator.scheduling.drafter import Drafter, Room
-from membound.simulator.scheduling.guessing import NO_GUESSES, Guesses, ModelledDrafter, guesses_of
+from membound.simulator.scheduling.drafter import Drafter
+from membound.simulator.scheduling.guessing import NO_GUESSES, Guesses, ModelledDrafter, Proposing
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
 from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work, step_sums
+from membound.simulator.scheduling.reservation import Reserving
 
 Classify = Callable[[Sequence], None]
 
 FIRST_COME, EVERYBODY = FirstCome(), Everybody()
 _NO_DRAFT = Draft()
-
-
-def power_of_two(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens`."""
-    return 1 << (tokens - 1).bit_length()
 
 
 class Scheduler:
@@ -79,13 +75,14 @@ class Scheduler:
         self.classify = classify
         self.swap = swap
         self.reserved_tokens = reserved_tokens
-        self.chunks = chunks
+        self.reserving = Reserving(reserved_tokens, chunks, max_context)
         self.itemized = itemized
         self.tables = tables
         if pool.cache is not None:
             pool.cache.keeper = tables
         self.max_context = max_context
         self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None)
+        self._proposing = Proposing(self.decoders, pool, max_batched_tokens, lengths, tables, self.reserving)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
         self._queue: list[tuple[float, int]] = []
@@ -123,7 +120,7 @@ class Scheduler:
             return f"{total} tokens are more than the {self.max_context} of the model's context; give shorter requests"
         if isinstance(self.reserved_tokens, int) and total > self.reserved_tokens:
             return f"{total} tokens are more than engine.reserved_tokens ({self.reserved_tokens}); raise it"
-        taken = self._reserved(request) or total
+        taken = self.reserving.of(request) or total
         if pool.blocks_for(taken) > pool.num_blocks:
             return (
                 f"{taken} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
@@ -176,13 +173,12 @@ class Scheduler:
             self._begun = True
             self._make_room(preempted)
             if isinstance(self.drafter, ModelledDrafter):
-                guesses = self._guess(self.drafter)
+                guesses = self._proposing.counted(self.drafter)
             elif self.drafter is not None:
-                drafts = self._draft(self.drafter)
+                drafts, guesses = self._proposing.listed(self.drafter)
+            self._draft_blocks += guesses.blocks
         if not alone:
             budget = self.max_batched_tokens - len(self.decoders.members) - guesses.total
-            if drafts:
-                budget -= sum(len(found.tokens) for found in drafts.values())
             prompts = self._plan_prompts(budget, joined, join=not preempted)
         if not prompts and not self.decoders.members:
             return None
@@ -219,7 +215,7 @@ class Scheduler:
             self._advance_prompt(work, outcome, ended)
         for sequence in ended:
             sequence.status = "completed"
-            self._release(sequence, self.pool.blocks_for(self._held(sequence, sequence.computed)))
+            self._release(sequence, self.pool.blocks_for(self.reserving.held(sequence.request, sequence.computed)))
         return ended
 
     def check_integrity(self) -> None:
@@ -284,7 +280,7 @@ class Scheduler:
                 computed = sequence.tokens - 1
         if self.batching.whole_prompts and sequence.tokens - computed > budget:
             return False
-        needed = pool.blocks_for(self._held(sequence, sequence.tokens)) - here
+        needed = pool.blocks_for(self.reserving.held(sequence.request, sequence.tokens)) - here
         if needed > pool.available - idle:
             return False
         self._leave_queue()
@@ -309,7 +305,7 @@ class Scheduler:
         """A sequence whose K and V exist elsewhere decodes at once: it comes back from the host, or from a prefill."""
         # Where steps of prompts go alone, the blocks of the next token are taken after this.
         tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
-        needed = self.pool.blocks_for(self._held(sequence, tokens))
+        needed = self.pool.blocks_for(self.reserving.held(sequence.request, tokens))
         if needed > self.pool.available:
             return False
         self._leave_queue()
@@ -356,59 +352,6 @@ class Scheduler:
         self.pool.take(needed)
         self._grown = True
 
-    def _guess(self, drafter: ModelledDrafter) -> Guesses:
-        """Guesses of which only the number is known; as drafts they use what every sequence's own token has left."""
-        longest, members = drafter.drafts.gamma, self.decoders.members
-        if self.lengths is not None:
-            longest = min(longest, self.lengths.choose(list(members.values())))
-        spare = self.max_batched_tokens - len(members)
-        guesses = guesses_of(
-            self.decoders, drafter, longest, spare, self.pool if self.reserved_tokens is None else None
-        )
-        self.pool.take(guesses.blocks)
-        self._draft_blocks += guesses.blocks
-        return guesses
-
-    def _draft(self, drafter: Drafter) -> dict[int, Draft]:
-        """Drafts by sequence; they use what every sequence's own token has left of tokens and blocks."""
-        drafts: dict[int, Draft] = {}
-        members = list(self.decoders.members.values())
-        spare = self.max_batched_tokens - len(members)
-        # The step emits one token beyond the accepted drafts, so the last token is never worth a draft.
-        rooms = [Room(sequence.remaining - 1, spare) for sequence in members]
-        if self.lengths is not None:
-            length = self.lengths.choose(members)
-            rooms = [Room(min(room.depth, length), min(spare, self.lengths.guesses(length))) for room in rooms]
-        if drafter.computed_guesses and self.tables is not None:
-            rooms = self._with_blocks(drafter, members, rooms, self.tables)
-        for sequence, found in zip(members, drafter.draft(members, rooms), strict=True):
-            found = found.first(spare)
-            count, blocks = len(found.tokens), 0
-            if self.reserved_tokens is None:
-                blocks = self.pool.blocks_for(sequence.tokens + count) - self.pool.blocks_for(sequence.tokens)
-            if count and blocks <= self.pool.available:
-                self.pool.take(blocks)
-                self._draft_blocks += blocks
-                drafts[sequence.id] = found
-                spare -= count
-        return drafts
-
-    def _with_blocks(
-        self, drafter: Drafter, members: list[Sequence], rooms: list[Room], tables: BlockTables
-    ) -> list[Room]:
-        """Numbers the blocks of what may be drafted, as far as free ones reach; the step's plan takes the rest back."""
-        size = self.pool.block_size
-        for sequence in members:
-            tables.hold(sequence, self._held(sequence, sequence.tokens))
-        bounded = []
-        for sequence, room in zip(members, rooms, strict=True):
-            reachable = len(sequence.blocks) + (tables.free if self.reserved_tokens is None else 0)
-            most = min(room.guesses, drafter.computed_guesses, reachable * size - sequence.tokens)
-            if self.reserved_tokens is None:
-                tables.hold(sequence, sequence.tokens + most)
-            bounded.append(Room(room.depth, most))
-        return bounded
-
     def _accept(self, sequence: Sequence, outcome: Outcome) -> None:
         """Every emitted token but the newest was an accepted draft, so its K and V are already in place."""
         assert outcome.emitted is not None, "each sequence's tokens are known"
@@ -422,7 +365,7 @@ class Scheduler:
             if self.reserved_tokens is None:  # of the blocks for drafts, those of accepted ones stay
                 self.pool.take(self.pool.blocks_for(sequence.computed) - self.pool.blocks_for(before))
         if self.tables is not None:
-            self.tables.hold(sequence, self._held(sequence, sequence.computed))
+            self.tables.hold(sequence, self.reserving.held(sequence.request, sequence.computed))
 
     def _preempt(self, sequence: Sequence) -> None:
         held = self._blocks(sequence)
@@ -450,25 +393,9 @@ class Scheduler:
     def _blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence holds, with those that it shares."""
         all_taken = sequence.clock is None or self._grown
-        return self.pool.blocks_for(self._held(sequence, sequence.tokens if all_taken else sequence.computed))
-
-    def _held(self, sequence: Sequence, tokens: int) -> int:
-        """Tokens whose blocks are taken for a sequence that has `tokens` of them."""
-        return self._reserved(sequence.request) or tokens
-
-    def _reserved(self, request: Request) -> int | None:
-        """Tokens whose blocks a request takes when it joins, or None where blocks come one by one."""
-        match self.reserved_tokens:
-            case None:
-                return None
-            case "oracle":
-                tokens = request.tokens
-            case "pow2":
-                doubled = request.prompt_tokens + power_of_two(request.output_tokens)
-                tokens = min(doubled, self.max_context or doubled)
-            case number:
-                tokens = number
-        return power_of_two(tokens) if self.chunks else tokens
+        return self.pool.blocks_for(
+            self.reserving.held(sequence.request, sequence.tokens if all_taken else sequence.computed)
+        )
 
     def _share(self, sequence: Sequence) -> None:
         """Blocks of `sequence` that are full and computed become blocks of the prefix cache."""
@@ -530,7 +457,7 @@ class Scheduler:
                 self._hold(work, joined, self.tables)
         kv_tokens = decoders.tokens if decoding else 0
         sums = step_sums(0, 0, work) if self.itemized else step_sums(members, kv_tokens, prompts)
-        if guesses.total:
+        if guesses.each:
             sums = _with_guesses(sums, guesses)
         steady = 1
         if not (prompts or preempted or self.itemized or self.drafter is not None):
@@ -570,12 +497,12 @@ class Scheduler:
         running = {sequence.id: sequence for sequence in self.running}
         for item in work:
             sequence = running[item.sequence]
-            tables.hold(sequence, self._held(sequence, max(item.context, sequence.tokens)))
+            tables.hold(sequence, self.reserving.held(sequence.request, max(item.context, sequence.tokens)))
         computing = {item.sequence for item in work}
         for sequence in joined:
             if sequence.clock is not None and sequence.id not in computing:
                 # It came back, and waits for a step of those who decode.
-                tables.hold(sequence, self._held(sequence, sequence.computed))
+                tables.hold(sequence, self.reserving.held(sequence.request, sequence.computed))
 
 
 def _with_guesses(sums: tuple[float, ...], guesses: Guesses) -> tuple[float, ...]:

@@ -26,7 +26,10 @@ SPEAKERS = [
     *(ROOT / "app" / name for name in ("compare.py", "deployments.py", "serving.py", "tasks.py", "worker.py")),
     *sorted((ROOT / "app" / "experiments").glob("*.py")),
     *(ROOT / "runtime" / "calibration" / name for name in ("calibrate.py", "passes.py")),
-    *(ROOT / "simulator" / name for name in ("planning/planner.py", "stacking/stacking.py", "sweeping/sweep.py")),
+    *(
+        ROOT / "simulator" / name
+        for name in ("planning/planner.py", "planning/most.py", "stacking/stacking.py", "sweeping/sweep.py")
+    ),
 ]
 # what refuses a technique on a card, in a stack or among the advisor's moves
 REFUSERS = [
@@ -136,6 +139,8 @@ def test_what_a_sentence_holds_is_said_too_and_names_are_not() -> None:
         "requests were turned away; request 7, because 40 requests wait, and at most 32 may",
         "requests were turned away; request 0, because 9000 tokens are more than the 8192 of the model's context; give "
         "shorter requests",
+        "of the trace the first 1,048,576 rows are looked at; workload.arrivals.start_s begins later",
+        "up to 4,000 requests of the trace are simulated; workload.requests names another number",
         "the requests cover 09:00 to 09:40 of the day: 3.2 arrivals/s, of a mean of 2; workload.arrivals.start_s says "
         "where the run begins, workload.requests how far it gets",
         "times of steps are within ±12%: from this machine's calibration",

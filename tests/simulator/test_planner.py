@@ -22,8 +22,10 @@ from membound.simulator import load as loads
 from membound.simulator.busiest import ENOUGH_REQUESTS
 from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of, replicas_on
+from membound.simulator.planning.document import to_json
 from membound.simulator.planning.front import front_of, pareto
-from membound.simulator.planning.planner import demand_of, max_rate, plan, to_json
+from membound.simulator.planning.most import max_rate
+from membound.simulator.planning.planner import demand_of, plan
 from membound.simulator.planning.search import Deployed, Search, meets, on_a_slower_clock, share_of, simulate
 from membound.simulator.planning.sensitivity import Growing, Slower, changes_of
 from membound.simulator.run import deploy, run

@@ -1,0 +1,149 @@
+"""What does `membound plan --json` print?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from membound.roofline.times.known import times_for
+from membound.roofline.times.origin import origin_of
+from membound.simulator.planning.candidates import Replica
+from membound.simulator.planning.front import FrontPoint
+from membound.simulator.planning.planner import Plan, step_of
+from membound.simulator.planning.search import Deployed
+from membound.simulator.planning.sensitivity import Changed, UpperEnd
+
+
+def to_json(found: Plan) -> dict[str, Any]:
+    demand = found.demand
+    return {
+        "best": _deployed_json(found, found.best),
+        "reason": found.reason,
+        "front": [_front_json(point) for point in found.front],
+        "confirmed": [_deployed_json(found, one) for one in found.confirmed],
+        "options": {name: _deployed_json(found, one) for name, one in found.options.items()},
+        "sensitivity": None
+        if found.sensitivity is None
+        else {
+            "binds": found.sensitivity.binds,
+            "elasticity": found.sensitivity.elasticity,
+            "screened_answer": found.sensitivity.screened_answer,
+            "answer_changes": found.sensitivity.answer_changes,
+            "changed": [_changed_json(one) for one in found.sensitivity.changed],
+        },
+        "demand": {
+            "model": found.scenario.model,
+            "rate_rps": demand.rate_rps,
+            "mean_rps": demand.mean_rps or demand.rate_rps,
+            "busiest": demand.busiest,
+            "concurrency": demand.concurrency,
+            "think_s": demand.think_s,
+            "prompt_tokens": demand.lengths.prompt_tokens,
+            "output_tokens": demand.lengths.output_tokens,
+            "slo": demand.slo.model_dump(),
+            "profile": found.scenario.engine.profile,
+        },
+        "objective": found.objective,
+        "screened": found.screened,
+        "simulated": found.simulated,
+        "unpriced": list(found.unpriced),
+        "notes": list(found.notes),
+    }
+
+
+def _upper_end_json(end: UpperEnd | None) -> dict[str, Any] | None:
+    if end is None:
+        return None
+    enough = end.enough
+    return {
+        "relative_error": end.error,
+        "meets_slo": end.holds,
+        "gpus_that_meet_it": None if enough is None else enough.gpus,
+        "device_that_meets_it": None if enough is None else enough.replica.hardware.name,
+    }
+
+
+def _changed_json(one: Changed) -> dict[str, Any]:
+    answer = one.answer
+    return {
+        "input": one.name,
+        "easier": one.easier,
+        "changes": one.changes,
+        "device": None if answer is None else answer.replica.hardware.name,
+        "gpus": None if answer is None else answer.gpus,
+        "usd_per_h": None if answer is None else answer.usd_per_h,
+    }
+
+
+def _origin_json(replica: Replica) -> dict[str, Any]:
+    """What the device's times rest on: its own measurements, or its relatives', in a decode step of half its seats."""
+    times, cost = times_for(replica.hardware, replica.scenario.setup.profile), step_of(replica)
+    origin = origin_of(times, cost.operators, float(cost.time_s))
+    return {
+        "kind": origin.kind,
+        "measured_share": origin.measured_share,
+        "inherited_from": list(origin.inherited_from),
+        "relative_error": float(cost.relative_error),
+    }
+
+
+def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
+    scenario = replica.scenario
+    return {
+        "precision": replica.precision.name,
+        "lossless": replica.precision.lossless,
+        "lossy": list(replica.precision.lossy),
+        "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
+        "parallel": replica.parallel.degrees(),
+        "gpus_per_replica": replica.devices * engines,
+        "max_num_seqs": scenario.seats,
+        "max_batched_tokens": scenario.engine.max_batched_tokens,
+        "batching": scenario.engine.batching,
+    }
+
+
+def _deployed_json(found: Plan, deployed: Deployed | None) -> dict[str, Any] | None:
+    if deployed is None:
+        return None
+    replica, demand = deployed.replica, deployed.demand
+    pools = deployed.prompt_engines
+    estimate = None if pools else replica.at(demand, np.array([demand.amount / deployed.replicas]))._asdict()
+    price = replica.hardware.price
+    parts = _parts(replica, pools + deployed.replicas if pools else 1)
+    ratio = {"prefill_engines": pools, "decode_engines": deployed.replicas} if pools else None
+    return {
+        "device": replica.hardware.name,
+        "gpus": deployed.gpus,
+        "deployment": {"replicas": 1 if pools else deployed.replicas, **parts, "disaggregation": ratio},
+        "summary": None if deployed.summary is None else deployed.summary.model_dump(mode="json"),
+        "estimate": estimate and {name: _finite(float(value[0])) for name, value in estimate.items()},
+        "requests_per_s": deployed.requests_per_s,
+        "output_tokens_per_s": deployed.output_tokens_per_s,
+        "usd_per_h": deployed.usd_per_h,
+        "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
+        "price": None if price is None else price.model_dump(mode="json"),
+        "origin": _origin_json(replica),
+        "upper_end": _upper_end_json(found.upper_end(deployed)),
+        "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
+        "scenario": deployed.scenario.model_dump(mode="json"),
+    }
+
+
+def _front_json(point: FrontPoint) -> dict[str, Any]:
+    return {
+        "device": point.replica.hardware.name,
+        "gpus": point.replica.devices,
+        "deployment": _parts(point.replica),
+        "batch": point.batch,
+        "tokens_per_s_per_user": point.user_tokens_per_s,
+        "tokens_per_s_per_gpu": point.gpu_tokens_per_s,
+        "ttft_s": point.ttft_s,
+        "meets_slo": point.meets_slo,
+        "cost_usd_per_million_tokens": point.usd_per_million_tokens,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
