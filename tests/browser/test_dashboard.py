@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from driving import DRAWN
+from fake_tasks import HOLD
 
 from membound.app.compare import predict_rows
 from membound.app.i18n import Translate
@@ -55,8 +56,11 @@ def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click
 ) -> None:
     pytest.importorskip("torch")
     server = uncalibrated(MEMBOUND_TASKS="calibrate=fake_tasks:calibrate", PYTHONPATH=str(HERE))
+    hold = server.home / HOLD
+    hold.touch()
     one, two = session(server).open("/"), session(server).open("/")
     one.page.locator(".membound-job", has_text="bandwidth of memory").wait_for(timeout=PAGE_TIMEOUT_MS)
+    hold.unlink()
     for tab in (one, two):
         tab.drawn(PAGE_TIMEOUT_MS)
         tab.sees("Decode on this machine is bound by")
