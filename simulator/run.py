@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
 from membound.roofline.results.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
-from membound.roofline.scenario.workload import TextPrompts
+from membound.roofline.scenario.workload import TextPrompts, TraceArrivals, Workload
 from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.techniques import NgramDrafts
 from membound.roofline.times.known import times_for
@@ -27,7 +28,11 @@ from membound.simulator.scheduling.loop import Executor, Waits, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Step
 from membound.simulator.scheduling.workload import longest_request, request_columns, request_stream
+from membound.simulator.scheduling.workload.traces import expected_rows
 from membound.simulator.step_times import StepTimes
+
+# Requests whose records take some 5 GiB; a trace of 10 GB has many more.
+MOST_RECORDED = 10_000_000
 
 
 class OwnClock:
@@ -62,8 +67,21 @@ class Deployment:
         return RooflineExecutor(self.step_times, self.content, self.memory, link, step_by_step)
 
 
+def check_recordable(workload: Workload) -> None:
+    """Raises MemboundError where a trace has more requests than a run keeps records of."""
+    trace = workload.arrivals
+    if not isinstance(trace, TraceArrivals) or workload.requests is not None or trace.duration_s is not None:
+        return
+    if (rows := expected_rows(trace)) > MOST_RECORDED:
+        raise MemboundError(
+            f"trace '{trace.file}' has about {rows:,.0f} rows, and a run keeps records of {MOST_RECORDED:,} requests "
+            "at most; give workload.requests, or a window by workload.arrivals.start_s and duration_s"
+        )
+
+
 def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[Deployment, Iterator[Request]]:
     """What the scenario's engine is made of, and its requests; `hardware` stands in for the scenario's."""
+    check_recordable(scenario.workload)
     model = resolve_model(scenario.model)
     checked_speculation(scenario, model)
     times = times_for(hardware or get_hardware(scenario.hardware), scenario.setup.profile)

@@ -18,6 +18,7 @@ from membound.roofline.techniques import (
     Medusa,
     NgramSpeculation,
 )
+from membound.simulator import run as runs
 from membound.simulator.run import run
 
 
@@ -100,6 +101,21 @@ def test_a_run_accepts_what_the_closed_form_says_of_this_drafter_and_tree(techni
     steps, speculation = run(asked).steps, speculation_of(asked)
     decoding = ((steps["sequences"] - steps["prefill_sequences"]) * steps["steps"]).sum()
     assert 1 + steps["accepted"].sum() / decoding == pytest.approx(speculation.expected_tokens, rel=0.03)
+
+
+def test_a_trace_of_more_requests_than_records_are_kept_of_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.csv"
+    lines = ["arrived_at,num_prefill_tokens,num_decode_tokens", *(f"{i},10,2" for i in range(500))]
+    rows.write_text("\n".join(lines), "utf-8")
+    asked = scenario().with_value("workload", {"arrivals": {"kind": "trace", "file": str(rows)}})
+    monkeypatch.setattr(runs, "MOST_RECORDED", 600)
+    assert run(asked).summary.completed == 500
+    monkeypatch.setattr(runs, "MOST_RECORDED", 400)
+    with pytest.raises(
+        MemboundError, match=r"about 500 rows, and a run keeps records of 400 .* give workload.requests"
+    ):
+        run(asked)
+    assert run(asked.with_value("workload.requests", 20)).summary.completed == 20
 
 
 def test_speculation_without_acceptance_is_a_loss_and_with_full_acceptance_a_gain():

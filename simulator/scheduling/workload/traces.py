@@ -122,6 +122,17 @@ def stamp_of(trace: TraceFile) -> Stamp:
     return found.st_mtime_ns, found.st_size
 
 
+def expected_rows(trace: TraceFile) -> float:
+    """About how many rows a file has, by its size and its first lines; 0 where it cannot be read, or is no table."""
+    try:
+        with Path(trace.file).open("rb") as file:
+            begin = file.read(READ)
+    except OSError:
+        return 0.0
+    lines = begin.count(b"\n")
+    return 0.0 if begin.lstrip().startswith(b"[") or not lines else stamp_of(trace)[1] * lines / len(begin)
+
+
 def window_rows(trace: TraceFile, most: int) -> Iterator[TraceRow]:
     """At most `most` rows of a trace's window. What is far into a large file is kept, for runs that ask again."""
     if not trace.start_s or most > _KEPT_ROWS:
