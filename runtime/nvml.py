@@ -63,7 +63,7 @@ class Nvml:
                 ctypes.CDLL("libnvidia-ml.so.1"),
                 f"GPU-{torch.cuda.get_device_properties(device).uuid}",
             )
-        except OSError:
+        except (OSError, AttributeError):  # a build of torch for other GPUs names none
             return None
 
     def read(self) -> GpuState:

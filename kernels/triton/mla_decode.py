@@ -133,7 +133,8 @@ def mla_decode(
     row_blocks = -(-rows // config.tiles["BLOCK_R"])
     shortest = 4 * config.tiles["BLOCK_T"]
     longest = block_table.shape[1] * cache.shape[1]
-    splits = splits or splits_for(sequences * row_blocks, longest, shortest, machine, waves=1, most=split.MOST_PARTS)
+    waves = 2 if config.tiles["BLOCK_R"] == 16 else 1  # of more rows, one program takes most of the shared memory
+    splits = splits or splits_for(sequences * row_blocks, longest, shortest, machine, waves, split.MOST_PARTS)
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
     partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
     launch(

@@ -108,5 +108,5 @@ def combine(
         SHORTEST=shortest,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        PADDED=triton.next_power_of_2(context_len.shape[0]),
+        PADDED=1 if query_start is None else triton.next_power_of_2(context_len.shape[0]),
     )

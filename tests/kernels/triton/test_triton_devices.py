@@ -1,0 +1,139 @@
+"""What a machine with GPUs would see: on which device a kernel starts, what is captured, what is read when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from membound.kernels.bench.benchmark import Failed  # noqa: E402
+from membound.kernels.triton import launch as launching  # noqa: E402
+from membound.kernels.triton.launch import Config  # noqa: E402
+from membound.runtime import cuda_graphs, decode_roof  # noqa: E402
+from membound.runtime.cuda_graphs import CudaCapture  # noqa: E402
+from membound.runtime.nvml import Nvml  # noqa: E402
+
+
+class OnSecondGpu(torch.Tensor):
+    """A tensor that says it lies on cuda:1."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(("current", "started_on"), [(0, 1), (1, 1)])
+def test_a_kernel_starts_on_the_device_of_its_arguments(monkeypatch, current, started_on):
+    """Triton itself starts it on the current device, where it would read another GPU's addresses."""
+    now = [current]
+
+    @contextmanager
+    def on(device):
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: started.append(now[0])
+
+    started: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(launching, "_launched", {})
+    launching.launch(Kernel(), (1,), 3, torch.empty(2).as_subclass(OnSecondGpu), config=Config({}))
+    assert started == [started_on] and now == [current]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A CUDA runtime that lists what it is asked for."""
+    asked = SimpleNamespace(mode=0, captures=[], streams=0)
+
+    class Stream:
+        def __init__(self):
+            asked.streams += 1
+
+        def wait_stream(self, other):
+            pass
+
+    class Graph:
+        def pool(self):
+            return "pool"
+
+        def replay(self):
+            asked.captures.append("replayed")
+
+    @contextmanager
+    def graph(one, pool, capture_error_mode):
+        asked.captures.append((pool, capture_error_mode))
+        yield
+
+    def set_mode(mode):
+        asked.mode = mode
+
+    fakes = dict(Stream=Stream, CUDAGraph=Graph, graph=graph, current_stream=Stream)
+    fakes |= dict(get_sync_debug_mode=lambda: asked.mode, set_sync_debug_mode=set_mode)
+    fakes |= dict.fromkeys(("device", "stream"), lambda _: nullcontext())
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return asked
+
+
+def test_what_waits_for_the_gpu_is_found_before_a_capture_begins(gpu):
+    """In the midst of one the allocator would wait for an end that never comes."""
+
+    def waits():
+        if gpu.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(1)
+
+    capture = CudaCapture(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capture(waits)
+    assert gpu.captures == [] and gpu.mode == 0
+
+
+def test_graphs_share_a_pool_and_their_warm_ups_a_stream(gpu):
+    """Each stream keeps what its warm-up took: with one for each graph that is the memory of all of them."""
+    capture, calls = CudaCapture(torch.device("cuda")), []
+    made = gpu.streams
+    replays = [capture(lambda: calls.append(1) or torch.ones(2)) for _ in range(3)]
+    assert gpu.captures == [(None, "thread_local"), ("pool", "thread_local"), ("pool", "thread_local")]
+    assert len(calls) == 9 and gpu.streams - made == 3  # what `current_stream` returns here, once a capture
+    assert torch.equal(replays[1](), torch.ones(2)) and gpu.captures[-1] == "replayed"
+
+
+def test_a_decoder_that_cannot_be_timed_is_a_row_of_the_table(monkeypatch):
+    """Triton's errors are no RuntimeErrors, and whoever waited for the table would lose all of it."""
+
+    class OutOfResources(Exception):
+        pass
+
+    def fails(*arguments, **options):
+        raise OutOfResources("out of resource: shared memory")
+
+    monkeypatch.setattr(decode_roof, "random_weights", fails)
+    found = decode_roof.decode_roof(torch.device("cpu"), lambda runs: [1.0], layers=1)
+    assert isinstance(found, Failed) and found.problem == "OutOfResources: out of resource: shared memory"
+
+
+def test_a_gpu_without_a_name_for_the_driver_has_no_readings(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="MI300X"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert Nvml.of("cuda") is None
+
+
+def test_drafts_in_windows_share_their_captured_steps():
+    """Windows over trees have a kernel, so that models with windows verify in graphs too."""
+    decoder = SimpleNamespace(ignores_padding=True)
+    assert cuda_graphs.captured_queries(decoder, [], 3) == (1, 4)
+    assert cuda_graphs.captured_queries(SimpleNamespace(ignores_padding=False), [], 3) == (1,)
