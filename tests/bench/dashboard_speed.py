@@ -393,8 +393,8 @@ class Visitor:
         until = time.monotonic() + MOST_WAIT_S
         while time.monotonic() < until:
             found = ForwardMsg.FromString(await self.socket.recv())
-            if found.HasField("new_session"):
-                self.page_hash = found.new_session.page_script_hash
+            if found.HasField("navigation"):  # of the page that was asked for, where the new session knows the entry's
+                self.page_hash = found.navigation.page_script_hash
             if found.HasField("delta") and found.delta.new_element.HasField("button_group"):
                 group = found.delta.new_element.button_group
                 self.groups[group.id] = [option.content for option in group.options]
