@@ -46,6 +46,9 @@ def _price(row: dict[str, Any]) -> str:
         return "lossless" if same is None else f"lossless, {same:.0%} of outputs equal"
     if quality is None:
         return "lossy, not measured"
+    context, budget = quality.get("context"), quality.get("budget")
+    if context and budget and context <= budget:
+        return f"lossy, not exceeded: judged after {context} tokens, and {budget} are kept"
     before, after = quality.get("perplexity_before"), quality.get("perplexity")
     read = f", perplexity {text.digits(before)} -> {text.digits(after)}" if before and after else ""
     return f"KL {quality['kl_nats']:.2g} nats, top-1 {quality['top1_agreement']:.1%}{read}"

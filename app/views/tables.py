@@ -167,6 +167,8 @@ def _quality(row: Comparison, t: Translate) -> str:
         return t("quality.lossless") if same is None else t("quality.same", share=f"{same:.0%}")
     if row.quality is None:
         return t("quality.unknown")
+    if not row.quality.exceeded:
+        return t("quality.not_exceeded", context=row.quality.context, budget=row.quality.budget)
     price = t(
         "quality.price",
         kl=text.digits(row.quality.kl_nats, 2),

@@ -26,7 +26,8 @@ class Quality(BaseModel):
 
     `text` says on which text the perplexities with and without the technique were measured. Of a technique of the KV
     cache `recall` says which share of questions about a text was answered without and with it: the question was in
-    sight when the text was read (`visible`), came after it (`hidden`), or after another one (`reused`).
+    sight when the text was read (`visible`), came after it (`hidden`), or after another one (`reused`). Where a cache
+    keeps or reads at most `budget` tokens, what was judged came behind `context` ones.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -39,6 +40,13 @@ class Quality(BaseModel):
     perplexity_before: float | None = None
     text: str | None = None
     recall: dict[str, tuple[float, float]] | None = None
+    context: int | None = None
+    budget: int | None = None
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether there was more than a budget has room for, so that a price could show."""
+        return self.budget is None or self.context is None or self.context > self.budget
 
 
 class Comparison(BaseModel):

@@ -55,17 +55,20 @@ class Told:
     stems: list[list[int]]  # the beginning of each one's answer
 
 
-def recall(decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, pairs: int = PAIRS) -> Recall:
+def recall(
+    decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, pairs: int = PAIRS, least_tokens: int = 0
+) -> Recall:
     """How much a decoder finds in `contexts` contexts of `pairs` words each, the same for every decoder.
 
-    Raises MemboundError for a tokenizer in which too few of the words can be told apart.
+    A context has at least `least_tokens` tokens, over all of which the words are spread. Raises MemboundError for a
+    tokenizer in which too few of the words can be told apart.
     """
     cities, words = _asked_alike(tokenizer, CITIES.split(), pairs), _told_apart(tokenizer, WORDS.split(), pairs)
     sentences = _sentences()
     found = {"visible": 0, "hidden": 0, "reused": 0}
     tokens = 0
     for number in range(contexts):
-        told = _told(tokenizer, random.Random(number), cities, words, sentences, pairs)
+        told = _told(tokenizer, random.Random(number), cities, words, sentences, pairs, least_tokens)
         tokens += len(told.context)
         questions = [tokenizer.encode(ASKED.format(city)) for city in told.cities]
         longest = len(told.context) + max(map(len, questions)) + len(told.stems[0])
@@ -103,13 +106,14 @@ def _told(
     words: Sequence[str],
     sentences: Sequence[str],
     pairs: int,
+    least_tokens: int,
 ) -> Told:
     chosen, hidden = rng.sample(cities, pairs), rng.sample(words, pairs)
-    lines = [
-        line
-        for city, word in zip(chosen, hidden, strict=True)
-        for line in (TOLD.format(city, word), rng.choice(sentences))
-    ]
+    lines = []
+    for number, (city, word) in enumerate(zip(chosen, hidden, strict=True), start=1):
+        lines += [TOLD.format(city, word), rng.choice(sentences)]
+        while len(tokenizer.encode("\n".join(lines))) * pairs < least_tokens * number:
+            lines.append(rng.choice(sentences))
     firsts = [tokenizer.encode(f" {word}")[0] for word in hidden]
     stems = [tokenizer.encode(STEM.format(city)) for city in chosen]
     return Told(tokenizer.encode("\n".join(lines) + "\n"), chosen, firsts, stems)

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from membound.app.reports.comparison import _price
 from membound.roofline.hardware import get_hardware
 
 ASKED = """
@@ -160,3 +161,10 @@ def test_a_config_is_called_by_its_folder_wherever_it_is_named(membound, tmp_pat
         words = " ".join(out.split())
         assert " mine," in words or "mine on H100-SXM5" in words, command
         assert "config.json" not in words, command
+
+
+@pytest.mark.parametrize(("context", "said"), [(2048, "KL 0 nats"), (512, "not exceeded"), (None, "KL 0 nats")])
+def test_a_budget_that_nothing_exceeded_has_no_price_of_zero(context: int | None, said: str) -> None:
+    quality = {"kl_nats": 0.0, "top1_agreement": 1.0, "context": context, "budget": 512}
+    price = _price({"lossless": False, "quality": quality})
+    assert said in price and ("nats" in price) != ("not exceeded" in price)

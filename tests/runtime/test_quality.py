@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from membound.kernels.reference import TorchKernels
 from membound.roofline.errors import MemboundError
@@ -17,7 +20,9 @@ from membound.roofline.results.comparison import Quality
 from membound.runtime.decoder import Decoder
 from membound.runtime.loading.weights import load_safetensors, random_weights
 from membound.runtime.plain import single_sequence
+from membound.runtime.quality import decoding, retrieval
 from membound.runtime.quality.decoding import read_decoding
+from membound.runtime.quality.divergence import DECODED, MOST_READ, judged_context
 from membound.runtime.quality.reading import ROWS, perplexity, read
 from membound.runtime.quality.texts import calibration_windows, documents, windows
 from membound.runtime.tokenizer import Tokenizer
@@ -121,3 +126,41 @@ def test_long_texts_are_read_in_pieces() -> None:
 def test_older_records_of_quality_can_still_be_read() -> None:
     older = Quality.model_validate({"kl_nats": 0.1, "top1_agreement": 0.9, "tokens": 10, "against": "bf16 weights"})
     assert older.perplexity is None and older.text is None
+
+
+def test_decoding_is_judged_behind_any_prompt_and_the_unmodified_model_reads_once(
+    tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, blank, ids = tiny
+    texts, prompt = [ids, ids[::-1]], 3
+    expected = read_decoding(plain, blank, texts, prompt)
+    assert expected.tokens == 2 * (len(ids) - prompt)
+    passes = []
+    forward = plain.forward
+    monkeypatch.setattr(plain, "forward", lambda *given: passes.append(1) or forward(*given))
+    assert read_decoding(plain, blank, texts, prompt) == expected and not passes
+    monkeypatch.setattr(decoding, "MOST_KEPT_BYTES", 0)
+    assert read_decoding(plain, blank, texts, prompt + 1).tokens == expected.tokens - 2 and passes
+
+
+@given(budget=st.integers(2, 100_000), longest=st.integers(1024, 131_072))
+def test_a_budget_is_judged_where_there_are_more_tokens_than_it_keeps(budget: int, longest: int) -> None:
+    context = judged_context(budget, longest)
+    assert 0 < context < longest
+    price = Quality(kl_nats=0, top1_agreement=1, tokens=1, against="bf16 cache", context=context, budget=budget)
+    assert price.exceeded == (budget < min(longest - DECODED, MOST_READ))
+    if 4 * budget <= min(longest - DECODED, MOST_READ):
+        assert context == 4 * budget
+
+
+@pytest.mark.parametrize("least", [0, 700])
+def test_words_are_told_all_over_a_context_of_any_length(tokenizer: Tokenizer, least: int) -> None:
+    sentences = retrieval._sentences()
+    told = retrieval._told(
+        tokenizer, random.Random(1), retrieval.CITIES.split(), retrieval.WORDS.split(), sentences, 4, least
+    )
+    text = tokenizer.decode(told.context)
+    at = [text.index(f"The secret word of {city} is") / len(text) for city in told.cities]
+    assert len(told.context) >= least and at == sorted(at)
+    if least:
+        assert all(abs(share - number / 4) < 0.2 for number, share in enumerate(at))
