@@ -35,6 +35,7 @@ def page() -> None:
         wrap=True,
         format_func=lambda one: t(f"experiments.{one}"),
     )
+    assert name is not None, "one is always chosen"
     linked.keep("experiment", "x5")
     st.write(t(f"experiments.about_{name}"))
     quick = st.toggle(t("experiments.quick"), value=True, help=t("experiments.quick_help"), key="experiment_quick")

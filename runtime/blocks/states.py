@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from membound.kernels.base import RaggedBatch
 from membound.runtime.ragged import GuessedBatch
 
-Advance = Callable[[Tensor, Sequence[Tensor], RaggedBatch], Tensor]  # of a state, by some tokens' inputs, in place
+Advance = Callable[[Tensor, Any, RaggedBatch], Tensor]  # of a state, by several inputs [tokens, ...], in place
 
 
 class SeatStates:
