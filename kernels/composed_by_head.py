@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from membound.kernels.base import RaggedBatch
 from membound.kernels.by_head import HeadBlocks, HeldTokens, PageBounds
@@ -25,10 +26,32 @@ class HeadBatch:
     order: Tensor  # [tokens * kv_heads]
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Sequences that bring equally many tokens, of which each head reads `kept` pages."""
+
+    sequences: Tensor
+    queries: Tensor  # their tokens, one sequence behind the other
+    pages: Tensor  # [sequences, pages], blocks
+    own: Tensor  # [sequences, pages], whether the new tokens lie there
+    absent: Tensor  # [sequences, pages], beyond the last
+    kept: int
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """Where the heads of a step's tokens lie, which pages of single heads begin with one, and who chooses pages."""
+
+    slots: Tensor
+    begun: Tensor
+    selections: tuple[Selection, ...]
+
+
 class ComposedByHead(ABC):
     """`ByHeadKernels` by kernels that read the same tokens for all heads of a sequence."""
 
-    _last: tuple[RaggedBatch, HeadBlocks, HeadBatch] | None = None
+    _last: tuple[RaggedBatch, tuple[int, ...], HeadBatch] | None = None
+    _last_paged: tuple[RaggedBatch, tuple[int, ...], PagedStep] | None = None
 
     @abstractmethod
     def rope_and_store(
@@ -150,36 +173,39 @@ class ComposedByHead(ABC):
         return batch.block_table[:, :1].long() * block_size + place
 
     def choose_pages(self, q: Tensor, kv: HeadBlocks, bounds: PageBounds, batch: RaggedBatch, width: int) -> Tensor:
-        slots = head_slots(batch.slots[:, None], kv)  # [tokens, kv_heads]
-        widen_bounds(bounds, kv, slots.flatten(), anew=True)
-        size, edges = kv.block_size, batch.query_start.tolist()
+        step = self._paged(batch, kv, bounds)
+        widen_bounds(bounds, kv, step.slots, step.begun)
         tables = torch.zeros(batch.num_sequences, kv.heads, width, dtype=torch.int32, device=q.device)
         there = min(width, batch.block_table.shape[1])
         tables[:, :, :there] = batch.block_table[:, None, :there]
-        first = batch.positions[batch.query_start[:-1].long()].tolist()
-        for i, (start, (low, high)) in enumerate(zip(first, pairwise(edges), strict=True)):
-            new, end = high - low, start + high - low
-            if not bounds.selects(new, end, size):
-                continue
-            kept = bounds.kept(new, size)
-            pages = batch.block_table[i, : -(-end // size)].long()
-            queries = q[low:high].float().unflatten(1, (kv.heads, -1)).transpose(0, 1).flatten(1, 2)
-            signed = torch.cat([queries.clamp(min=0), (-queries).clamp_(min=0)], dim=-1)  # [kv_heads, new * group, 2 D]
-            best = (signed @ bounds.numbers[pages].permute(1, 2, 0).float()).amax(dim=1)  # [kv_heads, pages]
-            best[:, start // size :] = torch.inf
-            found = best.topk(kept, dim=1, sorted=False).indices.sort(dim=1).values
-            tables[i, :, :kept], tables[i, :, kept:] = pages[found].int(), 0
+        for chosen in step.selections:
+            count, kept = len(chosen.sequences), chosen.kept
+            queries = (
+                q.index_select(0, chosen.queries).float().view(count, -1, kv.heads, q.shape[1] // kv.heads, q.shape[2])
+            )
+            queries = queries.transpose(1, 2).flatten(2, 3)  # [sequences, kv_heads, new * group, D]
+            signed = torch.cat([queries.clamp(min=0), (-queries).clamp_(min=0)], dim=-1)
+            known = bounds.numbers.index_select(0, chosen.pages.flatten()).unflatten(0, chosen.pages.shape)
+            best = (signed @ known.permute(0, 2, 3, 1).float()).amax(dim=2)  # [sequences, kv_heads, pages]
+            best.masked_fill_(chosen.absent[:, None], -torch.inf).masked_fill_(chosen.own[:, None], torch.inf)
+            found = best.topk(kept, dim=2, sorted=False).indices.sort(dim=2).values
+            read = chosen.pages[:, None].expand(-1, kv.heads, -1).gather(2, found)
+            tables[chosen.sequences] = functional.pad(read, (0, width - kept)).int()
         return tables
 
     def _by_head(self, batch: RaggedBatch, kv: HeadBlocks) -> HeadBatch:
         """The batch by head: made once for all operations and layers of a step."""
-        if self._last is not None and self._last[0] is batch:
-            _, of, made = self._last
-            if (of.heads, of.each, of.apart, of.block_size) == (kv.heads, kv.each, kv.apart, kv.block_size):
-                return made
-        made = head_batch(batch, kv)
-        self._last = batch, kv, made
-        return made
+        asked = kv.heads, kv.each, kv.apart, kv.block_size
+        if self._last is None or self._last[0] is not batch or self._last[1] != asked:
+            self._last = batch, asked, head_batch(batch, kv)
+        return self._last[2]
+
+    def _paged(self, batch: RaggedBatch, kv: HeadBlocks, bounds: PageBounds) -> PagedStep:
+        """What choosing pages asks of the host, once for all layers of a step."""
+        asked = kv.heads, bounds.pages, kv.block_size
+        if self._last_paged is None or self._last_paged[0] is not batch or self._last_paged[1] != asked:
+            self._last_paged = batch, asked, paged_step(batch, kv, bounds)
+        return self._last_paged[2]
 
 
 def per_head_qkv(qkv: Tensor, kv_heads: int, head_dim: int) -> Tensor:
@@ -223,16 +249,34 @@ def head_tables(tables: Tensor, kv: HeadBlocks) -> Tensor:
     return (tables.long() * kv.each + head * kv.apart).flatten(0, 1).int()
 
 
-def widen_bounds(bounds: PageBounds, kv: HeadBlocks, slots: Tensor, *, anew: bool) -> None:
-    """The keys in `slots` [tokens] of single heads' blocks count for the bounds of their pages.
+def paged_step(batch: RaggedBatch, kv: HeadBlocks, bounds: PageBounds) -> PagedStep:
+    """Of a batch whose contexts are those of what is read: how long its sequences are, their positions say."""
+    size, device, edges = kv.block_size, batch.positions.device, batch.query_start.tolist()
+    slots = head_slots(batch.slots[:, None], kv).flatten()
+    starts = batch.positions[batch.query_start[:-1].long()].tolist()
+    new = [last - first for first, last in pairwise(edges)]
+    selections = []
+    for count in sorted(set(new)):
+        chosen = [i for i, start in enumerate(starts) if new[i] == count and bounds.selects(count, start + count, size)]
+        if not chosen:
+            continue
+        first = torch.tensor([starts[i] for i in chosen], device=device)[:, None]
+        last, sequences = (first + count - 1) // size, torch.tensor(chosen, device=device)
+        tokens = torch.tensor([edges[i] for i in chosen], device=device)[:, None] + torch.arange(count, device=device)
+        pages = batch.block_table[sequences].long()
+        place = torch.arange(pages.shape[1], device=device)
+        own = (place >= first // size) & (place <= last)
+        selections.append(Selection(sequences, tokens.flatten(), pages, own, place > last, bounds.kept(count, size)))
+    return PagedStep(slots, slots[slots % size == 0] // size, tuple(selections))
 
-    Those of a page begin `anew` with its first token.
-    """
-    numbers, pages = bounds.numbers.flatten(0, 1), slots // kv.block_size
-    if anew:
-        numbers[pages[slots % kv.block_size == 0]] = -torch.inf
+
+def widen_bounds(bounds: PageBounds, kv: HeadBlocks, slots: Tensor, begun: Tensor) -> None:
+    """The keys in `slots` of single heads' blocks count for the bounds of their pages; those of `begun` begin anew."""
+    numbers = bounds.numbers.flatten(0, 1)
+    if len(begun):
+        numbers[begun] = -torch.inf
     keys = kv.keys(slots).to(numbers.dtype)
-    index = pages[:, None].expand(-1, numbers.shape[1])
+    index = (slots // kv.block_size)[:, None].expand(-1, numbers.shape[1])
     numbers.scatter_reduce_(0, index, torch.cat([keys, -keys], dim=1), "amax")
 
 

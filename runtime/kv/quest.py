@@ -87,7 +87,7 @@ class QuestKv(PlacingStore):
         by_token = [part.view(-1, self.heads, self.block_size, part.shape[-1]).transpose(1, 2) for part in parts]
         move_slots(by_token, sources, targets)
         slots = head_slots(targets[:, None], self._blocks).flatten()
-        widen_bounds(self._pages, self._blocks, slots, anew=False)
+        widen_bounds(self._pages, self._blocks, slots, slots[:0])
 
     @property
     def parts(self) -> list[Tensor]:

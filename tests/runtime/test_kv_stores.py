@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from membound.kernels.base import RaggedBatch
 from membound.kernels.dispatch import kernels_for
 from membound.kernels.grouped import decode, encode, pack, unpack
+from membound.kernels.reference import TorchKernels
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import cache_terms, cached_token_bytes, page_bytes
 from membound.roofline.models import GroupedQueryAttention, get_model
@@ -220,6 +221,17 @@ def test_what_the_prompt_looked_for_is_kept_and_streaming_loses_it(policy):
     assert (exact > 40).all()
     torch.testing.assert_close(found, exact, rtol=0.02, atol=0.5)
     assert (lost < 10).all()
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv", "quest"])
+def test_policies_over_plain_pytorch_find_what_those_over_the_kernels_do(policy):
+    qkv, chunks = told(300, needle=40, asked_from=240), [200, 60, *[1] * 40]
+    setup = engine_setup((KvEviction(policy=policy, budget=96),))
+    ours, plainly = (
+        read(store_for(setup, kernels, CPU)(ATTENTION, 19, BLOCK, 1), qkv, chunks)
+        for kernels in (KERNELS, TorchKernels())
+    )
+    torch.testing.assert_close(ours[200:], plainly[200:], rtol=0.02, atol=0.1)
 
 
 def test_a_question_that_comes_after_the_prompt_is_lost_to_eviction_and_not_to_pages():
