@@ -246,8 +246,8 @@ class TritonKernels(ComposedKernels):
             return plain
         if whole_step and scale.dim() == 2:
             return None
-        rounded = dict(rounds_inputs=rounds_inputs, whole_step=whole_step)
-        return TritonFp8("fp8", codes.view(torch.uint8), scale, **rounded)
+        bytes_ = codes.view(torch.uint8)
+        return TritonFp8("fp8", bytes_, scale, rounds_inputs=rounds_inputs, whole_step=whole_step)
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         return self._packer.pack_gguf(raw, type, shape)

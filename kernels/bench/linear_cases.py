@@ -221,8 +221,8 @@ def _moe(
 
     nbytes, flops = moe_linear_bytes(x, weight, routing), 2 * tokens * top_k * n * k
     multiplied = PRODUCTS[rounded]
-    given = dict(shared_rows=True, dtype=torch.bfloat16)
-    return Trial(lambda: moe_linear(x, weight, routing, **given), compare, nbytes, flops, multiplied)
+    run = partial(moe_linear, x, weight, routing, shared_rows=True, dtype=torch.bfloat16)
+    return Trial(run, compare, nbytes, flops, multiplied)
 
 
 def _by_expert(x: Tensor | Fp8Blocks, weight: ExpertWeights, routing: Routing) -> Tensor:

@@ -179,27 +179,25 @@ def _route_in_groups() -> None:
 def _moe(format: ExpertFormat, tokens: int) -> None:
     """8 of 128 experts of width 768 and hidden 2048, as in Qwen3-30B-A3B."""
     experts, top_k, n, k = 128, 8, 1536, 2048
-    routing, shared = route(_of(tokens, experts), top_k), {"shared_rows": True}
+    routing, multiplied = route(_of(tokens, experts), top_k), partial(moe_linear, shared_rows=True)
     if format == "mxfp4":
         packed = _of(experts, n // PACK_ROWS, k // 32, PACK_ROWS, 16, dtype=torch.uint8)
         exponents = _of(experts, n // PACK_ROWS, k // 128, PACK_ROWS, 4, dtype=torch.uint8)
-        moe_linear(_of(tokens, k), ExpertWeights(format, packed, exponents, rows=n), routing, **shared)
+        multiplied(_of(tokens, k), ExpertWeights(format, packed, exponents, rows=n), routing)
         return
     if format == "int4":
         packed = _of(experts, n // PACK_ROWS, k // 128, PACK_ROWS, 64, dtype=torch.uint8)
-        moe_linear(
-            _of(tokens, k), ExpertWeights(format, packed, _of(experts, k // 256, n, 2), rows=n), routing, **shared
-        )
+        multiplied(_of(tokens, k), ExpertWeights(format, packed, _of(experts, k // 256, n, 2), rows=n), routing)
         return
     if format == "fp8_blocks":
         blocks = ExpertWeights(format, _of(experts, n, k, dtype=torch.uint8), _floats(experts, n // 128, k // 128))
-        moe_linear(Fp8Blocks(_of(tokens, k, dtype=torch.uint8), _floats(tokens, k // 128), 1), blocks, routing,
-                   dtype=torch.bfloat16, **shared)  # fmt: skip
-        moe_linear(_of(tokens, k), blocks, routing, **shared)
+        multiplied(Fp8Blocks(_of(tokens, k, dtype=torch.uint8), _floats(tokens, k // 128), 1), blocks, routing,
+                   dtype=torch.bfloat16)  # fmt: skip
+        multiplied(_of(tokens, k), blocks, routing)
         return
     data = _of(experts, n, k, dtype={"half": torch.bfloat16, "int8": torch.int8, "fp8": torch.uint8}[format])
     scale = None if format == "half" else _of(experts, n, dtype=torch.float32)
-    slots = moe_linear(_of(tokens, k), ExpertWeights(format, data, scale), routing, **shared)
+    slots = multiplied(_of(tokens, k), ExpertWeights(format, data, scale), routing)
     moe_combine(slots, routing)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from membound.kernels.base import Kernels, WeightFormat
+from membound.kernels.bench.benchmark import BEYOND_L2
 from membound.roofline.hardware.calibration import CACHE_SET_BYTES, LinearTable
 from membound.runtime.calibration.pool import PackedLayout, Pool
 from membound.runtime.calibration.stopwatch import Stopwatch
@@ -19,6 +20,7 @@ from membound.runtime.calibration.stopwatch import Stopwatch
 Cell = tuple[int, int, int]
 
 SAMPLES = 32
+MOST_SAMPLES = 256  # of weights so small that their launch is what takes time
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,17 @@ class LinearProbe:
     def one_s(self, format: WeightFormat, n: int, k: int, m: int, cached: bool) -> float:
         """Seconds of one linear call at a shape."""
         within = CACHE_SET_BYTES if cached else None
-        weights = self.pool.weights(self.kernels, format, n, k, SAMPLES, within)
+        count = SAMPLES if cached else self._beyond_cache(PackedLayout.of(self.kernels, format, n, k).nbytes)
+        weights = self.pool.weights(self.kernels, format, n, k, count, within)
         calls = [partial(self.kernels.linear, weight=weight) for weight in weights]
         if cached:
             self.pool.bytes[:CACHE_SET_BYTES].view(torch.float32).sum()
         gate_up = torch.ones(m, 2 * k, dtype=self.kernels.activation_dtype, device=self.pool.bytes.device)
         return self.stopwatch.time_s(calls, lambda: self.kernels.silu_mul(gate_up), self.grid.cell_s, fewest=2)
+
+    def _beyond_cache(self, nbytes: int) -> int:
+        """How many weights of so many bytes a row of calls reads, so that none is still cached when it is repeated."""
+        return max(SAMPLES, min(MOST_SAMPLES, -(-BEYOND_L2 * self.stopwatch.row_cache_bytes // nbytes)))
 
     def measure(self, format: WeightFormat, cached: bool) -> Iterator[float]:
         """Seconds of each cell of the grid in order of n, k and m; NaN where a cell is not measured.

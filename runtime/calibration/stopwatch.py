@@ -29,13 +29,15 @@ class Stopwatch:
     On a CPU each call is timed by itself, on a tape where the kernels have them, because so does a decoder run them.
     The result is the mean, because a step is a sum of many calls, but without the samples that another program
     interrupted. On a GPU a row of calls is one CUDA graph, as a decode step is, and the timer is that of
-    `membound kernels bench`; kernels that cannot be captured are timed with their launches, as they are served.
+    `membound kernels bench`; kernels that cannot be captured are timed with their launches, as they are served. Such a
+    row is repeated at once, so that what it reads comes from memory only if it exceeds `row_cache_bytes`.
     """
 
     def __init__(self, kernels: Kernels, device: str, rows_timer: RowsTimer | None = None) -> None:
         """`rows_timer` is for tests."""
         self.device = torch.device(device)
         self._rows_timer = rows_timer or rows_timer_of(self.device)
+        self.row_cache_bytes = cache_bytes_of(self.device)
         self._stalls = kernels.stalls
         self._record = getattr(kernels, "recording", None)
         x = torch.ones(1, 1024, device=device, dtype=kernels.activation_dtype)
@@ -112,6 +114,11 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
             rows.append((time.perf_counter() - start_s) / len(calls))
         return median(rows)
+
+
+def cache_bytes_of(device: torch.device) -> int:
+    """The GPU's L2; 0 on a CPU, where each call is timed behind others."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
 def rows_timer_of(device: torch.device) -> RowsTimer | None:

@@ -12,9 +12,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from membound.kernels.bench.benchmark import Failed  # noqa: E402
+from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton import launch as launching  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.runtime import cuda_graphs, decode_roof  # noqa: E402
+from membound.runtime.calibration.linears import MOST_SAMPLES, SAMPLES, LinearGrid, LinearProbe  # noqa: E402
+from membound.runtime.calibration.pool import Pool  # noqa: E402
 from membound.runtime.cuda_graphs import CudaCapture  # noqa: E402
 from membound.runtime.nvml import Nvml  # noqa: E402
 
@@ -137,3 +140,22 @@ def test_drafts_in_windows_share_their_captured_steps():
     decoder = SimpleNamespace(ignores_padding=True)
     assert cuda_graphs.captured_queries(decoder, [], 3) == (1, 4)
     assert cuda_graphs.captured_queries(SimpleNamespace(ignores_padding=False), [], 3) == (1,)
+
+
+@pytest.mark.parametrize(("cache_bytes", "count"), [(0, SAMPLES), (2**20, 96), (2**26, MOST_SAMPLES)])
+def test_weights_that_must_come_from_memory_exceed_the_cache_through_which_a_row_is_repeated(cache_bytes, count):
+    """A weight of 128 x 128 in bf16 is 32 KiB: 32 of them, as on a CPU, would be read from an H200's 50 MB of L2."""
+    rows = []
+
+    class Watch:
+        row_cache_bytes = cache_bytes
+
+        def time_s(self, calls, prepare, budget_s, fewest):
+            rows.append([call.keywords["weight"].data.data_ptr() for call in calls])
+            return 1.0
+
+    probe = LinearProbe(TorchKernels(), Watch(), Pool.of(2**24, "cpu"), LinearGrid(n=(128,), k=(128,), m=(1,)))
+    probe.one_s("bf16", 128, 128, 1, cached=False)
+    assert len(rows[0]) == len(set(rows[0])) == count
+    probe.one_s("bf16", 128, 128, 1, cached=True)
+    assert len(rows[1]) == SAMPLES
