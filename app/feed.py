@@ -22,10 +22,14 @@ PROGRESS = """<div class="membound-job"><progress max="1"></progress><span class
 <p class="membound-job-warning" role="status"></p></div>"""
 WRITTEN = """<div class="membound-written" tabindex="0" role="log"><p></p><div></div></div>"""
 STYLE = """
-.membound-job progress { width: 100%; height: 0.5rem; accent-color: var(--st-primary-color); }
+.membound-job progress { appearance: none; display: block; width: 100%; height: 0.5rem; margin-bottom: 0.4rem;
+  border: 0; border-radius: 1rem; overflow: hidden; background: var(--st-secondary-background-color); }
+.membound-job progress::-webkit-progress-bar { background: transparent; }
+.membound-job progress::-webkit-progress-value { background: var(--st-primary-color); }
+.membound-job progress::-moz-progress-bar { background: var(--st-primary-color); }
 .membound-job-warning { margin: 0.3rem 0 0; }
 .membound-job-warning:empty { display: none; }
-.membound-written { box-sizing: border-box; height: 100%; overflow-y: auto; padding: 1rem;
+.membound-written { box-sizing: border-box; overflow-y: auto; padding: 1rem;
   border: 1px solid var(--st-border-color); border-radius: var(--st-base-radius); }
 .membound-written p { margin: 0 0 0.5rem; font-size: 0.875em; }
 .membound-written div { white-space: pre-wrap; overflow-wrap: anywhere; font-family: var(--st-code-font); }
@@ -51,7 +55,7 @@ def progress(job_id: str, known: dict[str, Any], feed: dict[str, Any], on_change
 
 def written(job_id: str, text: dict[str, Any] | None, words: dict[str, str], feed: dict[str, Any], height: int) -> None:
     """The text that a model writes; `words` say which request's it is, and that there is none yet."""
-    data = {"text": text, "words": words, "feed": feed}
+    data = {"text": text, "words": words, "height": height, "feed": feed}
     _component("written", WRITTEN)(key=f"written_{job_id}", data=data, height=height)
 
 

@@ -8,6 +8,7 @@ export default function ({ data, parentElement }) {
     if (atEnd) node.scrollTop = node.scrollHeight;
   };
   node.setAttribute("aria-label", data.words.title);
+  node.style.height = `${data.height}px`;
   show(data.text);
   followed(data.feed, node, (news) => { if (news.text && news.seq > data.feed.seq) show(news.text); });
 }

@@ -14,6 +14,8 @@ from membound.app.i18n import Translate
 Point = TypeVar("Point")
 
 MOST_POINTS = 500
+# as high as the longest name of a series
+PANEL_PX = 150
 # the keys of a live event, with the colour of each
 SERIES = {"tokens_per_s": MEASURED, "running": BLUE, "kv_utilization": GREEN}
 
@@ -23,7 +25,7 @@ def live_figure(points: Sequence[tuple[float, Mapping[str, Any]]], t: Translate)
     points = thinned(points)
     known = [key for key in SERIES if any(key in payload for _, payload in points)] or list(SERIES)
     fig = make_subplots(rows=len(known), cols=1, shared_xaxes=True, vertical_spacing=0.07)
-    fig.update_layout(template=TEMPLATE, showlegend=False, height=130 * len(known), title=t("live.chart"))
+    fig.update_layout(template=TEMPLATE, showlegend=False, height=PANEL_PX * len(known), title=t("live.chart"))
     for row, key in enumerate(known, start=1):
         present = [(at, payload[key]) for at, payload in points if key in payload]
         fig.add_scatter(
@@ -37,7 +39,9 @@ def live_figure(points: Sequence[tuple[float, Mapping[str, Any]]], t: Translate)
             col=1,
         )
         shown = ".0%" if key == "kv_utilization" else None
-        fig.update_yaxes(title=t(f"live.{key}"), rangemode="tozero", tickformat=shown, row=row, col=1)
+        fig.update_yaxes(
+            title={"text": t(f"live.{key}"), "font": {"size": 11}}, rangemode="tozero", tickformat=shown, row=row, col=1
+        )
     fig.update_xaxes(title=t("live.x"), row=len(known), col=1)
     return fig
 
