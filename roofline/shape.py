@@ -140,6 +140,30 @@ class StepShape:
         """One of so many equal parts of the batch."""
         return StepShape(*(value / parts for value in self.columns().values()))
 
+    def on_one_of(self, ranks: int) -> StepShape:
+        """The part of the batch on one of the ranks that have any, over which whole sequences are spread evenly.
+
+        Prompts and those who decode are spread each for themselves: the largest part is that of a rank with both.
+        """
+        sharing = np.clip(self.sequences, 1.0, float(ranks))
+        prompts = np.clip(self.prefill_sequences, 1.0, float(ranks))
+        decoding = np.clip(self.sequences - self.prefill_sequences, 1.0, float(ranks))
+
+        def both(whole: Count, of_prompts: Count) -> Count:
+            return (whole - of_prompts) / decoding + of_prompts / prompts
+
+        return StepShape(
+            both(self.tokens, self.prefill_tokens),
+            both(self.sequences, self.prefill_sequences),
+            both(self.kv_tokens, self.prefill_kv_tokens),
+            both(self.attended, self.prefill_attended),
+            self.logits_rows / sharing,
+            self.prefill_tokens / prompts,
+            self.prefill_sequences / prompts,
+            self.prefill_kv_tokens / prompts,
+            self.prefill_attended / prompts,
+        )
+
     def with_prompts(self, times: Count) -> StepShape:
         """With so many times the prompts, and the same sequences that decode."""
         more = times - 1.0

@@ -464,11 +464,9 @@ def _inputs(linears: tuple[LinearShape, ...]) -> int:
 
 
 def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
-    """The part of a step that one data-parallel rank has."""
+    """The part of a step that one data-parallel rank has: sequences are whole, and some ranks have none of a few."""
     dp = setup.parallel.dp
-    if dp == 1:
-        return shape
-    return shape.divided(dp)
+    return shape if dp == 1 else shape.on_one_of(dp)
 
 
 def _rows(shape: StepShape, cp: int) -> Count:

@@ -80,9 +80,12 @@ class Engine(Part):
     """
 
     max_num_seqs: int | None = Field(
-        None, ge=1, le=1_000_000, description="sequences in one step at most; the usual ones of the hardware else"
+        None,
+        ge=1,
+        le=1_000_000,
+        description="sequences in one step at most, of all dp ranks together; the usual ones of the hardware else",
     )
-    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most")
+    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most, of all dp ranks")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
     num_blocks: int | None = Field(
         None, ge=1, le=1_000_000_000, description="KV blocks; from memory where it is not given"

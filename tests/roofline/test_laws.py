@@ -99,6 +99,24 @@ def shapes(draw: st.DrawFn) -> StepShape:
     return draw(st.sampled_from((decode, verify, prefill, decode + prefill)))
 
 
+# --- whole sequences ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    name=st.sampled_from(("Llama-3.1-8B", "GPT-J-6B")),
+    ranks=st.sampled_from((2, 4, 8)),
+    count=st.integers(1, 16),
+    shape=shapes(),
+)
+def test_ranks_of_dp_share_whole_sequences(name, ranks, count, shape):
+    """A prompt is not cut by data parallelism: a step of few sequences takes what one rank takes for one of them."""
+    setup = replace(PLAIN, parallel=Parallelism(dp=ranks))
+    for part in (StepShape.prefill(float(count), 700.0), StepShape.decode(float(count), 900.0)):
+        alone = seconds(name, part.divided(min(count, ranks)))
+        assert seconds(name, part, setup=setup) == pytest.approx(alone)
+    assert no_less(seconds(name, shape), seconds(name, shape, setup=setup))
+
+
 # --- more work, more time ---------------------------------------------------------------------------------------------
 
 
