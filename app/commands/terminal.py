@@ -30,13 +30,15 @@ def scenario_of(name: str, assignments: list[str] | None = None, hardware: str |
     from membound.roofline.reading.plain_yaml import parse_yaml
     from membound.roofline.scenario import load_scenario
 
-    scenario = load_scenario(name)
+    values: dict[str, object] = {} if hardware is None else {"hardware": hardware}
     for assignment in assignments or []:
         key, separator, value = assignment.partition("=")
         if not separator:
             raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
-        scenario = scenario.with_value(key, parse_yaml(value, f"option --set {key}"))
-    chosen = scenario.with_value("hardware", hardware) if hardware is not None else scenario
+        if key in values:
+            raise MemboundError(f"option --set {key} is '{value}', but {key} is given twice; give it once")
+        values[key] = parse_yaml(value, f"option --set {key}")
+    chosen = load_scenario(name).with_values(values)
     _tell_namesake(chosen.hardware)
     return chosen
 

@@ -155,6 +155,8 @@ class Scenario(Part):
 
     def with_values(self, values: Mapping[str, Any]) -> Scenario:
         """This scenario with several fields replaced at once, in whatever order: one may need another."""
+        if not values:
+            return self
         document = self.model_dump(mode="json")
         for path in sorted(values, key=lambda path: path.count(".")):
             check_path(document, path)
@@ -168,10 +170,7 @@ class Scenario(Part):
     def points(self) -> Iterator[tuple[dict[str, Any], Scenario]]:
         """Each point of the sweep with its scenario; the scenario itself without a sweep."""
         for point in self.sweep or ({},):
-            scenario = self.model_copy(update={"sweep": (), "variants": ()})
-            for path, value in point.items():
-                scenario = scenario.with_value(path, value)
-            yield point, scenario
+            yield point, self.model_copy(update={"sweep": (), "variants": ()}).with_values(point)
 
 
 def check_path(document: Any, path: str) -> None:

@@ -71,6 +71,13 @@ def test_bad_values_are_one_sentence(tiny: str, assignment: str, said: str) -> N
     assert said in refused("simulate", tiny, "--set", assignment)
 
 
+def test_fields_that_need_each_other_are_set_at_once_and_each_once(tiny: str) -> None:
+    together = ("--set", "parallel.ep=2", "--set", "parallel.dp=2", "--hardware", "H100-SXM5")
+    mixture = ("predict", tiny, "--set", "model=Mixtral-8x7B", "--set", "techniques=[]")
+    assert membound(*mixture, *together).returncode == 0
+    assert "hardware is given twice" in refused("predict", tiny, "--hardware", "H100-SXM5", "--set", "hardware=L4")
+
+
 def test_bad_files_are_one_sentence(tmp_path: Path, tiny: str) -> None:
     deep = tmp_path / "deep.yaml"
     deep.write_text("name: " + "[" * 5000)
