@@ -153,6 +153,7 @@ HOSTILE = {
     "deep": ('{"timestamp": ' + "[" * 100_000, "line 1 is not a complete JSON object"),
     "binary": (b"\xff\xfe\x00\x01", "is not UTF-8 text"),
     "null bytes": (AZURE.replace("2399", "\0"), "line 3"),
+    "no text": ("\0" * 5000, "is no text"),
     "pointer": ("version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS pointer"),
     "one endless line": ("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "x" * (5 * 2**20), "line 2 is longer than"),
 }

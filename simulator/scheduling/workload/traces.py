@@ -204,6 +204,8 @@ def _format_of(trace: TraceFile, file: TextIO) -> TraceFormat:
     line = line.strip()
     if not line:
         raise MemboundError(f"trace '{trace.file}' is empty")
+    if "\0" in line:
+        raise MemboundError(f"trace '{trace.file}' is no text; give a CSV, JSON or JSON Lines file")
     if line.startswith("version https://git-lfs"):
         raise MemboundError(f"trace '{trace.file}' is a Git LFS pointer, not the data; fetch the file that it names")
     container = {"[": "array", "{": "lines"}.get(line[0], "csv")
