@@ -1,5 +1,7 @@
 // Grouped-query attention over paged K and V in any of their formats, for any mix of prefill, decode and verify.
 //
+// Few rows of q are vectors along head_dim, whose products are summed across lanes; of COLUMN_ROWS and more, LANES lie
+// side by side, so that a sum of theirs stays in its lane, and is added up in the same order.
 // A context is cut into spans of SPAN_TOKENS at fixed positions. Within a span the softmax is online over tiles of
 // TILE_TOKENS; spans are merged from the first to the last. Nothing in that order depends on what else is in the
 // batch or on how many threads run, so a query token has the same bits alone, in a batch, and as part of a draft.
@@ -18,9 +20,12 @@ namespace {
 
 constexpr int TILE_TOKENS = 64;  // as many as the bits of a mask
 constexpr int SPAN_TOKENS = 128;
-constexpr int BLOCK_ROWS = 64;  // rows (query tokens x heads of the group) that share one conversion of K and V
+constexpr int BLOCK_ROWS = 128;  // rows (query tokens x heads of the group) that share one conversion of K and V
 constexpr int ROW_TILE = 4;
 constexpr int DIRECT_ROWS = 2;
+constexpr int COLUMN_ROWS = LANES * 3 / 4;  // from so many rows on, lanes are rows
+constexpr int COLUMN_VECTORS = 2;
+constexpr int COLUMN_TOKENS = REGISTERS == 32 ? 2 : 1;
 constexpr int DIM_VECTORS = REGISTERS == 32 ? 4 : 2;
 constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
 
@@ -99,7 +104,7 @@ struct State {
     State(float* memory, int64_t rows)
         : maximum(memory), total(memory + round_up(rows, LANES)), sums(memory + round_up(rows, LANES) * 2) {}
     void clear(int64_t rows, int64_t dim) {
-        for (int64_t r = 0; r < rows; r++) maximum[r] = -INFINITY, total[r] = 0;
+        for (int64_t r = 0; r < round_up(rows, LANES); r++) maximum[r] = -INFINITY, total[r] = 0;
         memset(sums, 0, rows * dim * sizeof(float));
     }
 };
@@ -204,6 +209,141 @@ void attend_rows(const float* q, const float* k, const float* v, const uint64_t*
     for (; i + DIM_VECTORS * LANES <= dim; i += DIM_VECTORS * LANES)
         weigh<ROWS, DIM_VECTORS>(scores, v + i, count, dim, sums + i);
     for (; i < dim; i += LANES) weigh<ROWS, 1>(scores, v + i, count, dim, sums + i);
+}
+
+// Many rows lie side by side, q as [dim, VECTORS * LANES], so that neither a score nor a maximum is summed up across
+// lanes.
+//
+// sums = what lanes LANE, LANE + APART, ... of the vectors of dim add to the scores of TOKENS tokens, in the order in
+// which `scores_of` sums them.
+template <int LANE, int APART, int VECTORS, int TOKENS, int DIM>
+INLINE void lane_sums(const float* q, const float* k, int64_t dim, Vec sums[VECTORS][TOKENS]) {
+    auto each = [&](auto body) LAMBDA {
+        unroll<TOKENS>([&](auto t) LAMBDA { unroll<VECTORS>([&](auto v) LAMBDA { body(v, t); }); });
+    };
+    if constexpr (APART == LANES) {
+        const int64_t end = DIM ? DIM : dim;
+        each([&](auto v, auto t) LAMBDA { sums[v][t] = Vec{}; });
+        for (int64_t i = LANE; i < end; i += LANES) {
+            Vec rows[VECTORS];
+            unroll<VECTORS>([&](auto v) LAMBDA { rows[v] = load(q + (i * VECTORS + v) * LANES); });
+            each([&](auto v, auto t) LAMBDA { sums[v][t] = fma(rows[v], broadcast(k[t * end + i]), sums[v][t]); });
+        }
+    } else {
+        Vec others[VECTORS][TOKENS];
+        lane_sums<LANE, 2 * APART, VECTORS, TOKENS, DIM>(q, k, dim, sums);
+        lane_sums<LANE + APART, 2 * APART, VECTORS, TOKENS, DIM>(q, k, dim, others);
+        each([&](auto v, auto t) LAMBDA { sums[v][t] += others[v][t]; });
+    }
+}
+
+// scores [count, VECTORS * LANES] of `count` tokens and so many rows; up to 3 tokens more.
+template <int VECTORS, int DIM>
+void column_scores(const float* q, const float* k, int count, int64_t dim, float* scores) {
+    constexpr int TOKENS = COLUMN_TOKENS * COLUMN_VECTORS / VECTORS;
+    for (int t = 0; t < count; t += TOKENS) {
+        Vec sums[VECTORS][TOKENS];
+        lane_sums<0, 1, VECTORS, TOKENS, DIM>(q, k + t * (DIM ? DIM : dim), dim, sums);
+        for (int j = 0; j < TOKENS; j++)
+            for (int v = 0; v < VECTORS; v++) store(scores + ((t + j) * VECTORS + v) * LANES, sums[v][j]);
+    }
+}
+
+// Scores of LANES rows, a token's `width` behind those of the one before, become weights, of the first `count` tokens.
+// What the rows have summed so far is to shrink to the new maximum.
+void softmax_columns(float* scores, int64_t width, const uint64_t* seen, int count, float softcap, float* maximum,
+                     Vec* totals, float* shrink) {
+    UintVec halves[2];
+    uint64_t all = ~uint64_t{0};
+    for (int r = 0; r < LANES; r++) {
+        halves[0][r] = (uint32_t)seen[r], halves[1][r] = seen[r] >> 32;
+        all &= seen[r];
+    }
+    const bool some_unseen = ~all & Sight::ones(count);
+    const Vec before = load(maximum);
+    Vec top = before;
+    for (int t = 0; t < count; t++) {
+        Vec s = load(scores + t * width);
+        if (softcap > 0) s = tanh(s * broadcast(1.0f / softcap)) * broadcast(softcap);
+        if (some_unseen) s = (IntVec)(halves[t / 32] << (31 - t % 32)) < IntVec{} ? s : broadcast(-INFINITY);
+        if (softcap > 0 || some_unseen) store(scores + t * width, s);
+        top = s > top ? s : top;
+    }
+    store(maximum, top);
+    const Vec highest = top == broadcast(-INFINITY) ? Vec{} : top;  // of a row that has seen nothing, all weights are 0
+    const Vec less = exp(before - highest);
+    store(shrink, less);
+    for (int lane = 0; lane < LANES; lane++) {
+        Vec total = totals[lane] * less;
+        for (int t = lane; t < count; t += LANES) {
+            const Vec weight = exp(load(scores + t * width) - highest);
+            store(scores + t * width, weight);
+            total += weight;
+        }
+        totals[lane] = total;
+    }
+}
+
+// sums [ROWS, dim] = `shrink` [ROWS] of them + weights [count, ROWS], `width` apart, times v [count, dim].
+template <int ROWS, int VECTORS>
+INLINE void weigh_columns(const float* weights, int64_t width, const float* v, int count, int64_t dim,
+                          const float* shrink, float* sums) {
+    Vec acc[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < VECTORS; i++) acc[r][i] = load(sums + r * dim + i * LANES) * broadcast(shrink[r]);
+    for (int t = 0; t < count; t++) {
+        Vec value[VECTORS];
+        for (int i = 0; i < VECTORS; i++) value[i] = load(v + t * dim + i * LANES);
+        for (int r = 0; r < ROWS; r++) {
+            const Vec weight = broadcast(weights[t * width + r]);
+            for (int i = 0; i < VECTORS; i++) acc[r][i] = fma(weight, value[i], acc[r][i]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < VECTORS; i++) store(sums + r * dim + i * LANES, acc[r][i]);
+}
+
+template <int ROWS>
+void weigh_rows(const float* weights, int64_t width, const float* v, int count, int64_t dim, const float* shrink,
+                float* sums) {
+    int64_t i = 0;
+    for (; i + DIM_VECTORS * LANES <= dim; i += DIM_VECTORS * LANES)
+        weigh_columns<ROWS, DIM_VECTORS>(weights, width, v + i, count, dim, shrink, sums + i);
+    for (; i < dim; i += LANES) weigh_columns<ROWS, 1>(weights, width, v + i, count, dim, shrink, sums + i);
+}
+
+// One tile of tokens, in fp32, for VECTORS x LANES rows, of which there are `rows`.
+template <int VECTORS>
+void attend_columns(const float* q, const float* k, const float* v, const uint64_t* seen, int rows,
+                    int64_t dim, float softcap, float* maximum, Vec* totals, float* sums) {
+    alignas(64) float scores[TILE_TOKENS * VECTORS * LANES], shrink[VECTORS * LANES];
+    uint64_t any = 0;
+    for (int r = 0; r < rows; r++) any |= seen[r];
+    if (!any) return;
+    const int count = 64 - __builtin_clzll(any);
+    auto score = column_scores<VECTORS, 0>;
+    if (dim == 64) score = column_scores<VECTORS, 64>;
+    if (dim == 128) score = column_scores<VECTORS, 128>;
+    score(q, k, count, dim, scores);
+    for (int i = 0; i < VECTORS; i++)
+        softmax_columns(scores + i * LANES, VECTORS * LANES, seen + i * LANES, count, softcap, maximum + i * LANES,
+                        totals + i * LANES, shrink + i * LANES);
+    for (int r = 0; r < rows; r += ROW_TILE) {
+        const int together = rows - r < ROW_TILE ? rows - r : ROW_TILE;
+        uint64_t theirs = 0;
+        for (int i = 0; i < together; i++) theirs |= seen[r + i];
+        if (!theirs) continue;
+        const int most = 64 - __builtin_clzll(theirs);
+        auto weigh = [&](auto weigh_rows) {
+            weigh_rows(scores + r, VECTORS * LANES, v, most, dim, shrink + r, sums + r * dim);
+        };
+        switch (together) {
+            case 1: weigh(weigh_rows<1>); break;
+            case 2: weigh(weigh_rows<2>); break;
+            case 3: weigh(weigh_rows<3>); break;
+            case 4: weigh(weigh_rows<4>); break;
+        }
+    }
 }
 
 // The tokens of a tile, read from the cache where they are used: with few rows, fp32 copies cost more than they save.
@@ -337,8 +477,12 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
     const int32_t* table = a.table(task.sequence, task.kv_head);
     const int64_t end_of_task = end_of(a, task), oldest = oldest_of(a, task);
     const int64_t end = end_of_task < (span + 1) * SPAN_TOKENS ? end_of_task : (span + 1) * SPAN_TOKENS;
+    const bool columns = rows >= COLUMN_ROWS;
+    const int64_t width = round_up(rows, LANES);
+    thread_local std::vector<uint64_t> sights;  // of each row, on a tile
+    if (columns) sights.resize(width);
     state.clear(rows, dim);
-    for (int64_t r = 0; r < rows; r++) totals[r] = Vec{};
+    for (int64_t r = 0; r < width; r++) totals[r] = Vec{};
     float *k = tiles, *v = tiles + TILE_TOKENS * dim;
     const bool direct = rows <= DIRECT_ROWS && a.kv.head_dim % (2 * LANES) == 0;
     Places next;
@@ -371,6 +515,19 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
         }
         convert(a.kv, KEYS, here, dim, k, VALUES, here);
         convert(a.kv, VALUES, here, dim, v, KEYS, next);
+        if (columns) {
+            for (int64_t r = 0; r < width; r++)
+                sights[r] = r >= rows || r % group
+                                ? sights[r - 1]
+                                : Sight(a, task.sequence, task.first + r / group).mask(start) & Sight::ones(count);
+            for (int64_t r = 0; r < width; r += COLUMN_VECTORS * LANES) {
+                const int together = rows - r < COLUMN_VECTORS * LANES ? rows - r : COLUMN_VECTORS * LANES;
+                auto attend = width - r <= LANES ? attend_columns<1> : attend_columns<COLUMN_VECTORS>;
+                attend(q + r * dim, k, v, sights.data() + r, together, dim, a.softcap, state.maximum + r, totals + r,
+                       state.sums + r * dim);
+            }
+            continue;
+        }
         for (int64_t r = 0; r < rows; r += ROW_TILE) {
             const int together = rows - r < ROW_TILE ? rows - r : ROW_TILE;
             uint64_t seen[ROW_TILE], any = 0;
@@ -390,7 +547,16 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
             }
         }
     }
-    for (int64_t r = 0; r < rows; r++) state.total[r] = sum(totals[r]);
+    if (!columns) {
+        for (int64_t r = 0; r < rows; r++) state.total[r] = sum(totals[r]);
+        return;
+    }
+    for (int64_t r = 0; r < width; r += LANES) {
+        Vec* lanes = totals + r;
+        for (int apart = LANES / 2; apart; apart /= 2)  // as `sum` does it
+            for (int i = 0; i < apart; i++) lanes[i] += lanes[i + apart];
+        store(state.total + r, lanes[0]);
+    }
 }
 
 void write_out(const Arguments& a, const Task& task, State state, int64_t dim) {
@@ -415,7 +581,8 @@ void gather_queries(const Arguments& a, const Task& task, int64_t dim, float* q)
     for (int64_t r = 0; r < task.count * group; r++) {
         const int64_t token = a.batch->query_start[task.sequence] + task.first + r / group;
         const float* from = a.q + (token * a.heads + task.kv_head * group + r % group) * a.kv.head_dim;
-        for (int64_t i = 0; i < dim; i++) q[r * dim + i] = i < a.kv.head_dim ? from[i] * a.scale : 0.0f;
+        for (int64_t i = 0; i < a.kv.head_dim; i++) q[r * dim + i] = from[i] * a.scale;
+        for (int64_t i = a.kv.head_dim; i < dim; i++) q[r * dim + i] = 0;
     }
 }
 
@@ -424,12 +591,19 @@ void run(const Arguments& a, const Task& task, int64_t dim) {
     const int64_t group = a.heads / a.kv.kv_heads, rows = task.count * group;
     const int64_t state_floats = State::floats(rows, dim);
     // A tile is read in fours of tokens, so up to three rows behind its last token.
-    const int64_t tile_floats = 2 * (TILE_TOKENS + 4) * dim;
-    float* memory = scratch.floats(tile_floats + rows * (dim + LANES) + 2 * state_floats);
-    float *tiles = memory, *q = tiles + tile_floats;
-    Vec* totals = (Vec*)(q + rows * dim);
-    float* states = q + rows * (dim + LANES);
+    const int64_t tile_floats = 2 * (TILE_TOKENS + 4) * dim, width = round_up(rows, LANES);
+    float* memory = scratch.floats(tile_floats + width * (2 * dim + LANES) + 2 * state_floats);
+    float *tiles = memory, *q = tiles + tile_floats, *columns = q + width * dim;
+    Vec* totals = (Vec*)(columns + width * dim);
+    float* states = columns + width * (dim + LANES);
     gather_queries(a, task, dim, q);
+    if (rows >= COLUMN_ROWS) {
+        memset(q + rows * dim, 0, (width - rows) * dim * sizeof(float));
+        for (int64_t r = 0; r < width; r += COLUMN_VECTORS * LANES)
+            transpose(q + r * dim, width - r < COLUMN_VECTORS * LANES ? width - r : COLUMN_VECTORS * LANES, dim,
+                      columns + r * dim);
+        q = columns;
+    }
     State merged(states, rows);
     if (!task.partial) merged.clear(rows, dim);
     for (int64_t span = task.span; span < task.last_span; span++) {
@@ -506,8 +680,9 @@ EXPORT void membound_attention(const Arguments* arguments, int threads) {
     if (products <= SERIAL_PRODUCTS) threads = 1;
     const bool few = (int64_t)tasks.size() < 4 * threads;
     if (threads > 1 && most_spans > 1 && few) return share_spans(a, tasks, dim, threads);
+    // The last queries of a prompt see the most: begun first, they leave no thread waiting for another.
     parallel_for(tasks.size(), 1, threads, [&](int64_t i, int64_t last) {
-        for (; i < last; i++) run(a, tasks[i], dim);
+        for (; i < last; i++) run(a, tasks[tasks.size() - 1 - i], dim);
     });
 }
 

@@ -5,9 +5,10 @@
 // (8 for w8a8 and w4a8) with a scale for each step of at most 128 elements, an error of 2^-16 of the largest of them, a
 // hundredth of what bf16 loses. Integer sums are exact and the steps are added in order, so a row has the same bits
 // whatever else is in the batch, on every processor.
-
-#include <type_traits>
-#include <utility>
+//
+//   m <= MOST_TOKENS  words are taken apart in registers as they come from memory, and used for all tokens;
+//   more tokens       those of PANEL_VECTORS x LANES rows are taken apart once, into caches, and multiplied by blocks
+//                     of PANEL_TOKENS tokens, whose sums fill the registers.
 
 #include "threads.h"
 #include "vector.h"
@@ -17,6 +18,8 @@ namespace {
 
 constexpr int TILE_ROWS = 16;
 constexpr int MOST_TOKENS = 16;
+constexpr int PANEL_VECTORS = REGISTERS == 32 ? 3 : 2;
+constexpr int PANEL_TOKENS = REGISTERS == 32 ? 8 : 4;
 constexpr int64_t WORDS_AHEAD = 512;  // of a row; 32 kB of a tile
 constexpr int64_t GROUPS_AHEAD = 16;
 constexpr int64_t SERIAL_PRODUCTS = 1 << 17;
@@ -29,14 +32,6 @@ struct Arguments : PackedWeight {
 
     const uint32_t* codes() const { return (const uint32_t*)data; }
 };
-
-template <int... I, class Body> INLINE void unroll(std::integer_sequence<int, I...>, Body body) {
-    (body(std::integral_constant<int, I>{}), ...);
-}
-// body(0), ..., body(COUNT - 1) with the number as a constant.
-template <int COUNT, class Body> INLINE void unroll(Body body) {
-    unroll(std::make_integer_sequence<int, COUNT>{}, body);
-}
 
 INLINE UintVec load_words(const uint32_t* p) {
     UintVec v;
@@ -311,45 +306,50 @@ struct Tokens {
 // Rounds one token; `place` is its number among the `tokens` of its block.
 template <class F>
 void round_token(const float* x, int64_t k, int64_t step_length, int centre, Tokens to, int64_t place, int64_t tokens) {
+    using Code = std::conditional_t<F::X == PAIRS, int16_t, int8_t>;
+    typedef Code Codes __attribute__((vector_size(LANES * sizeof(Code))));
     constexpr float LEVELS = F::X == PAIRS ? 32767.0f : 127.0f;
     thread_local Scratch scratch;
-    int32_t* codes = (int32_t*)scratch.floats(round_up(step_length, LANES));
+    Code* codes = (Code*)scratch.floats(round_up(step_length, LANES));
     const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     for (int64_t step = 0, first = 0; first < k; step++, first += step_length) {
         const int64_t count = k - first < step_length ? k - first : step_length;
         auto part = [&](int64_t i) {
             return i + LANES <= count ? load(x + first + i) : load_partial(x + first + i, count - i);
         };
-        Vec largest{}, poison{};
+        // Compared as integers, infinity and NaN are the largest: the scale takes them on.
+        UintVec magnitudes{};
         for (int64_t i = 0; i < count; i += LANES) {
-            const Vec v = part(i), magnitude = (Vec)((UintVec)v & 0x7FFFFFFFu);
-            largest = magnitude > largest ? magnitude : largest;
-            poison += v * broadcast(0.0f);  // NaN and infinity survive
+            const UintVec magnitude = (UintVec)part(i) & 0x7FFFFFFFu;
+            magnitudes = magnitude > magnitudes ? magnitude : magnitudes;
         }
-        const float scale = max(largest) / LEVELS;
+        const uint32_t largest_bits = max(magnitudes);
+        float largest;
+        memcpy(&largest, &largest_bits, sizeof largest);
+        const float scale = largest / LEVELS;
         const Vec inverse = broadcast(scale > 0 ? 1.0f / scale : 0.0f);
-        IntVec total{};
+        UintVec total{};
         for (int64_t i = 0; i < count; i += LANES) {
-            const IntVec rounded = (IntVec)(part(i) * inverse + magic) - (IntVec)magic;
-            memcpy(codes + i, &rounded, sizeof rounded);
-            total += rounded;
+            const IntVec rounded = (IntVec)((UintVec)(part(i) * inverse + magic) - (UintVec)magic);
+            const Codes narrow = __builtin_convertvector(rounded, Codes);
+            memcpy(codes + i, &narrow, sizeof narrow);
+            total += (UintVec)rounded;
         }
         const int64_t at = step * tokens + place;
-        int32_t all = 0;
-        for (int i = 0; i < LANES; i++) all += total[i];
-        to.scale[at] = scale + sum(poison);
-        to.start[at] = -centre * all;
-        to.sum[at] = to.scale[at] * all;
+        const uint32_t all = sum(total);
+        to.scale[at] = scale;
+        to.start[at] = -(uint32_t)centre * all;
+        to.sum[at] = scale * (int32_t)all;
         int32_t* words = to.words + first / F::X * tokens + place;
         for (int64_t i = 0; i < count; i += 4) {
-            const int32_t c1 = i + 1 < count ? codes[i + 1] : 0, c2 = i + 2 < count ? codes[i + 2] : 0;
-            const int32_t c3 = i + 3 < count ? codes[i + 3] : 0;
             if constexpr (F::X == PAIRS) {
-                words[0] = (codes[i] & 0xFFFF) | (uint32_t)c2 << 16;
-                words[tokens] = (c1 & 0xFFFF) | (uint32_t)c3 << 16;
+                uint64_t four;
+                memcpy(&four, codes + i, sizeof four);
+                words[0] = (four & 0xFFFF) | (four >> 16 & 0xFFFF0000);
+                words[tokens] = (four >> 16 & 0xFFFF) | (four >> 32 & 0xFFFF0000);
                 words += 2 * tokens;
             } else {
-                words[0] = (codes[i] & 0xFF) | (c1 & 0xFF) << 8 | (c2 & 0xFF) << 16 | (uint32_t)c3 << 24;
+                memcpy(words, codes + i, sizeof *words);
                 words += tokens;
             }
         }
@@ -424,52 +424,194 @@ void tiles(const Arguments& a, Tokens x, int64_t first, int64_t last, int64_t to
     }
 }
 
-INLINE int64_t block_of(int64_t tokens) { return tokens == 1 ? 1 : tokens <= 4 ? 4 : tokens <= 8 ? 8 : 16; }
+// Weights of VECTORS x LANES rows, taken apart.
+template <int VECTORS> struct Panel {
+    IntVec* words;         // [elements / X, VECTORS]
+    Vec *scales, *offsets;  // [steps, VECTORS], where there are some
 
-template <class F> void linear(const Arguments& a, int threads) {
-    thread_local Scratch scratch;
-    const int64_t elements = round_up(a.k, 4), step_length = F::step_of(a), steps = ceil_div(elements, step_length);
-    const int64_t block_floats = Tokens::floats(elements, steps, MOST_TOKENS), blocks = ceil_div(a.m, MOST_TOKENS);
-    float* memory = scratch.floats(blocks * block_floats);
-    auto tokens_of = [&](int64_t block) {
-        const int64_t left = a.m - block * MOST_TOKENS;
-        return left < MOST_TOKENS ? left : MOST_TOKENS;
-    };
-    auto block_at = [&](int64_t block) {
-        return Tokens(memory + block * block_floats, elements, steps, block_of(tokens_of(block)));
-    };
-    if (const int64_t rest = tokens_of(blocks - 1); rest < block_of(rest)) {
-        // The places of tokens that are not there: any bits would do, but denormal numbers are slow.
-        const Tokens last = block_at(blocks - 1);
-        memset(last.scale, 0, 3 * steps * block_of(rest) * sizeof(float));
+    static int64_t floats(int64_t words, int64_t steps) { return (words + 2 * steps) * VECTORS * LANES; }
+    Panel(float* memory, int64_t words, int64_t steps)
+        : words((IntVec*)memory), scales((Vec*)memory + words * VECTORS), offsets(scales + steps * VECTORS) {}
+};
+
+// How a matrix is multiplied, apart from how its words are read.
+struct Form {
+    int64_t elements, step_length, steps;
+    bool a_scale_a_row, has_offset;
+
+    template <class F> static Form of(const Arguments& a) {
+        const int64_t elements = round_up(a.k, 4), step_length = F::step_of(a);
+        return {elements, step_length, ceil_div(elements, step_length), !a.group && a.scale, F::has_offset(a)};
     }
-    const int centre = F::has_offset(a) ? 0 : F::CENTRE;
-    parallel_for(a.m, 1 + SERIAL_PRODUCTS / 8 / a.k, threads, [&](int64_t token, int64_t last) {
-        for (; token < last; token++) {
-            const int64_t block = token / MOST_TOKENS;
-            round_token<F>(a.x + token * a.k, a.k, step_length, centre, block_at(block), token % MOST_TOKENS,
-                           block_of(tokens_of(block)));
+};
+
+template <class F, int VECTORS> void fill(const Arguments& a, const Form& form, int64_t vector, Panel<VECTORS> panel) {
+    for (int v = 0; v < VECTORS; v++) {
+        const int64_t row = (vector + v) * LANES, tile = row / TILE_ROWS, lane = row % TILE_ROWS;
+        const uint32_t* rows = a.codes() + tile * a.words * TILE_ROWS + lane;
+        for (int64_t step = 0, element = 0; step < form.steps; step++, element += form.step_length) {
+            const int64_t left = form.elements - element;
+            IntVec* words = panel.words + element / F::X * VECTORS + v;
+            F::decode(Stream{rows, 0}, element, left < form.step_length ? left : form.step_length,
+                      [&](int64_t word, auto, IntVec w) LAMBDA { words[word * VECTORS] = w; });
+            if (!form.a_scale_a_row) panel.scales[step * VECTORS + v] = F::scale(a, rows, tile, element, lane);
+            if (form.has_offset) panel.offsets[step * VECTORS + v] = F::offset(a, rows, tile, element, lane);
+        }
+    }
+}
+
+// A panel times the TOKENS of a block. The sums are those of `multiply`, in the same order.
+template <int X, int VECTORS, int TOKENS>
+void multiply_panel(const Arguments& a, const Form& form, const Panel<VECTORS> panel, Tokens x, int64_t vector,
+                    int64_t token, int tokens, Prefetch& ahead) {
+    Vec sums[VECTORS][TOKENS];
+    auto each = [&](auto body) LAMBDA {
+        unroll<TOKENS>([&](auto t) LAMBDA { unroll<VECTORS>([&](auto v) LAMBDA { body(v, t); }); });
+    };
+    each([&](auto v, auto t) LAMBDA { sums[v][t] = Vec{}; });
+    // Results are many, and a store waits for the line that it changes.
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < VECTORS; v++) __builtin_prefetch(a.out + (token + t) * a.n + (vector + v) * LANES, 1, 2);
+    const IntVec* weights = panel.words;
+    const int32_t* words = x.words;
+    for (int64_t step = 0, element = 0; step < form.steps; step++, element += form.step_length) {
+        const int64_t left = form.elements - element;
+        const IntVec* end = weights + (left < form.step_length ? left : form.step_length) / X * VECTORS;
+        const int32_t* start = x.start + step * TOKENS;
+        IntVec parts[VECTORS][TOKENS];
+        each([&](auto v, auto t) LAMBDA { parts[v][t] = IntVec{} + start[t]; });
+        for (; weights < end; weights += VECTORS, words += TOKENS) {
+            IntVec w[VECTORS];
+            unroll<VECTORS>([&](auto v) LAMBDA { w[v] = weights[v]; });
+            each([&](auto v, auto t) LAMBDA {
+                IntVec& into = parts[v][t];
+                into = X == PAIRS ? dot_pairs(into, w[v], words + t) : dot_quads(into, w[v], words + t);
+            });
+            ahead.step();
+        }
+        const float *x_scale = x.scale + step * TOKENS, *x_sum = x.sum + step * TOKENS;
+        const Vec *scales = panel.scales + step * VECTORS, *offsets = panel.offsets + step * VECTORS;
+        if (form.a_scale_a_row)
+            each([&](auto v, auto t) LAMBDA {
+                sums[v][t] = fma(to_floats(parts[v][t]), broadcast(x_scale[t]), sums[v][t]);
+            });
+        else
+            each([&](auto v, auto t) LAMBDA {
+                sums[v][t] = fma(to_floats(parts[v][t]) * broadcast(x_scale[t]), scales[v], sums[v][t]);
+            });
+        if (form.has_offset)
+            each([&](auto v, auto t) LAMBDA { sums[v][t] = fma(broadcast(x_sum[t]), offsets[v], sums[v][t]); });
+    }
+    for (int v = 0; v < VECTORS; v++) {
+        const int64_t row = (vector + v) * LANES, count = a.n - row < LANES ? a.n - row : LANES;
+        const Vec scale = form.a_scale_a_row ? load((const float*)a.scale + row) : broadcast(1.0f);
+        for (int t = 0; t < tokens; t++) {
+            const Vec y = form.a_scale_a_row ? sums[v][t] * scale : sums[v][t];
+            float* out = a.out + (token + t) * a.n + row;
+            if (count == LANES)
+                store(out, y);
+            else
+                memcpy(out, &y, count * sizeof(float));
+        }
+    }
+}
+
+// The tokens of a product, rounded, in blocks.
+struct Blocks {
+    const Form& form;
+    float* memory;
+    int64_t tokens, together;
+
+    int64_t count() const { return ceil_div(tokens, together); }
+    int64_t tokens_of(int64_t block) const {
+        const int64_t left = tokens - block * together;
+        return left < together ? left : together;
+    }
+    // As many as one of the kernels takes.
+    int64_t width_of(int64_t block) const {
+        const int64_t own = tokens_of(block);
+        return own == 1 && together == MOST_TOKENS ? 1 : own <= 4 ? 4 : own <= 8 ? 8 : 16;
+    }
+    int64_t floats() const { return Tokens::floats(form.elements, form.steps, together); }
+    Tokens at(int64_t block) const {
+        return Tokens(memory + block * floats(), form.elements, form.steps, width_of(block));
+    }
+};
+
+template <class F, int VECTORS>
+void panel_product(const Arguments& a, const Blocks& blocks, int64_t vector, Prefetch ahead) {
+    thread_local Scratch scratch;
+    const Form& form = blocks.form;
+    const int64_t words = form.elements / F::X;
+    const Panel<VECTORS> panel(scratch.floats(Panel<VECTORS>::floats(words, form.steps)), words, form.steps);
+    fill<F>(a, form, vector, panel);
+    for (int64_t block = 0; block < blocks.count(); block++) {
+        auto run = multiply_panel<F::X, VECTORS, PANEL_TOKENS>;
+        if (blocks.width_of(block) == 4) run = multiply_panel<F::X, VECTORS, 4>;
+        run(a, form, panel, blocks.at(block), vector, block * PANEL_TOKENS, blocks.tokens_of(block), ahead);
+    }
+}
+
+template <class F> void many_tokens(const Arguments& a, const Blocks& blocks, int threads) {
+    const int64_t count = ceil_div(a.n, LANES);
+    // With more tokens a piece may be smaller.
+    const int64_t pieces = threads * (blocks.count() > PIECES_PER_THREAD ? blocks.count() : PIECES_PER_THREAD);
+    const int64_t grain =
+        a.m * a.n * a.k <= SERIAL_PRODUCTS ? count : round_up(ceil_div(count, pieces), PANEL_VECTORS);
+    parallel_for(count, grain, threads, [&](int64_t vector, int64_t last) {
+        for (; vector < last; vector += PANEL_VECTORS) {
+            const char* next = (const char*)(a.codes() + (vector + PANEL_VECTORS) * LANES * a.words);
+            const int64_t rows = (count - vector) * LANES - PANEL_VECTORS * LANES;
+            const int64_t following = rows < PANEL_VECTORS * LANES ? (rows > 0 ? rows : 0) : PANEL_VECTORS * LANES;
+            const Prefetch ahead{next, next + following * a.words * 4};
+            switch (last - vector) {
+                case 1: panel_product<F, 1>(a, blocks, vector, ahead); break;
+                case 2: panel_product<F, 2>(a, blocks, vector, ahead); break;
+                default: panel_product<F, PANEL_VECTORS>(a, blocks, vector, ahead);
+            }
         }
     });
+}
+
+template <class F> void few_tokens(const Arguments& a, const Blocks& blocks, int threads) {
     const int64_t count = ceil_div(a.n, TILE_ROWS);
     const int64_t grain = a.m * a.n * a.k <= SERIAL_PRODUCTS
                               ? count
                               : round_up(ceil_div(count, threads * PIECES_PER_THREAD), TILES_OF<1>);
+    const Tokens x = blocks.at(0);
     parallel_for(count, grain, threads, [&](int64_t tile, int64_t last) {
         for (; tile < last; tile += TILES_OF<1>) {
             const int64_t end = tile + TILES_OF<1> < last ? tile + TILES_OF<1> : last;
-            for (int64_t block = 0; block < blocks; block++) {
-                const int tokens = tokens_of(block);
-                const int64_t token = block * MOST_TOKENS;
-                switch (block_of(tokens)) {
-                    case 1: tiles<F, 1>(a, block_at(block), tile, end, token, tokens); break;
-                    case 4: tiles<F, 4>(a, block_at(block), tile, end, token, tokens); break;
-                    case 8: tiles<F, 8>(a, block_at(block), tile, end, token, tokens); break;
-                    case 16: tiles<F, 16>(a, block_at(block), tile, end, token, tokens); break;
-                }
+            switch (blocks.width_of(0)) {
+                case 1: tiles<F, 1>(a, x, tile, end, 0, a.m); break;
+                case 4: tiles<F, 4>(a, x, tile, end, 0, a.m); break;
+                case 8: tiles<F, 8>(a, x, tile, end, 0, a.m); break;
+                case 16: tiles<F, 16>(a, x, tile, end, 0, a.m); break;
             }
         }
     });
+}
+
+template <class F> void linear(const Arguments& a, int threads) {
+    thread_local Scratch scratch;
+    const Form form = Form::of<F>(a);
+    const bool few = a.m <= MOST_TOKENS;
+    Blocks blocks{form, nullptr, a.m, few ? MOST_TOKENS : PANEL_TOKENS};
+    blocks.memory = scratch.floats(blocks.count() * blocks.floats());
+    const int64_t last_block = blocks.count() - 1, width = blocks.width_of(last_block);
+    if (blocks.tokens_of(last_block) < width)
+        // The places of tokens that are not there: any bits would do, but denormal numbers are slow.
+        memset(blocks.at(last_block).scale, 0, 3 * form.steps * width * sizeof(float));
+    int64_t tokens_at_once = 1 + SERIAL_PRODUCTS / 8 / a.k;
+    if (!few) tokens_at_once = round_up(tokens_at_once, PANEL_TOKENS);  // whole blocks: no two threads write into one
+    parallel_for(a.m, tokens_at_once, threads, [&](int64_t token, int64_t last) {
+        for (; token < last; token++) {
+            const int64_t block = token / blocks.together;
+            round_token<F>(a.x + token * a.k, a.k, form.step_length, form.has_offset ? 0 : F::CENTRE, blocks.at(block),
+                           token % blocks.together, blocks.width_of(block));
+        }
+    });
+    few ? few_tokens<F>(a, blocks, threads) : many_tokens<F>(a, blocks, threads);
 }
 
 }  // namespace

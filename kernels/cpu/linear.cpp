@@ -170,15 +170,6 @@ template <class W> void convert(W w, int64_t k, int64_t start, int64_t depth, in
     }
 }
 
-// Asks for one more cache line of the next panel at each step, so that memory works while the panel is multiplied.
-struct Prefetch {
-    const char *next, *end;
-    INLINE void step() {
-        __builtin_prefetch(next, 0, 2);
-        next = next + 64 < end ? next + 64 : end;
-    }
-};
-
 // sums [PANEL_ROWS, TOKENS] += the products of `steps` vectors of a panel and of an interleaved block of tokens.
 template <int TOKENS>
 INLINE void multiply(const float* panel, const float* x, int64_t steps, Vec sums[PANEL_ROWS][TOKENS], Prefetch& ahead) {

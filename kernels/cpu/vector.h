@@ -10,8 +10,10 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -44,7 +46,16 @@ typedef int8_t ByteVec __attribute__((vector_size(LANES)));
 
 typedef uint16_t bf16;
 
-INLINE Vec broadcast(float x) { return Vec{} + x; }
+// Not Vec{} + x, which costs an addition: -0 plus 0 is 0.
+INLINE Vec broadcast(float x) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_set1_ps(x);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Vec)_mm256_set1_ps(x);
+#else
+    return x - Vec{};
+#endif
+}
 INLINE Vec load(const float* p) { return *(const VecUnaligned*)p; }
 INLINE void store(float* p, Vec v) { *(VecUnaligned*)p = v; }
 
@@ -235,6 +246,43 @@ INLINE float max(Vec v) {
     return m;
 }
 
+INLINE uint32_t max(UintVec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32((__m512i)v);
+#endif
+    uint32_t m = v[0];
+    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+INLINE uint32_t sum(UintVec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#endif
+    uint32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+// from [rows, columns] to [columns, rows], both multiples of four.
+INLINE void transpose(const float* from, int64_t rows, int64_t columns, float* to) {
+    for (int64_t r = 0; r < rows; r += 4)
+        for (int64_t c = 0; c < columns; c += 4) {
+            const float* block = from + r * columns + c;
+            float* turned = to + c * rows + r;
+#if defined(__SSE__)
+            __m128 a = _mm_loadu_ps(block), b = _mm_loadu_ps(block + columns);
+            __m128 d = _mm_loadu_ps(block + 2 * columns), e = _mm_loadu_ps(block + 3 * columns);
+            _MM_TRANSPOSE4_PS(a, b, d, e);
+            _mm_storeu_ps(turned, a), _mm_storeu_ps(turned + rows, b);
+            _mm_storeu_ps(turned + 2 * rows, d), _mm_storeu_ps(turned + 3 * rows, e);
+#else
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) turned[j * rows + i] = block[i * columns + j];
+#endif
+        }
+}
+
 // e^x to about 1e-7 relative; exactly 0 below -87.3 (so masked scores vanish), saturated above 88.3.
 INLINE Vec exp(Vec x) {
     const Vec low = broadcast(-87.3f), high = broadcast(88.3f);
@@ -286,6 +334,23 @@ INLINE bf16 to_bf16(float x) {
     memcpy(&bits, &x, 4);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) return (bits >> 16) | 0x40;
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+
+// Asks for one more cache line of the next panel at each step, so that memory works while the panel is multiplied.
+struct Prefetch {
+    const char *next, *end;
+    INLINE void step() {
+        __builtin_prefetch(next, 0, 2);
+        next = next + 64 < end ? next + 64 : end;
+    }
+};
+
+template <int... I, class Body> INLINE void unroll(std::integer_sequence<int, I...>, Body body) {
+    (body(std::integral_constant<int, I>{}), ...);
+}
+// body(0), ..., body(COUNT - 1) with the number as a constant.
+template <int COUNT, class Body> INLINE void unroll(Body body) {
+    unroll(std::make_integer_sequence<int, COUNT>{}, body);
 }
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
