@@ -216,12 +216,22 @@ def fp16_accumulation_gain(hardware: HardwareSpec) -> float:
     return 2.0 if hardware.name.startswith("RTX-") and not workstation else 1.0
 
 
+# Last-level caches of two halves, each of which holds what its own units read: what both read is there twice (NVIDIA
+# A100 white paper, "A100 L2 cache", from memory; repeated reads of attention's cache come from it up to about half the
+# size on A100 and H100, up to all of it on B200 and L40S).
+_IN_HALVES = ("Ampere HBM", "Hopper HBM")
+# Up to which part of the cache a repeated read comes from it whole.
+_WHOLLY_CACHED = 0.75
+
+
 def cached_share(hardware: HardwareSpec, working_set_bytes: Count) -> Count:
-    """The share of a repeated read that the last-level cache serves: all up to half its size, nothing beyond it."""
+    """The share of a repeated read that the last-level cache serves: all while it fits well, nothing beyond its size."""
     cache_bytes = hardware.cache_bytes or 0
     if not cache_bytes:
         return np.zeros_like(working_set_bytes) if np.ndim(working_set_bytes) else 0.0
-    return np.minimum(np.maximum((cache_bytes - working_set_bytes) / (0.5 * cache_bytes), 0.0), 1.0)
+    held_bytes = 0.5 * cache_bytes if hardware.generation in _IN_HALVES else float(cache_bytes)
+    left = (held_bytes - working_set_bytes) / ((1.0 - _WHOLLY_CACHED) * held_bytes)
+    return np.minimum(np.maximum(left, 0.0), 1.0)
 
 
 def stream_s(p: Mapping[str, float], hardware: HardwareSpec, moved_bytes: Count, cached: Count = 0.0) -> Count:

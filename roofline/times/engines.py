@@ -21,12 +21,12 @@ from membound.roofline.errors import MemboundError
 class EngineProfile(BaseModel):
     """Times that a step has beside its kernels, on the host that they were fitted on.
 
-    `library` names the kernels' fits. With `graphs` decode steps of up to `most_graph_sequences` are captured and need
-    no launches; otherwise the host takes `launch_s` for each kernel and the step is no shorter than all of them.
-    `gap_s` passes on the device between two kernels; it is negative where a kernel starts while the one before ends
-    (programmatic dependent launch). `step_s` is host work that the device waits for in each step, `sequence_s` that for
-    each sequence of the batch, `prefill_s` that of a step with a prompt. An unfused engine runs `extra_kernels` more
-    elementwise kernels in each layer.
+    `library` names the kernels' fits: the engine's own, or `nccl` where it brings none for messages. With `graphs`
+    decode steps of up to `most_graph_sequences` are captured and need no launches; otherwise the host takes `launch_s`
+    for each kernel and the step is no shorter than all of them. `gap_s` passes on the device between two kernels; it is
+    negative where a kernel starts while the one before ends (programmatic dependent launch). `step_s` is host work that
+    the device waits for in each step, `sequence_s` that for each sequence of the batch, `prefill_s` that of a step with
+    a prompt. An unfused engine runs `extra_kernels` more elementwise kernels in each layer.
 
     Of the time of other requests' prompts the `interleaved` share falls between a request's tokens: 0.5 where prompts
     go first and together, 1 where chunks join decode steps. The engine's linear kernels reach `rate_share` of the

@@ -210,9 +210,10 @@ def _warm(row: Row) -> float:
 
     Of aiconfigurator's GEMM collectors only TensorRT-LLM's shows weights that come from the cache (L40S, 33 MB: 1.5 to
     2.5 times the memory's bandwidth, the others 0.7 to 0.8); all of its attention collectors repeat their cache.
+    LLMServingSim times whole layers, whose caches differ.
     """
-    notes = row.text("notes").lower()
-    return 0.0 if "layerwise" in notes or "kineto" in notes else 1.0
+    notes = f"{row.text('notes')} {row.text('source')}".lower()
+    return 0.0 if any(word in notes for word in ("layerwise", "kineto", "llmservingsim")) else 1.0
 
 
 def _collective(row: Row, hardware: HardwareSpec) -> dict[str, float]:

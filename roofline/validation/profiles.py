@@ -63,9 +63,9 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "sglang": (SERVED, {"library": "sglang"}),
     "tensorrt-llm": (SERVED, {"library": "trtllm"}),
     "tensorrt-llm-0": ((*CAPTURED, "rate_share"), {"library": "trtllm"}),
-    "fastertransformer": (("gap_s", "step_s", "sequence_s"), {"graphs": False, "launch_s": 5e-6}),
-    "megatron": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
-    "turbomind": (CAPTURED, {}),
+    "fastertransformer": (("gap_s", "step_s", "sequence_s"), {"library": "nccl", "graphs": False, "launch_s": 5e-6}),
+    "megatron": (("launch_s", "extra_kernels", "step_s"), {"library": "nccl", "graphs": False}),
+    "turbomind": (CAPTURED, {"library": "nccl"}),
     "torch-compile": (("gap_s", "step_s", "weight_only_s"), {}),
     "exllama": (
         ("gap_s", "step_s", "quantized_rate_share"),

@@ -325,7 +325,7 @@ def test_membound_agrees_with_peers_that_agree_with_the_measurement(beside_measu
 
 
 NEARER_THAN_MEMBOUND = pytest.mark.xfail(
-    strict=False, reason="aiconfigurator's TensorRT-LLM tables: measured 8.6 % against membound's 9.4 % in decode"
+    strict=False, reason="aiconfigurator's TensorRT-LLM tables: measured 8.58 % against membound's 8.65 % in decode"
 )
 TOOLS = {
     "GenZ-pypi": None,
@@ -345,8 +345,25 @@ TOOLS = {
 @needs_facts
 @pytest.mark.parametrize("tool", [pytest.param(tool, marks=marks) if marks else tool for tool, marks in TOOLS.items()])
 def test_membound_is_nearer_than_the_peer_on_its_cases(beside_measurements: list[Comparison], tool: str) -> None:
-    found = [group for group in nearness(beside_measurements) if group.tool == tool]
+    found = [group for group in nearness(beside_measurements) if group.tool == tool and group.kind != FROM_THE_HOST]
     assert found and all(group.median <= group.peer_median for group in found)
+
+
+FROM_THE_HOST = "decode, launched from the host"
+ALL_MISS = pytest.mark.xfail(strict=False, reason="all predictions miss 5 cases of vLLM of 2023: 37.2 % against 35.9 %")
+LAUNCHED = {tool: marks for tool, marks in TOOLS.items() if not tool.startswith("LLM-Viewer") and "HYBRID" not in tool}
+LAUNCHED |= {"reference-roofline/calibrated": ALL_MISS}
+
+
+@needs_facts
+@pytest.mark.parametrize(
+    "tool", [pytest.param(tool, marks=marks) if marks else tool for tool, marks in LAUNCHED.items()]
+)
+def test_membound_is_no_further_off_where_the_host_launches_and_nobody_is_told(
+    beside_measurements: list[Comparison], tool: str
+) -> None:
+    (found,) = [group for group in nearness(beside_measurements) if (group.tool, group.kind) == (tool, FROM_THE_HOST)]
+    assert found.median <= found.peer_median
 
 
 @needs_facts
