@@ -19,7 +19,7 @@ def run(ask: Ask) -> Finding:
     """Counts what is kept of each drafter's guesses, task by task, at each temperature."""
     runtime = ask.needed()
     base = load_scenario("live-cpu").with_techniques(()).model_copy(update={"sweep": ()})
-    base = base.with_value("workload.arrivals.concurrency", 4).with_value("workload.requests", 8 if ask.quick else 32)
+    base = base.with_value("workload.arrivals.concurrency", 4).with_value("workload.requests", 8 if ask.quick else 20)
     tasks = tasks_of(base)
     known = drafters()
     kinds = KINDS[:2] if ask.quick else KINDS
