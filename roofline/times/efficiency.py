@@ -225,7 +225,7 @@ _WHOLLY_CACHED = 0.75
 
 
 def cached_share(hardware: HardwareSpec, working_set_bytes: Count) -> Count:
-    """The share of a repeated read that the last-level cache serves: all while it fits well, nothing beyond its size."""
+    """The share of a repeated read that the last-level cache serves: all that fits well, nothing beyond its size."""
     cache_bytes = hardware.cache_bytes or 0
     if not cache_bytes:
         return np.zeros_like(working_set_bytes) if np.ndim(working_set_bytes) else 0.0
