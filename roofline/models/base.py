@@ -105,7 +105,8 @@ def split(count: int, tp: int, what: str) -> int:
     if tp < 1:
         raise ModelError(f"tp is {tp}: the number of GPUs that share a layer must be 1 or more.")
     if count % tp:
-        raise ModelError(f"tp is {tp}, which does not divide {what} {count}: it must be a divisor of it.")
+        divisors = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        raise ModelError(f"tp is {tp}, which does not divide {what} {count}: give one of {divisors}.")
     return count // tp
 
 

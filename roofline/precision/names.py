@@ -74,6 +74,8 @@ def parse_precision(text: str, role: Role = "weights") -> Precision | None:
     try:
         format = _format(name, [word for word in remarks if word not in _SPARSE], role)
     except MemboundError as error:
+        if name == text.strip().casefold():
+            raise MemboundError(f"{role} {error}") from None
         raise MemboundError(f"{role} precision {reprlib.repr(text)} is not understood: {error}") from None
     return sparse24(format) if "2:4" in remarks else format
 

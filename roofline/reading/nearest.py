@@ -24,7 +24,7 @@ def nearest_first(name: str, known: Iterable[str]) -> list[str]:
         likeness.set_seq1(_plain(one))
         return -likeness.ratio()
 
-    return sorted(known, key=unlike)
+    return sorted(known, key=lambda one: (unlike(one), one))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

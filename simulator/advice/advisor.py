@@ -324,9 +324,10 @@ def _conditions(scenario: Scenario, hardware: HardwareSpec, load: Load) -> str:
     name, lengths, devices = resolve_model(scenario.model).name, load.lengths, scenario.parallel.devices
     where = f"{devices} x {hardware.name}" if devices > 1 else hardware.name
     busiest = "" if load.busiest is None else f" in the busiest part ({load.busiest})"
+    under_way = f"{load.concurrency:.0f}"
     return (
-        f"{name} on {where}, {load.concurrency:.0f} requests under way{busiest}, {lengths.prompt_tokens:.0f} tokens "
-        f"in and {lengths.output_tokens:.0f} out, {engine_said(scenario)}"
+        f"{name} on {where}, {under_way} request{'' if under_way == '1' else 's'} under way{busiest}, "
+        f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, {engine_said(scenario)}"
     )
 
 

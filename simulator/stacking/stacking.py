@@ -303,9 +303,10 @@ def _conditions(point: Point, hardware: HardwareSpec, simulate: bool) -> str:
     devices = f"{parallel.devices} x {hardware.name}" if parallel.devices > 1 else hardware.name
     how = "discrete-event simulation" if simulate else "closed form"
     busiest = "" if point.load.busiest is None else f" in the busiest part ({point.load.busiest})"
+    under_way = f"{point.load.concurrency:.0f}"
     return (
-        f"{resolve_model(point.plain.model).name} on {devices}, {point.load.concurrency:.0f} sequences under way"
-        f"{busiest}, "
+        f"{resolve_model(point.plain.model).name} on {devices}, {under_way} sequence{'' if under_way == '1' else 's'} "
+        f"under way{busiest}, "
         f"{lengths.prompt_tokens:.0f} tokens in and {lengths.output_tokens:.0f} out, {engine_said(point.plain)}, {how}"
     )
 

@@ -99,7 +99,7 @@ def shapes(draw: st.DrawFn) -> StepShape:
     return draw(st.sampled_from((decode, verify, prefill, decode + prefill)))
 
 
-# --- whole sequences ---------------------------------------------------------------------------------------------------
+# --- whole sequences ------------------------------------------------------------------------------------------------
 
 
 @given(
