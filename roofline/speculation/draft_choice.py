@@ -87,6 +87,8 @@ def acceptance_source(technique: Technique, scenario: Scenario) -> str:
         return f"task profile '{workload.task}'"
     default = type(technique).model_fields["alpha"].default
     assumed = "assumed: the technique's default" if getattr(technique, "alpha", None) == default else "the scenario"
+    if scenario.temperature > 0:
+        assumed += f", which the temperature of {scenario.temperature:g} does not change"
     return f"{assumed}; a simulation replays the recorded text" if _replayed(technique, scenario) else assumed
 
 

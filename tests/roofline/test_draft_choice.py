@@ -13,7 +13,7 @@ from membound.roofline.models import get_model
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.acceptance import AcceptanceProfile
-from membound.roofline.speculation.draft_choice import best_size
+from membound.roofline.speculation.draft_choice import acceptance_source, best_size
 from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import (
     DraftModelSpeculation,
@@ -107,3 +107,11 @@ def test_a_scenario_with_open_drafts_survives_yaml_open():
     eagle = load_scenario("plan-70b").with_techniques((Eagle(),))
     again = eagle.with_value("workload.seed", 2)
     assert again.techniques == (Eagle(),) and again.techniques[0].is_open
+
+
+def test_an_acceptance_that_no_temperature_changes_says_so():
+    scenario = load_scenario("plan-70b")
+    greedy, sampled = (
+        acceptance_source(Eagle(), scenario.with_value("temperature", temperature)) for temperature in (0.0, 0.7)
+    )
+    assert "temperature" not in greedy and "temperature of 0.7" in sampled
