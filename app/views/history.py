@@ -22,7 +22,7 @@ from membound.roofline.reading.plain_yaml import parse_yaml
 SHOWN, MOST_LINES = 12, 400
 LINES = "lines"
 KINDS = ("compare", "measure", "simulate")
-STATE_MARKS = {"queued": "⏳", "running": "▶", "done": "✓", "cancelled": "⏹", "failed": "✕", "lost": "✕"}
+STATE_MARKS = {"queued": "…", "running": "▶", "done": "✓", "cancelled": "■", "failed": "✕", "lost": "✕"}
 
 
 @dataclass(frozen=True)
