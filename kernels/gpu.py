@@ -21,7 +21,7 @@ from membound.kernels.base import BlockCopier, Mamba2Vectors, PackedWeight, Ragg
 from membound.kernels.composed import ComposedKernels
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.kv_formats import QuantizedKv
-from membound.kernels.quantize import Packer, codes_of, dequantize, rounded_inputs
+from membound.kernels.quantize import Packer, checked_bits, codes_of, dequantize, finite_half, rounded_inputs
 from membound.kernels.recurrent import seats_of
 from membound.kernels.reference import TorchKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
@@ -83,16 +83,17 @@ class TritonPacker(Packer):
 
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         n, k = codes.shape
+        checked_bits(codes, format)
         group_size = k // scale.shape[1] if scale.dim() == 2 and scale.shape[1] else 0
         if format == "int8" and zero is None and group_size in INT8_GROUPS and group_size * scale.shape[1] == k:
-            grouped = Int8Weight.pack(codes.to(torch.int8), scale.half())
+            grouped = Int8Weight.pack(codes.to(torch.int8), finite_half(scale))
             return TritonWeight(format, grouped.data, grouped.scale, None, group_size, (n, k))
         whole = zero is None or bool((zero == zero.round()).all() and (zero >= 0).all() and (zero <= 15).all())
         groups = {"int4": GROUPS, "w4a8": W4A8_GROUPS}.get(format, ())
         if group_size not in groups or group_size * scale.shape[1] != k or not whole:
             return super().pack_codes(codes, scale, zero, format)
         zeros = None if zero is None else zero.to(torch.uint8)
-        own = Int4Weight.pack(codes.to(torch.uint8), scale.half(), zeros)
+        own = Int4Weight.pack(codes.to(torch.uint8), finite_half(scale), zeros)
         return TritonWeight(format, own.data, own.scale, own.zero, group_size, (n, k))
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:

@@ -59,13 +59,7 @@ class Packer:
     def pack_codes(self, codes: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat) -> PackedWeight:
         """Codes of another quantizer; see `Kernels.pack_codes`."""
         n, k = codes.shape
-        bits = CODE_BITS.get(format)
-        if bits is None:
-            raise ValueError(f"format: is {format}, but only {', '.join(CODE_BITS)} are made of codes")
-        signed = bits == 8
-        lowest, highest = (-128, 127) if signed else (0, 2**bits - 1)
-        if codes.numel() and not (lowest <= int(codes.min()) and int(codes.max()) <= highest):
-            raise ValueError(f"codes: are {int(codes.min())} to {int(codes.max())}, {format} has {lowest} to {highest}")
+        signed = checked_bits(codes, format) == 8
         if scale.dim() == 1 and signed:
             if zero is not None:
                 raise ValueError(f"zero: {format} codes are symmetric, leave it out")
@@ -82,9 +76,7 @@ class Packer:
             )
         if signed and zero is not None:
             raise ValueError(f"zero: {format} codes are symmetric, leave it out")
-        stored = scale.half()
-        if not bool(stored.isfinite().all()):
-            raise ValueError("scale: is infinite or NaN in fp16, should be finite")
+        stored = finite_half(scale)
         offset = None if zero is None else -(stored.float() * zero.reshape(n, groups).float()).half()
         return self._words(format, _LAYOUT[format](codes), stored, offset, group_size, (n, k))
 
@@ -201,6 +193,25 @@ class Packer:
 
     def _put(self, tensor: Tensor) -> Tensor:
         return self.arena.like(tensor, tensor.dtype) if self.arena else tensor.contiguous()
+
+
+def checked_bits(codes: Tensor, format: WeightFormat) -> int:
+    """The bits of a format of codes; raises ValueError for another, and for codes that it has not."""
+    bits = CODE_BITS.get(format)
+    if bits is None:
+        raise ValueError(f"format: is {format}, but only {', '.join(CODE_BITS)} are made of codes")
+    lowest, highest = (-128, 127) if bits == 8 else (0, 2**bits - 1)
+    if codes.numel() and not (lowest <= int(codes.min()) and int(codes.max()) <= highest):
+        raise ValueError(f"codes: are {int(codes.min())} to {int(codes.max())}, {format} has {lowest} to {highest}")
+    return bits
+
+
+def finite_half(scale: Tensor) -> Tensor:
+    """Scales of groups in fp16; raises ValueError where that holds no number."""
+    stored = scale.half()
+    if not bool(stored.isfinite().all()):
+        raise ValueError("scale: is infinite or NaN in fp16, should be finite")
+    return stored
 
 
 def dequantize(weight: PackedWeight) -> Tensor:

@@ -124,6 +124,23 @@ def test_fp8_of_every_granularity_is_multiplied_as_it_is_stored(device, techniqu
     assert linear.nbytes == plan.weights.matrix_bytes(200, 300) + (4 * 199 if technique.format == "fp8" else 0)
 
 
+@pytest.mark.parametrize(
+    ("format", "codes", "scale", "problem"),
+    [
+        ("int4", 16, 1.0, "codes: are 16 to 16, int4 has 0 to 15"),
+        ("w4a8", -1, 1.0, "codes: are -1 to -1, w4a8 has 0 to 15"),
+        ("int8", 200, 1.0, "codes: are 200 to 200, int8 has -128 to 127"),
+        ("int4", 1, 1e6, "scale: is infinite or NaN in fp16"),
+        ("int8", 1, float("nan"), "scale: is infinite or NaN in fp16"),
+    ],
+)
+def test_codes_and_scales_that_a_format_has_not_are_told_before_they_are_packed(device, format, codes, scale, problem):
+    """Packed, 16 would be 0 with a 1 in its neighbour."""
+    given = torch.full((8, 128), codes, device=device), torch.full((8, 2), scale, device=device)
+    with pytest.raises(ValueError, match=problem):
+        TritonKernels(str(device)).pack_codes(*given, None, format)
+
+
 NUMBERS = torch.Generator().manual_seed(5)
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
 
