@@ -11,7 +11,7 @@ from membound.roofline.techniques import EngineSetup, KvEviction, KvQuantization
 from membound.runtime.quality.retrieval import recall
 
 QUESTION = "Compressed once, asked several questions: which policies of the KV cache still answer another one?"
-BUDGETS = (128, 48, 12)  # of contexts of about 330 tokens
+BUDGETS = (128, 48, 12)  # of contexts of about 270 tokens
 PAGE = 16  # Quest reads two of them at least
 STACKED = 48
 CONTEXTS = 4
