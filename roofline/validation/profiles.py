@@ -1,9 +1,10 @@
 """What does each engine add to its kernels? Fits the profiles of `data/engines/published.yaml` from a table.
 
     python -m membound.roofline.validation.profiles TABLE.csv > data/engines/published.yaml
+    python -m membound.roofline.validation.profiles TABLE.csv --unknown
 
 Few parameters an engine, each with a prior, robust in logarithms; the kernels' fits stay as they are. Rows that their
-table flags, trust C, queueing and energy take no part.
+table flags, trust C, queueing and energy take no part. The second form shows what an engine gets that nobody knows.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
 }
 _MOST_ROWS = 150
+# What an engine gets that no profile is of.
+UNKNOWN_ENGINE = "graphs"
 
 
 def usable(row: Row) -> bool:
@@ -130,8 +133,8 @@ def _errors(cases: Sequence[StepCase], profile: EngineProfile) -> Floats:
     return np.array(off)
 
 
-def fit_table(path: Path, report: Callable[[str], None]) -> list[EngineProfile]:
-    """Profiles of all engines that a table has rows of."""
+def cases_by_profile(path: Path) -> dict[str, list[StepCase]]:
+    """The usable rows of a table by the profile of the engine that they name."""
     cases: dict[str, list[StepCase]] = {}
     for row in read_table(path).rows:
         if not usable(row):
@@ -142,6 +145,34 @@ def fit_table(path: Path, report: Callable[[str], None]) -> list[EngineProfile]:
         except MemboundError:
             continue
         cases.setdefault(case.deployment.setup.profile, []).append(case)
+    return cases
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Median errors of an engine's rows under its own profile, and under the one that an unknown engine gets."""
+
+    profile: str
+    rows: int
+    own: float
+    unknown: float
+
+
+def leave_engines_out(path: Path) -> list[LeftOut]:
+    """Every engine of a table as if nobody knew it; the general profile was fitted to none of them."""
+    found = []
+    for name, mine in sorted(cases_by_profile(path).items(), key=lambda item: -len(item[1])):
+        medians = [
+            float(np.median(np.abs(np.expm1(_errors(mine, engines.get_profile(profile))))))
+            for profile in (name, UNKNOWN_ENGINE)
+        ]
+        found.append(LeftOut(name, len(mine), *medians))
+    return found
+
+
+def fit_table(path: Path, report: Callable[[str], None]) -> list[EngineProfile]:
+    """Profiles of all engines that a table has rows of."""
+    cases = cases_by_profile(path)
     made = []
     for name, (free, fixed) in ENGINES.items():
         mine = cases.get(name, [])
@@ -162,5 +193,15 @@ def as_yaml(profiles: Sequence[EngineProfile]) -> str:
     return re.sub(r"\n- ", "\n\n- ", text)
 
 
+def main(arguments: list[str]) -> None:
+    """Prints the fitted profiles of a table, or with --unknown what its engines would be without theirs."""
+    if arguments[1:] == ["--unknown"]:
+        print("| engine | rows | with its profile | as an unknown engine |\n|---|--:|--:|--:|")
+        for left in leave_engines_out(Path(arguments[0])):
+            print(f"| {left.profile} | {left.rows} | {left.own:.1%} | {left.unknown:.1%} |")
+    else:
+        print(as_yaml(fit_table(Path(arguments[0]), lambda line: print(line, file=sys.stderr))), end="")
+
+
 if __name__ == "__main__":
-    print(as_yaml(fit_table(Path(sys.argv[1]), lambda line: print(line, file=sys.stderr))), end="")
+    main(sys.argv[1:])
