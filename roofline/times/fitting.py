@@ -22,8 +22,8 @@ Floats = NDArray[np.float64]
 # Relative scatter of one row that is no news: two teams that time the same GEMM agree within 6 to 13 %
 # (published noise floor), and a fit that goes below it follows noise.
 ROW_SCATTER = 0.08
-# What a device's rows are worth at most where they speak of other devices too: as many as the thinnest kernels of the
-# published tables have, so that a device with a dozen is a lesser witness.
+# What a device's rows are worth at most where they speak of other devices too: more do not make it a better witness, a
+# dozen make it a lesser one than those with fifty.
 ROWS_A_DEVICE = 48.0
 # A row that is further off than this many scatters counts less and less.
 ROBUST_AT = 1.5

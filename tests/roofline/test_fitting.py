@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.hardware.links import hops, link_for
 from membound.roofline.hardware.power import power_share
 from membound.roofline.times.efficiency import ANY, find_fit
-from membound.roofline.times.fitting import errors, fit_all, fit_parameters, prior_parameters
+from membound.roofline.times.fitting import ROWS_A_DEVICE, errors, fit_all, fit_parameters, prior_parameters
 from membound.roofline.validation.kernel_cases import KernelBatch, batches, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row
 
@@ -71,8 +72,9 @@ def test_rows_faster_than_the_roofs_take_no_part():
 def test_a_device_with_many_rows_does_not_outvote_another():
     few, many = gemms("A100-SXM4-80GB"), gemms("H100-SXM5")
     slow = replace(few, measured_s=few.measured_s * 1.5)
-    crowd = [many] * 30
-    together = fit_parameters("gemm", [slow, *crowd], prior_parameters("gemm"), for_others=True)
+    enough = [slow] * math.ceil(ROWS_A_DEVICE / len(slow.measured_s))
+    crowd = [many] * 30 * len(enough)
+    together = fit_parameters("gemm", [*enough, *crowd], prior_parameters("gemm"), for_others=True)
     assert 0.1 < np.median(np.abs(errors([slow], together))) < np.log(1.45)
 
 
