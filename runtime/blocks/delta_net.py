@@ -45,7 +45,7 @@ class DeltaNetMixer:
         qkv, z = self._linears["qkvz"](x).split([spec.conv_channels, width], dim=-1)
         ba = self._linears["ba"](x)
         conv, vectors = weights["conv"], self.vectors
-        mixed = cache.advance("conv", batch, [qkv], lambda s, x, at: kernels.causal_convolution(s, *x, conv, None, at))
+        mixed = cache.advance("conv", batch, (qkv,), lambda s, x, at: kernels.causal_convolution(s, *x, conv, None, at))
         scanned = mixed, ba
         out = cache.advance("state", batch, scanned, lambda s, x, at: kernels.gated_delta(s, *x, vectors, at, heads))
         out = out.flatten(1)

@@ -46,7 +46,7 @@ class Mamba2Mixer:
         widths = [spec.d_inner, spec.conv_channels, spec.heads]
         z, inputs, dt = self.in_proj(x).split(widths, dim=-1)
         conv = weights["conv"], weights["conv_bias"]
-        mixed = cache.advance("conv", batch, [inputs], lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
+        mixed = cache.advance("conv", batch, (inputs,), lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
         inner, b, c = mixed.split([spec.d_inner, *2 * (spec.groups * spec.d_state,)], dim=-1)
         inner, z = (part.unflatten(1, (spec.heads, -1)) for part in (inner, z))
         b, c = (part.unflatten(1, (spec.groups, -1)) for part in (b, c))
@@ -96,7 +96,7 @@ class Mamba1Mixer:
         kind, kernels = self.kernels.activation_dtype, self.kernels
         inputs, z = linears["in_proj"](x).chunk(2, dim=-1)
         conv, fixed = (weights["conv"], weights["conv_bias"]), (weights["a"], weights["d"])
-        mixed = cache.advance("conv", batch, [inputs], lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
+        mixed = cache.advance("conv", batch, (inputs,), lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
         projected = linears["x_proj"](mixed.to(kind)).float()
         widths = [spec.dt_rank, spec.d_state, spec.d_state]
         if spec.inner_norms:

@@ -165,7 +165,7 @@ class ChannelMixNetwork(ShiftedFeedForward):
 
 def _token_before(x: Tensor, batch: RaggedBatch, states: SeatStates, name: str) -> Tensor:
     """The x [tokens, hidden] of each token's predecessor; the part `name` of the states holds that of the last one."""
-    return states.advance(name, batch, [x], lambda state, inputs, at: _shifted(state, inputs[0], at))
+    return states.advance(name, batch, (x,), lambda state, inputs, at: _shifted(state, inputs[0], at))
 
 
 def _shifted(state: Tensor, x: Tensor, batch: RaggedBatch) -> Tensor:

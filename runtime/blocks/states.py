@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from membound.kernels.base import RaggedBatch
 from membound.runtime.ragged import GuessedBatch
 
-Advance = Callable[[Tensor, Any, RaggedBatch], Tensor]  # of a state, by several inputs [tokens, ...], in place
+Inputs = TypeVar("Inputs", bound=tuple[Tensor, ...])  # several, [tokens, ...] each
 
 
 class SeatStates:
@@ -35,21 +35,23 @@ class SeatStates:
         """All that is known of the tokens before."""
         return list(self.parts.values())
 
-    def advance(self, name: str, batch: RaggedBatch, inputs: Sequence[Tensor], kernel: Advance) -> Tensor:
-        """What `kernel` makes of `inputs` [tokens, ...] and a part, which moves on by all tokens of the batch.
+    def advance(
+        self, name: str, batch: RaggedBatch, inputs: Inputs, kernel: Callable[[Tensor, Inputs, RaggedBatch], Tensor]
+    ) -> Tensor:
+        """What `kernel` makes of `inputs` and a part, which moves on in place by all tokens of the batch.
 
         Where some are guesses it is kept as it is before them, so that `restore` finds it.
         """
         state = self.parts[name]
         if not isinstance(batch, GuessedBatch):
             return kernel(state, inputs, batch)
-        known = kernel(state, [part[batch.known_rows] for part in inputs], batch.known)
+        known = kernel(state, _rows(inputs, batch.known_rows), batch.known)
         seats = batch.guesses.seats
         assert seats is not None, "whoever splits a batch knows them"
         if name not in self._before_guesses:
             self._before_guesses[name] = torch.empty_like(state)
         self._before_guesses[name][seats] = state[seats]
-        guessed = kernel(state, [part[batch.guess_rows] for part in inputs], batch.guesses)
+        guessed = kernel(state, _rows(inputs, batch.guess_rows), batch.guesses)
         out = known.new_empty(batch.num_tokens, *known.shape[1:])
         out[batch.known_rows], out[batch.guess_rows] = known, guessed
         return out
@@ -72,3 +74,7 @@ class SeatStates:
         widths = [part[0].numel() * part.itemsize for part in self.parts.values()]
         for part, piece in zip(self.parts.values(), content.to(device).split(widths, dim=1), strict=True):
             part[rows] = piece.contiguous().view(part.dtype).view(len(seats), *part.shape[1:])
+
+
+def _rows(inputs: Inputs, rows: Tensor) -> Inputs:
+    return cast(Inputs, tuple(part[rows] for part in inputs))
