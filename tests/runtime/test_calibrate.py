@@ -18,8 +18,8 @@ from membound.kernels.reference import TorchKernels
 from membound.roofline.hardware.calibration import attention_over
 from membound.roofline.models import get_model
 from membound.roofline.models.recurrent import Mamba2
-from membound.roofline.shape import StepShape
 from membound.roofline.scenario import load_scenario
+from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.calibration import passes
