@@ -281,16 +281,20 @@ def stack(
         most = MOST_SIMULATED if simulate else MOST_FACTORIAL
         game.ahead(most, tell)
         found = analyse(game, point.values, error, _conditions(point, hardware, simulate), most)
-        notes = (*notes_of(scenario, chosen, asked, hardware), *_seats_said(point, hardware))
+        notes = (*notes_of(scenario, chosen, asked, hardware), *_waiting_said(point, hardware, metric))
         stacks.append(replace(found, notes=notes))
     return stacks
 
 
-def _seats_said(point: Point, hardware: HardwareSpec) -> Iterator[str]:
-    """That requests wait for a seat of the plain engine though memory would hold more of them."""
+def _waiting_said(point: Point, hardware: HardwareSpec, metric: GainMetric) -> Iterator[str]:
+    """That requests wait for memory of the plain engine, or for a seat though memory would hold more of them."""
     seats, load = point.plain.seats, point.load
     fitting = deployment_of(point.plain, resolve_model(point.plain.model), hardware).largest_batch(load.lengths.context)
     if fitting <= seats:
+        if load.concurrency > fitting >= 1:
+            yield f"memory holds {fitting:.0f} of the {load.concurrency:.0f} sequences, the others wait"
+            if metric == "tpot_s":
+                yield "as more of them join, each token takes longer: --metric output_tokens_per_s shows the gain"
         return
     if load.concurrency > seats:
         yield f"{load.concurrency - seats:.0f} requests wait for a seat: engine.max_num_seqs is {seats}"

@@ -328,3 +328,25 @@ def test_a_note_says_that_requests_wait_for_a_seat():
 
     assert said(64, 16) == ["48 requests wait for a seat: engine.max_num_seqs is 16"]
     assert not said(16, 16)
+
+
+def test_a_note_says_that_memory_holds_fewer_than_wait():
+    document = {
+        "name": "memory",
+        "model": "Llama-3.1-8B",
+        "hardware": "L4",
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": 32},
+            "requests": 64,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 8000}},
+            "output_tokens": {"kind": "fixed", "tokens": 64},
+        },
+    }
+    chosen = parse_scenario(document)
+    (found,) = stack(chosen, techniques=["kv_quantization"])
+    assert any("of the 32 sequences, the others wait" in note for note in found.notes)
+    assert any("--metric output_tokens_per_s" in note for note in found.notes)
+    (found,) = stack(chosen, techniques=["kv_quantization"], metric="output_tokens_per_s")
+    assert not any("--metric" in note for note in found.notes)
+    (found,) = stack(chosen, techniques=["kv_quantization"], batches=[2])
+    assert not any("others wait" in note for note in found.notes)
