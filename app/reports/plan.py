@@ -37,10 +37,19 @@ def plan(document: dict[str, Any]) -> RenderableType:
     for name, option in document["options"].items():
         if option is not None and (kinds := ", ".join(option["deployment"]["lossy"])):
             parts.append(f"{name} has {kinds}: not the same model in quality; measure it with `membound compare`")
+            parts += [] if best is None or option == best else _dearer(name, option, best)
     parts += [] if best is None else _at_upper_end(best)
     parts += _sensitivity(document["sensitivity"])
     parts.append(_front(document))
     return Group(*parts, *document["notes"])
+
+
+def _dearer(name: str, option: dict[str, Any], best: dict[str, Any]) -> list[str]:
+    """That a smaller format is no cheaper: where computing binds, it only has to be converted."""
+    asked, given = option["usd_per_h"], best["usd_per_h"]
+    if asked is None or given is None or asked < given:
+        return []
+    return [f"{name} is no cheaper here than the best as given: {asked:.2f} $/h against {given:.2f}"]
 
 
 def _divided(deployment: dict[str, Any]) -> str:

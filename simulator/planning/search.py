@@ -249,18 +249,29 @@ class Search:
         return self._best()
 
     def among_pools(self, replicas: Sequence[Replica]) -> list[Deployed]:
-        """The same with prompts and outputs on engines of their own, beside what was found before."""
-        bounds = []
+        """The same with prompts and outputs on engines of their own, beside what was found before.
+
+        Whoever would rank first as it is now is simulated next, and gets another engine where it misses: what is
+        cheap on paper only falls behind others as it grows.
+        """
+        waiting = []
         for one in replicas:
             pools = one.pools(self.demand) if one.hardware.scale_out is not None else None
             if pools is not None:
-                bounds.append(Deployed(one, pools[1], self.demand, prompt_engines=pools[0]))
-        bounds.sort(key=lambda deployed: deployed.rank(self.objective))
+                waiting.append(Deployed(one, pools[1], self.demand, prompt_engines=pools[0]))
         most_runs = self.runs + self.most_pool_runs
-        for tried in bounds:
-            if self.runs >= most_runs or self._ranks_lower(tried):
+        while waiting and self.runs < most_runs:
+            first = min(range(len(waiting)), key=lambda at: waiting[at].rank(self.objective))
+            deployed = waiting.pop(first)
+            if self._ranks_lower(deployed):
                 break
-            self._keep(self.grown(tried, most_runs))
+            tried = self._tried(deployed)
+            if tried is None or tried.summary is None:
+                continue
+            if self._good(tried):
+                self._keep(tried)
+            elif not tried.summary.rejected:
+                waiting.append(self._with_another_engine(tried))
         return self._best()
 
     def _best(self) -> list[Deployed]:
@@ -289,7 +300,7 @@ class Search:
 
     def grown(self, least: Deployed, most_runs: int) -> Deployed | None:
         """From so many on until the objective is met: of two pools the one that holds it up gets another engine."""
-        slo, deployed = self.demand.slo, least
+        deployed = least
         while self.runs < most_runs:
             tried = self._tried(deployed)
             if tried is None or tried.summary is None:
@@ -298,13 +309,16 @@ class Search:
                 return tried
             if tried.summary.rejected:
                 return None
-            late = tried.summary.ttft_s.p99
-            prompts_hold_up = slo.ttft_s is not None and late is not None and late > slo.ttft_s
-            if deployed.prompt_engines and prompts_hold_up:
-                deployed = replace(deployed, prompt_engines=deployed.prompt_engines + 1)
-            else:
-                deployed = replace(deployed, replicas=deployed.replicas + 1)
+            deployed = self._with_another_engine(tried)
         return None
+
+    def _with_another_engine(self, tried: Deployed) -> Deployed:
+        """One more engine for prompts where it is they that are late, else for outputs, or one more replica."""
+        assert tried.summary is not None, "only what was simulated is judged"
+        bound, late = self.demand.slo.ttft_s, tried.summary.ttft_s.p99
+        if tried.prompt_engines and bound is not None and late is not None and late > bound:
+            return replace(tried, prompt_engines=tried.prompt_engines + 1, summary=None)
+        return replace(tried, replicas=tried.replicas + 1, summary=None)
 
     def _ranks_lower(self, deployed: Deployed) -> bool:
         if len(self.confirmed) < self.wanted:
