@@ -101,7 +101,10 @@ def test_a_verdict_is_which_side_of_the_published_range_ours_lies(low: float, wi
         assert value * error < low and case.miss(value) < 1
     elif found == "higher":
         assert value / error > low * width and case.miss(value) > 1
+    elif found == "agrees":
+        assert 1 / error <= case.miss(value) * (1 + 1e-9) and case.miss(value) <= error * (1 + 1e-9)
     else:
+        assert not 1 / error <= case.miss(value) <= error
         assert 1 / ((1 + 2 * READING) * error) <= case.miss(value) <= (1 + READING) * error
     ours = case.ours()
     assert ours.low == pytest.approx(value / 1.3) and ours.high == pytest.approx(value * 1.3)
