@@ -49,7 +49,7 @@ class GuessTimes:
         self._first: dict[int, Column] = {}
         parallel = times.setup.parallel
         # where a step's operators depend on parts of it alone, in one micro-batch
-        self.divisible = parallel.pp == parallel.cp == 1 and times.setup.overlap is None
+        self.divisible = parallel.pp == parallel.cp == parallel.dp == 1 and times.setup.overlap is None
 
     def seconds(
         self,

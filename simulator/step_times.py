@@ -5,8 +5,9 @@ tokens for each number of sequences and is linear between two entries: equal ste
 A step with prompts is the sum of what its operators take, and each operator depends on a part of the step alone: on
 all tokens, on the rows of logits, on the sequences that decode, or on the prompts. So a table of each part is enough.
 Where operators depend on the whole step (a calibrated CPU, whose caches hold what the step touches; a batch in two
-halves, one of which hides the other's messages), it is costed as a whole. A pipeline has tables for each number of
-micro-batches that a step may be in. Steps with guesses have tables of their own (`guess_times.py`).
+halves, one of which hides the other's messages; ranks of dp, of which few prompts have few), it is costed as a whole. A
+pipeline has tables for each number of micro-batches that a step may be in. Steps with guesses have tables of their own
+(`guess_times.py`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class StepTimes:
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
         self.whole_prompts = whole_prompts
         self._stages = setup.parallel.pp
+        self._whole = times.needs_working_set or setup.overlap is not None or setup.parallel.dp > 1
         self._parts: dict[float, Parts] = {}  # of each number of micro-batches
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
@@ -103,7 +105,7 @@ class StepTimes:
         if not sums[6] and sums[0] == decoding:
             return self.decode(int(decoding), int(sums[2]))[0]
         several = sums[0] - sums[5] != decoding  # the short last chunk of a prompt
-        if several or self.times.needs_working_set or self.setup.overlap is not None:
+        if several or self._whole:
             return float(self.exact(StepShape(*sums)))
         micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
         parts = self.parts(micro)

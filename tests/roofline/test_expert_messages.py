@@ -37,7 +37,7 @@ def link_bytes(ops: dict[str, Operator]) -> float:
     return sum(float(op.link_bytes) for op in ops.values())
 
 
-@given(model=models, dp=st.integers(2, 16), batch=st.integers(1, 500), prompts=st.booleans())
+@given(model=models, dp=st.integers(2, 16), batch=st.integers(16, 500), prompts=st.booleans())
 @settings(max_examples=40)
 def test_devices_that_share_experts_gather_tokens_and_scatter_outputs(model, dp, batch, prompts):
     """With ep 1 each computes its columns for the tokens of all: it gets those of the others, and sends sums back."""
@@ -92,14 +92,14 @@ DIVISIONS = [
 def test_every_token_reaches_its_experts_whatever_the_degrees(degrees, tokens):
     """A device gets at least the tokens for its experts that it has not, once each, and at most all."""
     tp, dp, ep = degrees
-    shape, ffn = StepShape.prefill(1.0, float(tokens)), QWEN.groups()[0].ffn
+    shape, ffn = StepShape.prefill(float(dp), float(tokens)), QWEN.groups()[0].ffn  # a prompt for each rank
     assert isinstance(ffn, MoeFfn)
     got = link_bytes(sent(QWEN, shape, "gather_tokens", "dispatch", tp=tp, dp=dp, ep=ep)) / (2 * QWEN.hidden)
-    elsewhere = tokens * (dp - 1) / dp
+    elsewhere = tokens * (dp - 1.0)
     asked = 1 - (1 - 1 / ep) ** ffn.top_k  # the chance that one of k experts is on a device
     # those of tp that have the tokens already pass each other shares of them at last
     assert got >= elsewhere * asked / tp * (1 - 1e-9)
-    assert got <= (elsewhere + tokens) * (1 + 1e-9)
+    assert got <= (elsewhere + dp * tokens) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("model", "ep"), [(DEEPSEEK, 2), (DEEPSEEK, 8), (DEEPSEEK, 32), (QWEN, 4), (QWEN, 16)])
