@@ -30,14 +30,16 @@ def scenario_of(name: str, assignments: list[str] | None = None, hardware: str |
     from membound.roofline.reading.plain_yaml import parse_yaml
     from membound.roofline.scenario import load_scenario
 
-    values: dict[str, object] = {} if hardware is None else {"hardware": hardware}
+    values: dict[str, object] = {}
     for assignment in assignments or []:
         key, separator, value = assignment.partition("=")
         if not separator:
             raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
-        if key in values:
-            raise MemboundError(f"option --set {key} is '{value}', but {key} is given twice; give it once")
-        values[key] = parse_yaml(value, f"option --set {key}")
+        values[key] = parse_yaml(value, f"option --set {key}")  # of two the last, as defaults are set before
+    if hardware is not None and "hardware" in values:
+        raise MemboundError(f"hardware is given twice, by --hardware as '{hardware}' and by --set; give one of them")
+    if hardware is not None:
+        values["hardware"] = hardware
     chosen = load_scenario(name).with_values(values)
     _tell_namesake(chosen.hardware)
     return chosen
