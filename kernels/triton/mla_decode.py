@@ -129,7 +129,7 @@ def mla_decode(
         check.require(fits, "most_queries", f"is {most_queries}, should be 1 to {LARGEST_TREE}")
     machine = machine_for(q)
     rows = heads if tree is None else heads * most_queries
-    config = config or configure("mla_decode", machine, heads=rows)
+    config = config or configure("mla_decode", machine, heads=rows, queries=1 if tree is None else most_queries)
     row_blocks = -(-rows // config.tiles["BLOCK_R"])
     shortest = 4 * config.tiles["BLOCK_T"]
     longest = block_table.shape[1] * cache.shape[1]
