@@ -49,9 +49,11 @@ def test_a_question_of_start_is_answered_for_its_own_batch(session: Session) -> 
     assert "batch=32" in tab.page.url
     tab.choose(EN("choice.batch"), "16")
     tab.settle()
-    assert _chosen(tab, EN("choice.batch")) == "16" and "batch=16" in tab.page.url
+    tab.page.wait_for_url(re.compile("batch=16"))
+    assert _chosen(tab, EN("choice.batch")) == "16"
     _go(tab, "stack")
-    assert _chosen(tab, EN("choice.batch")) == "16" and "batch=16" in tab.page.url
+    tab.page.wait_for_url(re.compile("batch=16"))
+    assert _chosen(tab, EN("choice.batch")) == "16"
 
 
 def test_the_machine_of_start_is_explored_as_it_is_drawn(session: Session) -> None:
