@@ -6,7 +6,7 @@ Closed forms say where to begin and what cannot rank high enough; every answer i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -249,29 +249,14 @@ class Search:
         return self._best()
 
     def among_pools(self, replicas: Sequence[Replica]) -> list[Deployed]:
-        """The same with prompts and outputs on engines of their own, beside what was found before.
-
-        Whoever would rank first as it is now is simulated next, and gets another engine where it misses: what is
-        cheap on paper only falls behind others as it grows.
-        """
+        """The same with prompts and outputs on engines of their own, beside what was found before."""
         waiting = []
         for one in replicas:
             pools = one.pools(self.demand) if one.hardware.scale_out is not None else None
             if pools is not None:
                 waiting.append(Deployed(one, pools[1], self.demand, prompt_engines=pools[0]))
-        most_runs = self.runs + self.most_pool_runs
-        while waiting and self.runs < most_runs:
-            first = min(range(len(waiting)), key=lambda at: waiting[at].rank(self.objective))
-            deployed = waiting.pop(first)
-            if self._ranks_lower(deployed):
-                break
-            tried = self._tried(deployed)
-            if tried is None or tried.summary is None:
-                continue
-            if self._good(tried):
-                self._keep(tried)
-            elif not tried.summary.rejected:
-                waiting.append(self._with_another_engine(tried))
+        for found in self._best_first(waiting, self.runs + self.most_pool_runs):
+            self._keep(found)
         return self._best()
 
     def _best(self) -> list[Deployed]:
@@ -300,17 +285,23 @@ class Search:
 
     def grown(self, least: Deployed, most_runs: int) -> Deployed | None:
         """From so many on until the objective is met: of two pools the one that holds it up gets another engine."""
-        deployed = least
-        while self.runs < most_runs:
-            tried = self._tried(deployed)
+        return next(self._best_first([least], most_runs), None)
+
+    def _best_first(self, waiting: list[Deployed], most_runs: int) -> Iterator[Deployed]:
+        """Those that meet the objective, as they are found.
+
+        Whoever would rank first as it is now is simulated next, and gets another engine where it misses: what is
+        cheap on paper only falls behind others as it grows.
+        """
+        while waiting and self.runs < most_runs:
+            first = min(range(len(waiting)), key=lambda at: waiting[at].rank(self.objective))
+            tried = self._tried(waiting.pop(first))
             if tried is None or tried.summary is None:
-                return None
+                continue
             if self._good(tried):
-                return tried
-            if tried.summary.rejected:
-                return None
-            deployed = self._with_another_engine(tried)
-        return None
+                yield tried
+            elif not tried.summary.rejected:
+                waiting.append(self._with_another_engine(tried))
 
     def _with_another_engine(self, tried: Deployed) -> Deployed:
         """One more engine for prompts where it is they that are late, else for outputs, or one more replica."""
