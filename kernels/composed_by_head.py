@@ -5,7 +5,7 @@ Each KV head of a sequence is a sequence of its own with one KV head, for the ke
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from membound.kernels.base import RaggedBatch
 from membound.kernels.by_head import HeadBlocks, HeldTokens, PageBounds
-from membound.kernels.kv_formats import QuantizedKv
+from membound.kernels.paged import PagedKernels
 
 
 @dataclass(frozen=True)
@@ -47,64 +47,11 @@ class PagedStep:
     selections: tuple[Selection, ...]
 
 
-class ComposedByHead(ABC):
+class ComposedByHead(PagedKernels, ABC):
     """`ByHeadKernels` by kernels that read the same tokens for all heads of a sequence."""
 
     _last: tuple[RaggedBatch, tuple[int, ...], HeadBatch] | None = None
     _last_paged: tuple[RaggedBatch, tuple[int, ...], PagedStep] | None = None
-
-    @abstractmethod
-    def rope_and_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
-    ) -> Tensor:
-        """See `Kernels.rope_and_store`."""
-
-    @abstractmethod
-    def rope_and_store_quantized(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: QuantizedKv
-    ) -> Tensor:
-        """See `Kernels.rope_and_store_quantized`."""
-
-    @abstractmethod
-    def attention(
-        self,
-        q: Tensor,
-        k_blocks: Tensor,
-        v_blocks: Tensor,
-        batch: RaggedBatch,
-        scale: float,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """See `Kernels.attention`."""
-
-    @abstractmethod
-    def attention_quantized(
-        self,
-        q: Tensor,
-        kv: QuantizedKv,
-        batch: RaggedBatch,
-        scale: float,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """See `Kernels.attention_quantized`."""
-
-    @abstractmethod
-    def attention_scores(
-        self,
-        q: Tensor,
-        keys: Tensor | QuantizedKv,
-        batch: RaggedBatch,
-        scale: float,
-        *,
-        queries: int,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """See `Kernels.attention_scores`."""
 
     def rope_and_store_by_head(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, kv: HeadBlocks, slots: Tensor | None = None
