@@ -78,12 +78,8 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _scenario(base: Scenario, users: int, techniques: tuple[str, ...], settings: dict[str, object]) -> Scenario:
-    scenario = base.with_value("workload.arrivals.concurrency", users)
-    scenario = scenario.with_value("workload.requests", REQUESTS[users])
-    scenario = scenario.with_value("techniques", list(techniques))
-    for path, value in settings.items():
-        scenario = scenario.with_value(path, value)
-    return scenario
+    asked = {"workload.arrivals.concurrency": users, "workload.requests": REQUESTS[users]}
+    return base.with_values(asked | {"techniques": list(techniques)} | settings)
 
 
 def _row(key: tuple[int, str, str], runs: list[RunResult], ask: Ask) -> Row:

@@ -61,10 +61,7 @@ class Variant(Part):
 
     def scenario(self, plain: Scenario) -> Scenario:
         """The scenario of its engine; raises MemboundError where a setting does not exist or fit."""
-        chosen = plain.with_techniques((*self.beside, *self.techniques))
-        for path, value in self.set.items():
-            chosen = chosen.with_value(path, value)
-        return chosen
+        return plain.with_techniques((*self.beside, *self.techniques)).with_values(self.set)
 
     def compared_with(self, baseline: Scenario) -> str:
         """Its baseline in words."""

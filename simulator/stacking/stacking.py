@@ -248,8 +248,7 @@ def closed_loop(plain: Scenario, batch: int, lengths: Lengths, context: int | No
         trace = plain.workload.arrivals.model_dump(mode="json", exclude={"kind", "speed"})
         changes["workload.prompts"] = {"kind": "trace", **trace}
     changes["workload.arrivals"] = {"kind": "closed_loop", "concurrency": batch}
-    for path, value in changes.items():
-        plain = plain.with_value(path, value)
+    plain = plain.with_values(changes)
     return plain if context is None else with_room_for(plain, lengths)
 
 
