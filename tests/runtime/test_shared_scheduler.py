@@ -11,6 +11,7 @@ import json
 import random
 
 import pytest
+from scripted import ScriptedClock
 
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.hardware import get_hardware
@@ -39,19 +40,6 @@ TINY = {
 def step_times():
     rng = random.Random(5)
     return (rng.uniform(0.01, 0.2) for _ in itertools.count())
-
-
-class ScriptedClock:
-    """Moves only when it is told to wait."""
-
-    def __init__(self) -> None:
-        self.time_s = 0.0
-
-    def now_s(self) -> float:
-        return self.time_s
-
-    def wait_until(self, until_s: float) -> None:
-        self.time_s = max(self.time_s, until_s)
 
 
 class ScriptedTimes:

@@ -309,21 +309,27 @@ def test_too_many_techniques_for_all_subsets_still_have_orders_and_a_product():
     assert found.together == pytest.approx(4.0) and found.product == pytest.approx(8.0)
 
 
-def test_a_note_says_that_requests_wait_for_a_seat():
-    def said(concurrency: int, seats: int) -> list[str]:
-        document = {
-            "name": "seats",
+def waiting(hardware: str, concurrency: int, prompt_tokens: int, engine: dict | None = None) -> Scenario:
+    """Clients of whom some may wait."""
+    return parse_scenario(
+        {
+            "name": "waiting",
             "model": "Llama-3.1-8B",
-            "hardware": "H100-SXM5",
-            "engine": {"max_num_seqs": seats},
+            "hardware": hardware,
+            "engine": engine or {},
             "workload": {
                 "arrivals": {"kind": "closed_loop", "concurrency": concurrency},
                 "requests": 64,
-                "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 256}},
+                "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": prompt_tokens}},
                 "output_tokens": {"kind": "fixed", "tokens": 64},
             },
         }
-        (found,) = stack(parse_scenario(document), techniques=["w8a8"])
+    )
+
+
+def test_a_note_says_that_requests_wait_for_a_seat():
+    def said(concurrency: int, seats: int) -> list[str]:
+        (found,) = stack(waiting("H100-SXM5", concurrency, 256, {"max_num_seqs": seats}), techniques=["w8a8"])
         return [note for note in found.notes if "seat" in note]
 
     assert said(64, 16) == ["48 requests wait for a seat: engine.max_num_seqs is 16"]
@@ -331,18 +337,7 @@ def test_a_note_says_that_requests_wait_for_a_seat():
 
 
 def test_a_note_says_that_memory_holds_fewer_than_wait():
-    document = {
-        "name": "memory",
-        "model": "Llama-3.1-8B",
-        "hardware": "L4",
-        "workload": {
-            "arrivals": {"kind": "closed_loop", "concurrency": 32},
-            "requests": 64,
-            "prompts": {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 8000}},
-            "output_tokens": {"kind": "fixed", "tokens": 64},
-        },
-    }
-    chosen = parse_scenario(document)
+    chosen = waiting("L4", 32, 8000)
     (found,) = stack(chosen, techniques=["kv_quantization"])
     assert any("of the 32 sequences, the others wait" in note for note in found.notes)
     assert any("--metric output_tokens_per_s" in note for note in found.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from scripted import ScriptedClock
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
@@ -102,19 +103,6 @@ def test_a_module_for_multi_token_prediction_leaves_the_greedy_tokens(runtime, s
     drafted = runtime.run(scenario_of({"name": "mtp", "gamma": 2}, model=model), get_hardware("H100-SXM5"))
     assert drafted.outputs == plain.outputs
     assert drafted.steps["drafted"].sum() > 0
-
-
-class ScriptedClock:
-    """Moves only when it is told to wait."""
-
-    def __init__(self):
-        self.time_s = 0.0
-
-    def now_s(self):
-        return self.time_s
-
-    def wait_until(self, until_s):
-        self.time_s = max(self.time_s, until_s)
 
 
 class CostlyGuesses:
