@@ -15,41 +15,34 @@ from membound.kernels.triton.linear_byte import (
     ByteFormat,
     ByteWeight,
     linear_byte,
-    linear_byte_bytes,
     linear_byte_reference,
 )
 from membound.kernels.triton.linear_int4 import (
     Int4Weight,
     linear_int4,
-    linear_int4_bytes,
     linear_int4_reference,
 )
 from membound.kernels.triton.linear_int8 import (
     Int8Weight,
     linear_int8,
-    linear_int8_bytes,
     linear_int8_reference,
 )
 from membound.kernels.triton.linear_mxfp4 import (
     Mxfp4Weight,
     linear_mxfp4,
-    linear_mxfp4_bytes,
     linear_mxfp4_reference,
 )
 from membound.kernels.triton.linear_sparse import (
     SparseWeight,
     linear_sparse,
-    linear_sparse_bytes,
     linear_sparse_reference,
 )
-from membound.kernels.triton.linear_w4a8 import linear_w4a8, linear_w4a8_bytes, linear_w4a8_reference, step_of
+from membound.kernels.triton.linear_w4a8 import linear_w4a8, linear_w4a8_reference, step_of
 from membound.kernels.triton.linear_w8a8 import (
     Fp8Blocks,
     linear_fp8_blocks,
-    linear_fp8_blocks_bytes,
     linear_fp8_blocks_reference,
     linear_w8a8,
-    linear_w8a8_bytes,
     linear_w8a8_reference,
 )
 from membound.kernels.triton.moe_experts import FORMATS, ExpertFormat, ExpertWeights
@@ -60,6 +53,7 @@ from membound.kernels.triton.moe_linear import (
     moe_linear_reference,
 )
 from membound.kernels.triton.moe_routing import Routing, route, route_reference
+from membound.kernels.triton.moved import rounded_bytes, weight_only_bytes
 from membound.kernels.triton.round_rows import round_steps
 
 Shape = tuple[int, int]  # n, k
@@ -80,7 +74,7 @@ def _int4(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) 
         "tinygemm (torchao)": partial(peers.tinygemm_int4, x, n, group),
         "Marlin": partial(peers.marlin_int4, x, n, group),
     }
-    return Trial(lambda: linear_int4(x, weight), compare, linear_int4_bytes(m, weight), 2 * m * n * k, peers=beside)
+    return Trial(lambda: linear_int4(x, weight), compare, weight_only_bytes(m, weight), 2 * m * n * k, peers=beside)
 
 
 def _w4a8(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) -> Trial:
@@ -91,7 +85,7 @@ def _w4a8(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) 
     def compare(y: Tensor) -> list[Comparison]:
         return [product(y, linear_w4a8_reference(x, weight))]
 
-    nbytes, flops = linear_w4a8_bytes(x, weight), 2 * m * n * k
+    nbytes, flops = rounded_bytes(x, weight), 2 * m * n * k
     return Trial(lambda: linear_w4a8(x, weight, torch.bfloat16), compare, nbytes, flops, "int8")
 
 
@@ -103,7 +97,7 @@ def _int8(inputs: Inputs, m: int, shape: Shape, group: int) -> Trial:
         return [product(y, linear_int8_reference(x, weight))]
 
     beside = {"cuBLAS bf16": partial(peers.dense, x, n)}
-    return Trial(lambda: linear_int8(x, weight), compare, linear_int8_bytes(m, weight), 2 * m * n * k, peers=beside)
+    return Trial(lambda: linear_int8(x, weight), compare, weight_only_bytes(m, weight), 2 * m * n * k, peers=beside)
 
 
 def _byte(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
@@ -114,7 +108,7 @@ def _byte(inputs: Inputs, format: ByteFormat, m: int, shape: Shape) -> Trial:
         return [product(y, linear_byte_reference(x, weight))]
 
     beside = {"cuBLAS bf16": partial(peers.dense, x, n)}
-    return Trial(lambda: linear_byte(x, weight), compare, linear_byte_bytes(m, weight), 2 * m * n * k, peers=beside)
+    return Trial(lambda: linear_byte(x, weight), compare, weight_only_bytes(m, weight), 2 * m * n * k, peers=beside)
 
 
 def _mxfp4(inputs: Inputs, m: int, shape: Shape) -> Trial:
@@ -125,7 +119,7 @@ def _mxfp4(inputs: Inputs, m: int, shape: Shape) -> Trial:
         return [product(y, linear_mxfp4_reference(x, weight))]
 
     beside = {"cuBLAS bf16": partial(peers.dense, x, n)}
-    return Trial(lambda: linear_mxfp4(x, weight), compare, linear_mxfp4_bytes(m, weight), 2 * m * n * k, peers=beside)
+    return Trial(lambda: linear_mxfp4(x, weight), compare, weight_only_bytes(m, weight), 2 * m * n * k, peers=beside)
 
 
 def _sparse(inputs: Inputs, m: int, shape: Shape) -> Trial:
@@ -137,7 +131,7 @@ def _sparse(inputs: Inputs, m: int, shape: Shape) -> Trial:
         return [product(y, linear_sparse_reference(x, weight))]
 
     beside = {"cuBLAS bf16": partial(peers.dense, x, n)}
-    return Trial(lambda: linear_sparse(x, weight), compare, linear_sparse_bytes(m, weight), m * n * k, peers=beside)
+    return Trial(lambda: linear_sparse(x, weight), compare, weight_only_bytes(m, weight), m * n * k, peers=beside)
 
 
 def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape, *, whole_step: bool = False) -> Trial:
@@ -157,7 +151,7 @@ def _w8a8(inputs: Inputs, format: ByteFormat, m: int, shape: Shape, *, whole_ste
     return Trial(
         lambda: linear_w8a8(x, weight, torch.bfloat16),
         compare,
-        linear_w8a8_bytes(x, weight),
+        rounded_bytes(x, weight),
         2 * m * n * k,
         format,
         peer,
@@ -172,7 +166,7 @@ def _fp8_blocks(inputs: Inputs, m: int, shape: Shape, *, rounded: bool = True) -
         same = fp8_product if rounded else product
         return [same(y, linear_fp8_blocks_reference(x, weight))]
 
-    nbytes, multiplied = linear_fp8_blocks_bytes(x, weight), PRODUCTS[rounded]
+    nbytes, multiplied = rounded_bytes(x, weight), PRODUCTS[rounded]
     return Trial(lambda: linear_fp8_blocks(x, weight, torch.bfloat16), compare, nbytes, 2 * m * n * k, multiplied)
 
 

@@ -122,9 +122,3 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
 def linear_byte_reference(x: Tensor, weight: ByteWeight) -> Tensor:
     """The same in fp32."""
     return x.float() @ weight.dequantized().t()
-
-
-def linear_byte_bytes(m: int, weight: ByteWeight, activation_bytes: int = 2) -> int:
-    """Bytes that must move: the weight with its scales, x and y once each."""
-    n, k = weight.shape
-    return weight.nbytes + m * (n + k) * activation_bytes

@@ -212,9 +212,3 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
 def linear_int4_reference(x: Tensor, weight: Int4Weight) -> Tensor:
     """The same in fp32."""
     return x.float() @ weight.dequantized().t()
-
-
-def linear_int4_bytes(m: int, weight: Int4Weight, activation_bytes: int = 2) -> int:
-    """Bytes that must move: the weight with its metadata, x and y once each."""
-    n, k = weight.shape
-    return weight.nbytes + m * (n + k) * activation_bytes

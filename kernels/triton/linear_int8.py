@@ -158,9 +158,3 @@ def linear_int8(x: Tensor, weight: Int8Weight, *, splits: int | None = None, con
 def linear_int8_reference(x: Tensor, weight: Int8Weight) -> Tensor:
     """The same in fp32."""
     return x.float() @ weight.dequantized().t()
-
-
-def linear_int8_bytes(m: int, weight: Int8Weight, activation_bytes: int = 2) -> int:
-    """Bytes that must move: the weight with its scales, x and y once each."""
-    n, k = weight.shape
-    return weight.nbytes + m * (n + k) * activation_bytes

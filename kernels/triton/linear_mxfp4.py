@@ -151,9 +151,3 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
 def linear_mxfp4_reference(x: Tensor, weight: Mxfp4Weight) -> Tensor:
     """The same in fp32."""
     return x.float() @ weight.dequantized().t()
-
-
-def linear_mxfp4_bytes(m: int, weight: Mxfp4Weight) -> int:
-    """Bytes that must move: the weight with its scales, x and y once each."""
-    n, k = weight.shape
-    return weight.nbytes + 2 * m * (n + k)

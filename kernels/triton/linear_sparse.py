@@ -152,9 +152,3 @@ def linear_sparse(
 def linear_sparse_reference(x: Tensor, weight: SparseWeight) -> Tensor:
     """The same in fp32."""
     return x.float() @ weight.dequantized().t()
-
-
-def linear_sparse_bytes(m: int, weight: SparseWeight) -> int:
-    """Bytes that must move: kept values and places once, x and y once."""
-    n, k = weight.shape
-    return weight.nbytes + 2 * m * (n + k)

@@ -136,8 +136,3 @@ def linear_w4a8(
 def linear_w4a8_reference(x: QuantizedSteps, weight: Int4Weight) -> Tensor:
     """The same in fp32."""
     return x.dequantized() @ weight.dequantized().t()
-
-
-def linear_w4a8_bytes(x: QuantizedSteps, weight: Int4Weight) -> int:
-    """Bytes that must move: the weight with its metadata and x with its scales once, y once in halves."""
-    return weight.nbytes + x.nbytes + x.data.shape[0] * weight.shape[0] * 2

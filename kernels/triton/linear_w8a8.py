@@ -120,11 +120,6 @@ def linear_w8a8_reference(x: QuantizedRows, weight: ByteWeight) -> Tensor:
     return x.dequantized() @ weight.dequantized().t()
 
 
-def linear_w8a8_bytes(x: QuantizedRows, weight: ByteWeight) -> int:
-    """Bytes that must move: the weight and x with their scales once, y once in halves."""
-    return weight.nbytes + x.nbytes + x.data.shape[0] * weight.shape[0] * 2
-
-
 @dataclass(frozen=True)
 class Fp8Blocks:
     """e4m3 in uint8 `data` [rows, k] with an fp32 `scale` a block of `rows_a_block` (1 or 128) x 128 elements."""
@@ -146,12 +141,17 @@ class Fp8Blocks:
         return cls(data.contiguous().view(torch.uint8), scale, rows_a_block)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        rows, k = self.data.shape
+        return rows, k
+
+    @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scale.nbytes
 
     def dequantized(self) -> Tensor:
         """[rows, k] in fp32."""
-        rows, k = self.data.shape
+        rows, k = self.shape
         scale = self.scale.repeat_interleave(self.rows_a_block, 0).repeat_interleave(BLOCK, 1)[:rows, :k]
         return self.data.view(torch.float8_e4m3fn).float() * scale
 
@@ -267,9 +267,3 @@ def linear_fp8_blocks(
 def linear_fp8_blocks_reference(x: Fp8Blocks | Tensor, weight: Fp8Blocks) -> Tensor:
     """The same in fp32."""
     return (x.dequantized() if isinstance(x, Fp8Blocks) else x.float()) @ weight.dequantized().t()
-
-
-def linear_fp8_blocks_bytes(x: Fp8Blocks | Tensor, weight: Fp8Blocks) -> int:
-    """Bytes that must move: the weight and x with their scales once, y once in halves."""
-    rows = x.data.shape[0]
-    return weight.nbytes + x.nbytes + rows * weight.data.shape[0] * 2

@@ -12,15 +12,14 @@ from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.kernels.triton.linear_byte import (  # noqa: E402
     ByteWeight,
     linear_byte,
-    linear_byte_bytes,
     linear_byte_reference,
 )
 from membound.kernels.triton.linear_int4 import (  # noqa: E402
     Int4Weight,
     linear_int4,
-    linear_int4_bytes,
     linear_int4_reference,
 )
+from membound.kernels.triton.moved import weight_only_bytes  # noqa: E402
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
 # Of the result; products and sums are in fp32. Triton's interpreter cuts bf16 off where a GPU rounds it.
@@ -134,9 +133,9 @@ def test_every_finite_e4m3_is_widened_exactly(device, native):
 
 def test_declared_bytes_are_the_weight_x_and_y():
     int8 = ByteWeight.quantize(random(48, 64), "int8")
-    assert linear_byte_bytes(3, int8) == 48 * 64 + 48 * 4 + 3 * (48 + 64) * 2
+    assert weight_only_bytes(3, int8) == 48 * 64 + 48 * 4 + 3 * (48 + 64) * 2
     int4 = Int4Weight.quantize(random(48, 1024), 128, symmetric=False)
-    assert linear_int4_bytes(3, int4) == 48 * 1024 / 2 + 48 * 8 * 2.5 + 3 * (48 + 1024) * 2
+    assert weight_only_bytes(3, int4) == 48 * 1024 / 2 + 48 * 8 * 2.5 + 3 * (48 + 1024) * 2
 
 
 def test_bad_arguments_are_named(device):

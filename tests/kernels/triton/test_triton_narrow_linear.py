@@ -18,36 +18,31 @@ from membound.kernels.triton.linear_int4 import Int4Weight  # noqa: E402
 from membound.kernels.triton.linear_int8 import (  # noqa: E402
     Int8Weight,
     linear_int8,
-    linear_int8_bytes,
     linear_int8_reference,
 )
 from membound.kernels.triton.linear_mxfp4 import (  # noqa: E402
     Mxfp4Weight,
     linear_mxfp4,
-    linear_mxfp4_bytes,
     linear_mxfp4_reference,
 )
 from membound.kernels.triton.linear_sparse import (  # noqa: E402
     SparseWeight,
     linear_sparse,
-    linear_sparse_bytes,
     linear_sparse_reference,
 )
 from membound.kernels.triton.linear_w4a8 import (  # noqa: E402
     linear_w4a8,
-    linear_w4a8_bytes,
     linear_w4a8_reference,
     step_of,
 )
 from membound.kernels.triton.linear_w8a8 import (  # noqa: E402
     Fp8Blocks,
     linear_fp8_blocks,
-    linear_fp8_blocks_bytes,
     linear_fp8_blocks_reference,
     linear_w8a8,
-    linear_w8a8_bytes,
     linear_w8a8_reference,
 )
+from membound.kernels.triton.moved import rounded_bytes, weight_only_bytes  # noqa: E402
 from membound.kernels.triton.round_rows import round_steps  # noqa: E402
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
@@ -89,7 +84,7 @@ def test_int8_in_groups_gives_the_product_with_what_its_codes_mean(device, m, n,
     assert y.shape == (m, n)
     if m:
         assert close(y, linear_int8_reference(x, weight))
-        assert linear_int8_bytes(m, weight) == weight.nbytes + 2 * m * (n + groups * group)
+        assert weight_only_bytes(m, weight) == weight.nbytes + 2 * m * (n + groups * group)
 
 
 def test_int8_keeps_the_codes_and_scales_that_it_is_given():
@@ -176,7 +171,7 @@ def test_pruning_keeps_the_two_largest_of_four_where_they_were_and_what_is_spars
 def test_2_of_4_weights_take_nine_sixteenths_of_the_bytes_of_the_dense_ones():
     weight = SparseWeight.prune(random(16, 512).bfloat16())
     assert weight.nbytes == 16 * 512 * 2 * 9 / 16
-    assert linear_sparse_bytes(3, weight) == weight.nbytes + 3 * (16 + 512) * 2
+    assert weight_only_bytes(3, weight) == weight.nbytes + 3 * (16 + 512) * 2
 
 
 @settings(deadline=None, max_examples=25)
@@ -256,14 +251,14 @@ def test_the_stored_configurations_give_the_same(device, m):
 
 def test_declared_bytes_count_weights_scales_and_activations_once(device):
     int4, x = Int4Weight.quantize(random(64, 256), 128, symmetric=True), round_steps(random(3, 256).to(device), 128)
-    assert linear_w4a8_bytes(x, int4) == 64 * 128 + 64 * 2 * 2 + 3 * (256 + 2 * 4) + 3 * 64 * 2
+    assert rounded_bytes(x, int4) == 64 * 128 + 64 * 2 * 2 + 3 * (256 + 2 * 4) + 3 * 64 * 2
     mxfp4 = Mxfp4Weight.quantize(random(48, 64))
-    assert linear_mxfp4_bytes(3, mxfp4) == 48 * 64 * (4 + 8 / 32) / 8 + 3 * (48 + 64) * 2
+    assert weight_only_bytes(3, mxfp4) == 48 * 64 * (4 + 8 / 32) / 8 + 3 * (48 + 64) * 2
     rows, weight = QuantizedRows.of(random(3, 64), "int8"), ByteWeight.quantize(random(48, 64), "int8")
-    assert linear_w8a8_bytes(rows, weight) == 48 * (64 + 4) + 3 * (64 + 4) + 3 * 48 * 2
+    assert rounded_bytes(rows, weight) == 48 * (64 + 4) + 3 * (64 + 4) + 3 * 48 * 2
     x, blocks = Fp8Blocks.quantize(random(3, 256), 1), Fp8Blocks.quantize(random(130, 256), 128)
-    assert linear_fp8_blocks_bytes(torch.zeros(3, 256).half(), blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 130) * 2
-    assert linear_fp8_blocks_bytes(x, blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 2 * 4) + 3 * 130 * 2
+    assert rounded_bytes(torch.zeros(3, 256).half(), blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 130) * 2
+    assert rounded_bytes(x, blocks) == 130 * 256 + 4 * 4 + 3 * (256 + 2 * 4) + 3 * 130 * 2
 
 
 def test_bad_arguments_are_named(device):
