@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from membound.kernels.triton.lang import LOG2E, dot, fp8_to, half_of, high_nibble, int8_to, low_nibble
+from membound.kernels.triton.lang import LOG2E, dot, fp8_to, half_of, high_nibble, int8_to, low_nibble, softmax_step
 
 
 @triton.jit
@@ -88,13 +88,7 @@ def attend(state, q_low, q_high, scale, softcap, first, last, oldest, begin, end
             else:
                 seen = ((behind < 0) | (bit == 1)) & valid[None, :]
             scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - safe)
-        p = tl.exp2(scores - safe[:, None])
-        total = total * decay + tl.sum(p, 1)
-        peak = new_peak
+        p, decay, peak, total = softmax_step(scores, peak, total)
         v_low, v_high = load_tile(
             v, block, offset, valid, v_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, FP8_NATIVE)  # fmt: skip
         low = low * decay[:, None]

@@ -20,7 +20,7 @@ from membound.kernels.base import RaggedBatch
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.triton import check, split
-from membound.kernels.triton.lang import LOG2E, dot, half_of, small_to
+from membound.kernels.triton.lang import LOG2E, dot, half_of, small_to, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
 
 
@@ -132,13 +132,7 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
         scores = (scores + shift[:, None]) * factor
         seen = (t[None, :] >= oldest[:, None]) & (t >= begin)[None, :] & (t < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - safe)
-        p = tl.exp2(scores - safe[:, None])
-        total = total * decay + tl.sum(p, 1)
-        peak = new_peak
+        p, decay, peak, total = softmax_step(scores, peak, total)
         weights = p.to(q0.dtype)
         byte = tl.load(value_codes + vector[:, None] * PART + c[None, :], mask=here, other=0)
         words = value_words + vector * (HEAD_DIM // GROUP)
@@ -160,12 +154,7 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
             scores = dot(q3, tl.trans(tl.load(keys + 3 * PART, mask=inside, other=0.0)), scores)
         seen = (t[None, :] >= oldest[:, None]) & (t[None, :] <= position[:, None]) & valid[None, :]
         scores = tl.where(seen, scores * factor, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - safe)
-        p = tl.exp2(scores - safe[:, None])
-        total = total * decay + tl.sum(p, 1)
-        peak = new_peak
+        p, decay, peak, total = softmax_step(scores, peak, total)
         weights = p.to(q0.dtype)
         values = recent_values + vector[:, None] + c[None, :]
         acc0 = dot(weights, tl.load(values, mask=inside, other=0.0), acc0 * decay[:, None])

@@ -18,6 +18,18 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def softmax_step(scores, peak, total):
+    """Weights of more scores [rows, T] in an online softmax in powers of two, how much what was summed before them
+    decays, and the peak and the total [rows] from then on."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    decay = tl.exp2(peak - safe)
+    p = tl.exp2(scores - safe[:, None])
+    return p, decay, new_peak, total * decay + tl.sum(p, 1)
+
+
+@triton.jit
 def widen_fp8(byte, dtype: tl.constexpr):
     """OCP e4m3 in a uint8 as `dtype`, by integer operations where the hardware has no such conversion.
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check, split
-from membound.kernels.triton.lang import LOG2E, dot
+from membound.kernels.triton.lang import LOG2E, dot, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
 from membound.kernels.triton.verify_attention import LARGEST_TREE
 
@@ -65,13 +65,7 @@ def mla_decode_kernel(q, tree, out, log_sum, cache, table, query_start, context_
             bit = (bits[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)) & 1
             seen = seen & ((behind < 0) | (bit == 1))
         scores = tl.where(seen, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen nothing yet has peak -inf, and -inf - -inf is NaN.
-        safe_peak = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - safe_peak)
-        p = tl.exp2(scores - safe_peak[:, None])
-        total = total * decay + tl.sum(p, 1)
-        peak = new_peak
+        p, decay, peak, total = softmax_step(scores, peak, total)
         acc = dot(p.to(latent.dtype), latent, acc * decay[:, None])
     safe = tl.where(total == 0.0, 1.0, total)
     acc /= safe[:, None]

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import LOG2E, dot, segment_of
+from membound.kernels.triton.lang import LOG2E, dot, segment_of, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 
 
@@ -40,13 +40,7 @@ def attend_unpacked(state, q_own, q_shared, factor, position, begin, end, kv, ke
         scores = dot(q_own, tl.trans(own), scores) * factor
         if MASKED:
             scores = tl.where((t[None, :] <= position[:, None]) & (t[None, :] < end), scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that is not there may have seen nothing, and -inf - -inf is NaN.
-        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay = tl.exp2(peak - safe)
-        p = tl.exp2(scores - safe[:, None])
-        total = total * decay + tl.sum(p, 1)
-        peak = new_peak
+        p, decay, peak, total = softmax_step(scores, peak, total)
         value = tl.load(token + OWN + d[None, :], mask=there & (d[None, :] < VALUE), other=0.0)
         acc = dot(p.to(q_own.dtype), value, acc * decay[:, None])
     return peak, total, acc
