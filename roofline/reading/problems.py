@@ -8,21 +8,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from membound.roofline.reading.meant import FIELDS, technique_meant
 from membound.roofline.reading.nearest import nearest, nearest_first
 
-# What people write where a scenario has another name for it.
-MEANT = {
-    **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
-    **dict.fromkeys(("gpus", "num_gpus", "tensor_parallel"), "parallel.tp"),
-    **dict.fromkeys(("batch", "batch_size"), "option --batch, or workload.arrivals.concurrency"),
-    **dict.fromkeys(("context", "context_length"), "option --context, or workload.prompts"),
-    **dict.fromkeys(("gpu", "device", "devices"), "hardware"),
-    **dict.fromkeys(("profile", "batching", "max_num_seqs", "max_batched_tokens", "block_size"), "engine.{}"),
-    **dict.fromkeys(("arrivals", "requests", "prompts", "output_tokens", "task", "seed"), "workload.{}"),
-    **dict.fromkeys(("concurrency", "rate_rps"), "workload.arrivals.{}"),
-    **dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), "slo.{}"),
-    **dict.fromkeys(("quantization", "speculation", "technique"), "techniques"),
-}
 # Problems that a sentence names one by one; of more it says how many there are.
 _MOST_NAMED = 3
 _MOST_SHOWN = 80
@@ -72,7 +60,7 @@ def _single(problem: Any) -> str:
         return f"{named} is {shown(problem['input'])}, without a {_tag(problem)}; give one{problem['example']}"
     if problem["type"] == "union_tag_invalid":
         tag, known = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "").split(", ")
-        close = nearest(str(tag), known)
+        close = technique_meant(str(tag)) or nearest(str(tag), known)
         meant = f" (meant: {close})" if close else ""
         unknown = f"{named} has the unknown {_tag(problem)} '{tag}'{meant}"
         return f"{unknown}; known are {', '.join(known)}{problem['example']}"
@@ -172,7 +160,8 @@ def _hinted(problem: Any) -> str:
     """The field, with what may have been meant by it."""
     field = _path(problem)
     last = field.rpartition(".")[2]
-    meant = MEANT.get(field) or (MEANT.get(last, "") if MEANT.get(last, "").isalpha() else None)
+    elsewhere = FIELDS.get(last, "")
+    meant = FIELDS.get(field) or (elsewhere if elsewhere.isidentifier() else None)
     return f"{field}' (meant: {meant.format(field)})" if meant else f"{field}'"
 
 

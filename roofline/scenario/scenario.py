@@ -18,9 +18,10 @@ from membound.roofline.models.files import published_formats
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
 from membound.roofline.reading.files import expanded, is_file, read_text
+from membound.roofline.reading.meant import FIELDS
 from membound.roofline.reading.nearest import did_you_mean, nearest, nearest_first
 from membound.roofline.reading.plain_yaml import parse_yaml
-from membound.roofline.reading.problems import MEANT, kind_of, one_sentence, shown
+from membound.roofline.reading.problems import kind_of, one_sentence, shown
 from membound.roofline.scenario.cluster import Cluster
 from membound.roofline.scenario.engine import SEATS_ON_CPU, SEATS_ON_GPU, Engine
 from membound.roofline.scenario.variants import Variant, completed
@@ -183,7 +184,7 @@ def check_path(document: Any, path: str) -> None:
         said = f"field '{path}' is not in the scenario"
         if not isinstance(node, dict):
             raise MemboundError(f"{said}: '{seen}' is {shown(node)}; give all of '{seen}' instead, as {{KEY: VALUE}}")
-        meant = MEANT.get(path, nearest(key, node))
+        meant = FIELDS.get(path, nearest(key, node))
         close = f"; did you mean '{meant.format(path)}'?" if meant else ""
         raise MemboundError(
             f"{said}{close}; {f'{seen!r} has' if seen else 'there are'} {', '.join(nearest_first(key, node))}"

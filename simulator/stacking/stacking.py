@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.reading.meant import setting_meant, technique_meant
 from membound.roofline.reading.nearest import did_you_mean
 from membound.roofline.reading.problems import one_sentence
 from membound.roofline.results.comparison import UNITS
@@ -133,30 +134,11 @@ def chosen_techniques(scenario: Scenario, names: Sequence[str] | None) -> tuple[
     return tuple(chosen)
 
 
-# What people call a technique and a scenario has as a setting, and what to see its gain with.
-_SETTINGS = {
-    **dict.fromkeys(("prefix_cache", "prefix_caching"), "engine.prefix_caching=true"),
-    **dict.fromkeys(("chunked_prefill", "sarathi"), "engine.batching=chunked_prefill"),
-    "prefill_first": "engine.batching=prefill_first",
-    **dict.fromkeys(("disaggregation", "disaggregated_prefill"), "engine.disaggregation={}"),
-    **dict.fromkeys(("tensor_parallel", "tp"), "parallel.tp=2"),
-    **dict.fromkeys(("pipeline_parallel", "pp"), "parallel.pp=2"),
-    **dict.fromkeys(("expert_parallel", "ep"), "parallel={tp: 1, dp: 2, ep: 2}"),
-}
-
-
 def _technique(text: str) -> Technique:
     """A technique by its defaults, or in a format: `weight_quantization:int4`."""
     name, _, format = text.partition(":")
-    if name in _SETTINGS:
-        raise MemboundError(
-            f"technique '{name}' is a setting of the engine: compare `membound simulate` without and with "
-            f"--set '{_SETTINGS[name]}'"
-        )
     if name not in TECHNIQUES:
-        raise MemboundError(
-            f"technique '{name}' is unknown{did_you_mean(name, TECHNIQUES)}; known are {', '.join(TECHNIQUES)}"
-        )
+        raise MemboundError(_unknown(name))
     if not format:
         return TECHNIQUES[name](name=name)
     if "format" not in TECHNIQUES[name].model_fields:
@@ -165,6 +147,17 @@ def _technique(text: str) -> Technique:
         return TECHNIQUES[name].model_validate({"name": name, "format": format})
     except ValidationError as error:
         raise MemboundError(f"technique '{text}': {one_sentence(error)}") from None
+
+
+def _unknown(name: str) -> str:
+    if setting := setting_meant(name):
+        return (
+            f"technique '{name}' is a setting of the engine: compare `membound simulate` without and with "
+            f"--set '{setting}'"
+        )
+    meant = technique_meant(name)
+    said = f"; a scenario says {meant}" if meant else did_you_mean(name, TECHNIQUES)
+    return f"technique '{name}' is unknown{said}; known are {', '.join(TECHNIQUES)}"
 
 
 def notes_of(

@@ -1,0 +1,85 @@
+"""Where does a scenario hold what the field calls by another name?"""
+
+from __future__ import annotations
+
+# Fields that people write somewhere else, or call otherwise; `{}` is the name that they wrote.
+FIELDS = {
+    **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
+    **dict.fromkeys(("gpus", "num_gpus", "tensor_parallel"), "parallel.tp"),
+    **dict.fromkeys(("batch", "batch_size"), "option --batch, or workload.arrivals.concurrency"),
+    **dict.fromkeys(("context", "context_length"), "option --context, or workload.prompts"),
+    **dict.fromkeys(("gpu", "device", "devices"), "hardware"),
+    **dict.fromkeys(("profile", "batching", "max_num_seqs", "max_batched_tokens", "block_size"), "engine.{}"),
+    **dict.fromkeys(("arrivals", "requests", "prompts", "output_tokens", "task", "seed"), "workload.{}"),
+    **dict.fromkeys(("concurrency", "rate_rps"), "workload.arrivals.{}"),
+    **dict.fromkeys(("rate", "qps", "rps", "request_rate", "rate_per_s"), "rate_rps"),
+    **dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), "slo.{}"),
+    **dict.fromkeys(("quantization", "speculation", "technique"), "techniques"),
+}
+
+# Techniques by the names of papers and engines, without hyphens and underscores, that are settings of a scenario.
+SETTINGS = {
+    **dict.fromkeys(("chunkedprefill", "sarathi"), "engine.batching=chunked_prefill"),
+    "prefillfirst": "engine.batching=prefill_first",
+    **dict.fromkeys(
+        ("prefixcache", "prefixcaching", "automaticprefixcaching", "radixattention", "promptcaching"),
+        "engine.prefix_caching=true",
+    ),
+    **dict.fromkeys(
+        ("disaggregation", "disaggregatedprefill", "disaggregatedserving", "pddisaggregation", "distserve"),
+        "engine.disaggregation={}",
+    ),
+    **dict.fromkeys(("cudagraphs", "cudagraph"), "engine.profile=graphs"),
+    **dict.fromkeys(("tensorparallelism", "tensorparallel", "tp"), "parallel.tp=2"),
+    **dict.fromkeys(("pipelineparallelism", "pipelineparallel", "pp"), "parallel.pp=2"),
+    **dict.fromkeys(("expertparallelism", "expertparallel", "ep"), "parallel={tp: 1, dp: 2, ep: 2}"),
+}
+
+_INT4_WEIGHTS = "{name: weight_quantization, format: int4_g128, method: %s}"
+_EVICTION = "{name: kv_eviction, policy: %s}"
+
+# The same of those that are techniques of a scenario under another name, as an item of its list.
+TECHNIQUES = {
+    **dict.fromkeys(("gptq", "marlin"), _INT4_WEIGHTS % "gptq"),
+    **dict.fromkeys(("awq", "w4a16", "int4", "int4weights", "4bit"), _INT4_WEIGHTS % "awq"),
+    **dict.fromkeys(("smoothquant", "int8", "w8a8int8"), "{name: w8a8, format: int8, method: smoothquant}"),
+    **dict.fromkeys(("fp8", "fp8weights", "w8a8fp8"), "{name: w8a8, format: fp8}"),
+    **{format: f"{{name: weight_quantization, format: {format}}}" for format in ("mxfp4", "nvfp4")},
+    **dict.fromkeys(("fp8kv", "kvfp8", "fp8kvcache", "kvcachefp8"), "{name: kv_quantization, format: fp8}"),
+    **dict.fromkeys(("kivi", "kivi2"), "{name: kv_quantization, format: kivi2}"),
+    **dict.fromkeys(("streamingllm", "attentionsinks"), _EVICTION % "streaming"),
+    **{policy: _EVICTION % policy for policy in ("h2o", "snapkv", "quest")},
+    **dict.fromkeys(("24", "24sparsity", "sparsity", "semistructuredsparsity"), "sparsity_2_4"),
+    **dict.fromkeys(("flashattention2", "flashattention3", "fa2", "fa3"), "flash_attention"),
+    **dict.fromkeys(("eagle1", "eagle2", "eagle3"), "eagle"),
+    **dict.fromkeys(("ngram", "promptlookup", "promptlookupdecoding"), "ngram_speculation"),
+    **dict.fromkeys(("speculativedecoding", "speculation", "speculative", "draftmodel"), "draft_model_speculation"),
+    **dict.fromkeys(("layerskip", "selfspeculative", "selfspeculativedecoding"), "self_speculation"),
+    **dict.fromkeys(("multitokenprediction", "nextn"), "mtp"),
+    **dict.fromkeys(("tbo", "twobatchoverlap", "dbo"), "dual_batch_overlap"),
+    "eplb": "expert_balancing",
+}
+
+_ALWAYS = ("paging", "pagedattention", "pagedkv", "pagedkvcache")
+_OF_THE_MODEL = ("gqa", "mqa", "mla", "slidingwindow", "mamba", "ssm", "moe")
+
+
+def setting_meant(word: str) -> str | None:
+    """The setting, as PATH=VALUE, that is what papers and engines call `word`; None where there is none."""
+    return SETTINGS.get(_plain(word))
+
+
+def technique_meant(word: str) -> str | None:
+    """What a scenario says for a technique that papers or engines call `word`; None where it is not known."""
+    plain = _plain(word)
+    if plain in _ALWAYS:
+        return "nothing, as KV blocks are paged; engine.reserved_tokens is what paging replaced"
+    if plain in _OF_THE_MODEL:
+        return "another model, as the model decides on it"
+    if plain in SETTINGS:
+        return "{}: {}, outside of techniques".format(*SETTINGS[plain].split("=", 1))
+    return TECHNIQUES.get(plain)
+
+
+def _plain(word: str) -> str:
+    return "".join(filter(str.isalnum, word.casefold()))

@@ -1,0 +1,50 @@
+"""What papers and engines call a technique is answered with what a scenario says for it, and that is accepted."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from membound.roofline.errors import MemboundError
+from membound.roofline.reading.meant import SETTINGS, TECHNIQUES, technique_meant
+from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
+from membound.roofline.techniques import TECHNIQUES as KNOWN
+
+
+def asked(technique: str) -> Scenario:
+    document = yaml.safe_load(load_scenario("live-cpu").to_yaml())
+    return parse_scenario(document | {"techniques": [yaml.safe_load(technique)]})
+
+
+@pytest.mark.parametrize("item", sorted(set(TECHNIQUES.values())))
+def test_what_a_scenario_is_said_to_say_it_may_say(item):
+    assert asked(item).techniques[0].name in KNOWN
+
+
+@pytest.mark.parametrize("setting", sorted(set(SETTINGS.values())))
+def test_a_setting_that_is_named_can_be_set(setting):
+    path, _, value = setting.partition("=")
+    scenario = load_scenario("live-cpu")
+    before = scenario.with_value("engine.profile", "eager")
+    assert before.with_value(path, yaml.safe_load(value)) != before
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("chunked_prefill", "engine.batching: chunked_prefill"),
+        ("AWQ", "method: awq"),
+        ("EAGLE-3", "eagle"),
+        ("Paged-Attention", "blocks are paged"),
+        ("MLA", "another model"),
+    ],
+)
+def test_a_name_of_the_field_is_answered(word, meant):
+    with pytest.raises(MemboundError, match="unknown name") as refused:
+        asked(word)
+    assert f"meant: {technique_meant(word)}" in str(refused.value)
+    assert meant in str(refused.value)
+
+
+def test_a_technique_of_membound_has_no_other_meaning():
+    assert not [name for name in KNOWN if technique_meant(name) not in (None, name)]
