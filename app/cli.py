@@ -87,6 +87,10 @@ def dashboard(
     allow_host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a further name of this server, such as its proxy's")
     ] = None,
+    allow_files: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="a folder whose models and prompts a scenario on a page may name"),
+    ] = None,
 ) -> None:
     """Serve the dashboard."""
     from membound.app.server import serve
@@ -94,7 +98,13 @@ def dashboard(
     for name in allow_host or ():
         if not name or set(name) & set("*:/ "):
             raise MemboundError(f"option --allow-host is '{name}'; give one name without scheme, port and wildcard")
-    serve(host=host, port=port, open_browser=browser, allowed_hosts=allow_host or ())
+    serve(
+        host=host,
+        port=port,
+        open_browser=browser,
+        allowed_hosts=allow_host or (),
+        allowed_folders=allow_files or (),
+    )
 
 
 @app.command()

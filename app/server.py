@@ -35,7 +35,7 @@ from streamlit.runtime.secrets import secrets_singleton
 from streamlit.web.server.server_util import get_cookie_secret
 from streamlit.web.server.starlette.starlette_app_utils import decode_signed_value
 
-from membound.app import jobs
+from membound.app import jobs, named_files
 from membound.app.feed import PLOTLY_URL_VARIABLE
 from membound.app.home import StoreError, membound_home
 from membound.app.i18n import LANGUAGES, Translate
@@ -86,16 +86,18 @@ def serve(
     open_browser: bool = True,
     script: Path = MAIN_SCRIPT,
     allowed_hosts: Sequence[str] = (),
+    allowed_folders: Sequence[Path] = (),
 ) -> None:
     """Serve the dashboard until Ctrl-C; jobs go on after it.
 
     The next free port is taken if `port` is in use. `allowed_hosts` are further names by which browsers may call this
-    server, such as that of a reverse proxy.
+    server, such as that of a reverse proxy, and `allowed_folders` further folders whose files a scenario may name.
 
     Raises:
         MemboundError: the store cannot be written to, or the address cannot be served from.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    named_files.allow(allowed_folders)
     home = membound_home()
     store = Store(home)
     listener = bind(host, port)

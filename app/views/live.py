@@ -7,6 +7,7 @@ import streamlit as st
 from membound.app import jobs, text
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
+from membound.app.named_files import scenario_of_page
 from membound.app.tasks import scenario_of
 from membound.app.views import history, linked, results, states
 from membound.app.views.console import console
@@ -62,7 +63,7 @@ def _choose(t: Translate) -> None:
             )
             linked.keep("kind", KINDS[0])
         yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
-        scenario = _checked(yaml_text, kind or KINDS[0], t)
+        scenario = _checked(yaml_text, name == OWN, kind or KINDS[0], t)
         if scenario is not None and kind != "simulate":
             chosen = choose_machine(scenario, kind or KINDS[0], t)
             if chosen.scenario is not scenario:
@@ -88,13 +89,13 @@ def _own_yaml(t: Translate) -> str:
     )
 
 
-def _checked(yaml_text: str, kind: str, t: Translate) -> Scenario | None:
+def _checked(yaml_text: str, own: bool, kind: str, t: Translate) -> Scenario | None:
     """The scenario with its summary, or the sentence that says what is wrong with it."""
     if not yaml_text.strip():
         st.caption(t("live.empty_draft"))
         return None
     try:
-        scenario = scenario_of({"scenario": yaml_text})
+        scenario = scenario_of_page(yaml_text, store()) if own else scenario_of({"scenario": yaml_text})
     except MemboundError as error:
         states.problem(str(error), t("live.fix_yaml"))
         return None

@@ -8,44 +8,36 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterator, Mapping
-from pathlib import PurePath
-from typing import Any
 
 import streamlit as st
 
-from membound.app import uploads
 from membound.app.i18n import Translate
+from membound.app.named_files import scenario_of_page
 from membound.app.tasks import scenario_of
 from membound.app.views import linked
 from membound.app.views.session import store
-from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, shipped_scenarios
 
 OWN = "own"
 # Characters of a scenario's text, and of its compressed form in a URL, at most.
 MOST_TEXT, MOST_PACKED = 50_000, 6_000
-# Fields that may name a file where a scenario is read from the command line.
-FILES = ("file", "model", "weights", "hardware", "draft")
-SUFFIXES = (".yaml", ".yml", ".json", ".gguf", ".csv", ".jsonl", ".safetensors")
 
 
 def chosen(name: str, t: Translate) -> Scenario | None:
     """The scenario of that name, or the reader's own; None while there is none.
 
-    Raises MemboundError for text that is no scenario, and for a scenario that names files of this machine.
+    Raises MemboundError for text that is no scenario, and for a scenario that names a file that no page may open.
     """
     text = _own(t) if name == OWN else shipped_scenarios()[name]
     if not text.strip():
         st.info(t("simulate.need_scenario"), icon=":material/edit_note:")
         return None
-    scenario = scenario_of({"scenario": text})
     if name == OWN:
-        check_names(scenario.model_dump(mode="json"))
-    else:
-        st.markdown(scenario.description)
-        with st.expander(t("live.show_yaml")):
-            st.code(text, language="yaml")
+        return scenario_of_page(text, store())
+    scenario = scenario_of({"scenario": text})
+    st.markdown(scenario.description)
+    with st.expander(t("live.show_yaml")):
+        st.code(text, language="yaml")
     return scenario
 
 
@@ -85,29 +77,3 @@ def unpacked(short: str) -> str:
     except (binascii.Error, ValueError, zlib.error):
         return ""
     return text if reader.eof and len(text) <= MOST_TEXT else ""
-
-
-def check_names(document: Mapping[str, Any]) -> None:
-    """Raises MemboundError where a scenario that came by a page names a file, but for what was uploaded here."""
-    for path, name in _names(document, ""):
-        looks = "/" in name or "\\" in name or name.startswith(("~", ".")) or PurePath(name).suffix in SUFFIXES
-        if looks and not _is_upload(name):
-            raise MemboundError(f"field '{path}' is '{name[:80]}', a file; a page takes names of the catalogs only")
-
-
-def _is_upload(name: str) -> bool:
-    try:
-        return str(uploads.find(store(), PurePath(name).name)) == name
-    except MemboundError:
-        return False
-
-
-def _names(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping):
-        for key, inner in node.items():
-            if isinstance(inner, str) and str(key).rsplit(".", 1)[-1] in FILES:
-                yield f"{path}{key}", inner
-            yield from _names(inner, f"{path}{key}.")
-    elif isinstance(node, list):
-        for at, inner in enumerate(node):
-            yield from _names(inner, f"{path}{at}.")

@@ -21,7 +21,6 @@ from membound.app.tasks import run_max_rate, run_plan, run_policies, run_validat
 from membound.app.views import asked, plan_tables, plan_words, scenario_choice, traffic
 from membound.app.views.said import said
 from membound.app.worker import JobContext
-from membound.roofline.errors import MemboundError
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import load_scenario, parse_scenario
 from membound.roofline.validation.tables import OPERATOR_COLUMNS
@@ -308,36 +307,6 @@ def test_ones_own_scenario_is_in_the_url(store: Store) -> None:
     assert at.text_area(key="draft_simulate").value == text
     at.text_area(key="draft_simulate").set_value(f"{text}nonsense: 1\n").run()
     assert "nonsense" in at.error[0].value
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("workload.prompts", {"kind": "text", "file": "/etc/passwd.jsonl"}),
-        ("workload.prompts", {"kind": "trace", "file": "../secrets.csv"}),
-        ("model", "/tmp/config.json"),
-        ("hardware", "mine.yaml"),
-        ("sweep", [{"hardware": "~/device.yaml"}]),
-    ],
-)
-def test_a_scenario_of_a_page_names_no_file(store: Store, field: str, value: Any) -> None:
-    document = load_scenario("plan-70b").model_dump(mode="json")
-    *parents, last = field.split(".")
-    node = document
-    for key in parents:
-        node = node[key]
-    node[last] = value
-    with pytest.raises(MemboundError, match="a page takes names of the catalogs only"):
-        scenario_choice.check_names(document)
-
-
-def test_a_scenario_of_a_page_may_name_an_upload(store: Store) -> None:
-    path = uploads.find(store, uploads.keep(store, b"a trace"))
-    scenario_choice.check_names(
-        {"workload": {"prompts": {"kind": "trace", "file": str(path)}}, "hardware": "H100-SXM5"}
-    )
-    with pytest.raises(MemboundError):
-        scenario_choice.check_names({"file": str(path.parent.parent / "index.sqlite")})
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=500))
