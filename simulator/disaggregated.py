@@ -5,7 +5,7 @@ Source: Zhong et al., DistServe, OSDI 2024; Patel et al., Splitwise, ISCA 2024, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import simpy
@@ -22,6 +22,12 @@ from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Request, Sequence
+
+Enough = Callable[[Sequence], bool]
+
+
+class _EnoughError(Exception):
+    """Who asked has seen enough of the run."""
 
 
 class _Engine:
@@ -122,12 +128,14 @@ class _World:
         requests: Iterator[Request],
         observer: Observer | None,
         step_by_step: bool,
+        enough: Enough | None,
     ) -> None:
         self.env = simpy.Environment()
         self.deployment = deployment
         self.settings = settings
         self.observer = observer
         self.step_by_step = step_by_step
+        self.enough = enough
         self.requests: dict[int, Request] = {}
         self.client: Client = client_for(deployment.scenario.workload.arrivals, requests)
         link = deployment.times.hardware.scale_out
@@ -154,6 +162,8 @@ class _World:
 
     def ended(self, sequence: Sequence, now_s: float) -> None:
         """A request was answered, or turned away: the client may send the next one."""
+        if self.enough is not None and self.enough(sequence):
+            raise _EnoughError
         self.client.ended(sequence, now_s)
         if not self._news.triggered:
             self._news.succeed()
@@ -190,18 +200,29 @@ def _continued(prompt: Sequence, request: Request) -> Sequence:
 
 
 def run_disaggregated(
-    deployment: Deployment, requests: Iterator[Request], observer: Observer | None, step_by_step: bool
+    deployment: Deployment,
+    requests: Iterator[Request],
+    observer: Observer | None,
+    step_by_step: bool,
+    enough: Enough | None = None,
 ) -> RunResult:
-    """Serves a workload with pools of engines for prompts and for outputs."""
+    """Serves a workload with pools of engines for prompts and for outputs.
+
+    `enough` is told each request that ends; once it says so, the run ends there with what was recorded.
+    """
     settings = deployment.scenario.engine.disaggregation
     assert settings is not None, "the scenario has two pools"
     pools = _pool(deployment, settings.prefill_parallel), _pool(deployment, settings.decode_parallel)
-    world = _World(deployment, pools, settings, requests, observer, step_by_step)
-    world.env.run()
+    world = _World(deployment, pools, settings, requests, observer, step_by_step, enough)
     engines: list[_Engine] = [*world.prefill, *world.decode]
-    for engine in engines:
-        engine.scheduler.check_integrity()
-        assert not engine.scheduler.has_work and not len(engine.inbox), "a request was lost between the pools"
+    try:
+        world.env.run()
+    except _EnoughError:
+        pass
+    else:
+        for engine in engines:
+            engine.scheduler.check_integrity()
+            assert not engine.scheduler.has_work and not len(engine.inbox), "a request was lost between the pools"
     recorder = Recorder.joined([engine.recorder for engine in engines])
     made = provenance(deployment.times)
     made.notes.append(_rates(world, recorder.end_s))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -26,7 +26,7 @@ from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
 from membound.simulator.scheduling.recorder import Observer, Recorder
-from membound.simulator.scheduling.request import Outcome, Request, Step
+from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.workload import longest_request, request_columns, request_stream
 from membound.simulator.scheduling.workload.traces import expected_rows
 from membound.simulator.step_times import StepTimes
@@ -118,13 +118,16 @@ def run(
     recorder: Recorder | None = None,
     step_by_step: bool = False,
     watch: Watch | None = None,
+    enough: Callable[[Sequence], bool] | None = None,
 ) -> RunResult:
     """Serves the scenario's workload in virtual time.
 
     `hardware` stands in for the scenario's; `executor` replaces the roofline, for instance by recorded step times.
     `watch` is told the virtual time now and then, and may raise to end the run. Equal steps run as one event, unless
     `step_by_step`. Where nobody looks at single steps, `Lockstep` serves for an ordinary engine, faster and with the
-    same records. Raises MemboundError where the scenario names something unknown or the model does not fit.
+    same records. Of engines for prompts and for outputs `enough` is told each request that ends, and may say that the
+    run ends there, with what was recorded until then. Raises MemboundError where the scenario names something unknown
+    or the model does not fit.
     """
     looking = observer if watch is None else _with_watch(observer, watch)
     if scenario.cluster is not None:
@@ -136,7 +139,7 @@ def run(
     if scenario.engine.disaggregation is not None:
         from membound.simulator.disaggregated import run_disaggregated
 
-        return run_disaggregated(deployment, requests, looking, step_by_step)
+        return run_disaggregated(deployment, requests, looking, step_by_step, enough)
     model, times, memory = deployment.model, deployment.times, deployment.memory
     scheduler = build_scheduler(scenario, model, times, memory, deployment.content_known)
     nobody_looks = observer is None and executor is None and recorder is None and not step_by_step

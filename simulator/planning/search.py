@@ -16,8 +16,10 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario, Slo, parse_scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S
+from membound.roofline.scenario.workload import SessionPrompts
 from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, requests_seen
 from membound.simulator.planning.candidates import Demand, Replica
+from membound.simulator.scheduling.request import Sequence as Served
 
 Objective = Literal["cost", "devices"]
 # Requests of a simulated replica: enough for a 99th percentile.
@@ -166,11 +168,48 @@ def on_a_slower_clock(scenario: Scenario, by: float) -> Scenario:
     return parse_scenario(document | {"workload": workload | {"arrivals": arrivals}})
 
 
+class Lateness:
+    """Watches a run for first tokens that come FAR too late, until their 99th percentile surely does.
+
+    It is `hopeless` then, whatever the rest of the run is like, and of a deployment that misses by far nothing else is
+    asked than that it does. Requests of conversations are not counted before, so that they are served to the end.
+    """
+
+    def __init__(self, deployed: Deployed, scenario: Scenario) -> None:
+        workload, bound_s = scenario.workload, deployed.demand.slo.ttft_s
+        counted = workload.requests is not None and not isinstance(workload.prompts, SessionPrompts)
+        self.allowed = 0.01 * (workload.requests or 0) + 1.0 if counted else math.inf
+        self.bound_s = math.inf if bound_s is None else FAR * bound_s
+        self.late = 0
+
+    def __call__(self, sequence: Served) -> bool:
+        first_s = sequence.first_token_s
+        self.late += first_s is not None and first_s - sequence.request.arrival_s > self.bound_s
+        return self.hopeless
+
+    @property
+    def hopeless(self) -> bool:
+        return self.late > self.allowed
+
+
 def simulate(deployed: Deployed) -> Summary:
     """One of the replicas with its share of the load, or both pools with all of it, served by the simulator."""
     from membound.simulator.run import run
 
     return run(deployed.scenario).summary
+
+
+def simulate_while_hopeful(deployed: Deployed) -> tuple[Summary, bool]:
+    """The same, and whether it was served to the end: pools of whose first tokens too many come far too late are not.
+
+    A summary of less says, as that of all would, that it misses the objective FAR, and by first tokens.
+    """
+    from membound.simulator.run import run
+
+    scenario = deployed.scenario
+    lateness = Lateness(deployed, scenario)
+    summary = run(scenario, enough=lateness).summary
+    return summary, not lateness.hopeless
 
 
 def meets(summary: Summary, slo: Slo) -> bool:
@@ -231,6 +270,7 @@ class Search:
     floor: tuple[float, ...] | None = None
     ties: bool = False
     runs: int = 0
+    hopeless: set[Key] = field(default_factory=set)
     nearest: Missed | None = None
     confirmed: list[Deployed] = field(default_factory=list)
 
@@ -368,9 +408,11 @@ class Search:
         if deployed.key not in self.seen:
             self.runs += 1
             try:
-                self.seen[deployed.key] = simulate(deployed)
+                self.seen[deployed.key], served = simulate_while_hopeful(deployed)
             except MemboundError:
                 return None
+            if not served:
+                self.hopeless.add(deployed.key)
         return self.seen[deployed.key]
 
     def holds(self, deployed: Deployed) -> bool:
@@ -384,6 +426,8 @@ class Search:
         if meets(deployed.summary, self.demand.slo):
             return True
         missed = Missed.of(deployed, deployed.summary, self.demand.slo)
+        if deployed.key in self.hopeless:
+            missed = replace(missed, excess=math.inf)
         if self.nearest is None or missed.excess < self.nearest.excess:
             self.nearest = missed
         return False

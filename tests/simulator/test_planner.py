@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,17 @@ from membound.simulator.planning.document import to_json
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.most import max_rate
 from membound.simulator.planning.planner import demand_of, plan
-from membound.simulator.planning.search import Deployed, Search, meets, on_a_slower_clock, share_of, simulate
+from membound.simulator.planning.search import (
+    FAR,
+    Deployed,
+    Search,
+    excess,
+    meets,
+    on_a_slower_clock,
+    share_of,
+    simulate,
+    simulate_while_hopeful,
+)
 from membound.simulator.planning.sensitivity import Growing, Slower, changes_of
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.loop import Executor
@@ -98,6 +109,17 @@ def test_pools_for_prompts_and_outputs_are_chosen_where_they_are_cheaper():
     assert both.sensitivity.screened_answer != f"{both.best.gpus} x H200-SXM"
     smaller = [one for one in both.sensitivity.changed if one.easier]
     assert len(smaller) == 3 and all(one.answer.usd_per_h <= both.best.usd_per_h for one in smaller)
+
+
+@pytest.mark.parametrize("prompt_engines", [1, 2, 3])
+def test_who_misses_by_far_is_not_served_to_the_end_and_would_miss_by_far_there(prompt_engines):
+    asked = scenario(100.0, slo={"ttft_s": 0.1, "tpot_s": 0.03})
+    pools = Deployed(replica(), 2, demand_of(asked), prompt_engines=prompt_engines)
+    pools = replace(pools, replica=replace(pools.replica, scenario=asked))
+    whole, (seen, served) = simulate(pools), simulate_while_hopeful(pools)
+    too_late = [excess(summary, asked.slo) > FAR for summary in (whole, seen)]
+    assert too_late == [not served] * 2 and (seen == whole if served else seen.completed < whole.completed)
+    assert served == (prompt_engines > 1)
 
 
 def test_a_changed_input_is_answered_by_the_method_of_the_answer(planned):
