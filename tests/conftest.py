@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -28,6 +29,7 @@ def _private_home() -> Path:
             (home / "kernels").symlink_to((real / "kernels").resolve(), target_is_directory=True)
     except OSError:
         (home / "weights").mkdir(exist_ok=True)
+    (home / "kernels").mkdir(exist_ok=True)
     return home
 
 
@@ -66,6 +68,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             if os.environ.get("CI") == "true":
                 pytest.fail(reason, pytrace=False)
             pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def with_kernels() -> Callable[[Path], Path]:
+    """Gives a home of a test's own the kernels that these tests compile: to compile them takes half a minute."""
+
+    def shared(home: Path) -> Path:
+        (home / "kernels").symlink_to(HOME / "kernels", target_is_directory=True)
+        return home
+
+    return shared
 
 
 def _why_no_gpu() -> str | None:

@@ -55,8 +55,10 @@ print(json.dumps(doctor.report()))
     assert not [name for name, section in found.items() if "error" in section]
 
 
-def test_a_section_that_fails_says_so_and_the_others_stand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+def test_a_section_that_fails_says_so_and_the_others_stand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_kernels: Callable[[Path], Path]
+) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(with_kernels(tmp_path)))
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "local.json").write_text("{")
     found = doctor.report()
@@ -65,8 +67,10 @@ def test_a_section_that_fails_says_so_and_the_others_stand(monkeypatch: pytest.M
     assert "is damaged" in printed(found)
 
 
-def test_a_damaged_index_and_fitted_devices_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
+def test_a_damaged_index_and_fitted_devices_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_kernels: Callable[[Path], Path]
+) -> None:
+    monkeypatch.setenv("MEMBOUND_HOME", str(with_kernels(tmp_path)))
     assert doctor.report()["store"]["runs"] == 0
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 100)
     fits = tmp_path / "calibration" / "devices" / "Mine.json"
