@@ -222,7 +222,7 @@ def _price(move: dict[str, Any], t: Translate) -> list[str]:
 def _quality(move: dict[str, Any], t: Translate) -> str:
     if move["lossless"]:
         return t("techniques.price_none")
-    return price_words(move["quality"]["note"], move["quality"]["source"], t)
+    return price_words(move["quality"]["note"], t)
 
 
 # --- all moves ---

@@ -12,12 +12,10 @@ from membound.app.i18n import Translate
 from membound.app.views.said import said
 from membound.roofline.techniques import TECHNIQUES, Technique
 from membound.simulator.advice.effects import Effect
-from membound.simulator.advice.moves import quality_of
+from membound.simulator.advice.prices import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}
-# The source of a price that nobody has measured.
-NO_FIGURE = "no figure in the ledger"
 # A difference below this is none, whatever the interval.
 NOTHING = 0.005
 
@@ -75,16 +73,12 @@ def price(technique: Technique, t: Translate) -> str:
     """What the technique costs in quality: nothing, or as far as somebody found out."""
     if technique.lossless:
         return t("techniques.price_none")
-    try:
-        quality = quality_of(technique)
-    except KeyError:  # declared, and no figure was looked for yet
-        return t("techniques.price_unknown")
-    return price_words(quality.note, quality.source, t)
+    return price_words(quality_of(technique).note, t)
 
 
-def price_words(note: str, source: str, t: Translate) -> str:
-    """A figure that somebody found, or that nobody did."""
-    return t("techniques.price_unknown") if source == NO_FIGURE else t("techniques.price", note=said(note, t))
+def price_words(note: str, t: Translate) -> str:
+    """A figure that somebody found."""
+    return t("techniques.price", note=said(note, t))
 
 
 def drafting_words(effect: Effect, task: str, t: Translate) -> str:

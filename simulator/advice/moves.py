@@ -1,10 +1,10 @@
-"""What can be changed in an engine in one step, and what does each change cost in quality?"""
+"""What can be changed in an engine in one step?"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from membound.roofline.errors import MemboundError
@@ -35,75 +35,12 @@ from membound.roofline.techniques import (
     WeightQuantization,
     engine_setup,
 )
+from membound.simulator.advice.prices import LOSSLESS, Quality, quality_of
 from membound.simulator.steady import deployment_of
 
 MOST_TENSOR_PARALLEL = 64
 MOST_SEATS = 1024
 State = Literal["add", "on", "instead"]
-
-
-@dataclass(frozen=True)
-class Quality:
-    """What a technique costs in quality; `rank` 0 is lossless, and higher costs more."""
-
-    rank: int
-    note: str
-    source: str
-
-
-_LOSSLESS = Quality(0, "lossless: the same tokens", "by construction; `membound measure` checks it")
-# Where `membound compare` can run the engine, it measures what the ledger does not know.
-_MEASURE = "measure its price with `membound compare`"
-_UNKNOWN_8 = Quality(1, f"lossy: {_MEASURE}", "no figure in the ledger")
-_QUALITY: dict[str, Quality] = {
-    "int8_weights": Quality(
-        1, "KL 0.005 nats to bf16, 96.8 % equal top-1 tokens (SmolLM2-135M)", "measured: README, live-cpu"
-    ),
-    "w8a8": _UNKNOWN_8,
-    "weight_quantization:8": _UNKNOWN_8,
-    "weight_quantization:4": Quality(
-        2, "perplexity +0.9 % (LLaMA-1-7B, Q4_K_M against F16)", "llama.cpp PR 1684; claims A1-44"
-    ),
-    "weight_quantization:2": Quality(
-        4, "perplexity 6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
-    ),
-    "kv_quantization:8": _UNKNOWN_8,
-    "kv_quantization:4": Quality(2, f"lossy: {_MEASURE}", "no figure in the ledger"),
-    "kv_quantization:2": Quality(
-        3,
-        "CoQA 63.88 to 63.05, GSM8K 13.50 to 12.74 with 2-bit KIVI (Llama-2-7B)",
-        "arXiv 2402.02750, table 3; claims A2-14",
-    ),
-    "kv_eviction": Quality(
-        3,
-        f"lossy where a question comes after its context was evicted: {_MEASURE}",
-        "no figure in the ledger; claims X3",
-    ),
-    "sparsity_2_4": Quality(
-        3,
-        "perplexity 5.12 to 10.2 (Llama-2-7B), 3.12 to 5.40 (70B), SparseGPT without fine-tuning",
-        "Wanda's table; claims A2-16 and A2-18",
-    ),
-}
-
-
-def quality_of(technique: Technique, *, runs_here: bool = True) -> Quality:
-    """The price of a technique in quality, with its source; `runs_here` says whether it could be measured."""
-    quality = _quality_of(technique)
-    if runs_here:
-        return quality
-    return replace(quality, note=quality.note.replace(_MEASURE, "no figure of its price is known here"))
-
-
-def _quality_of(technique: Technique) -> Quality:
-    if technique.lossless:
-        return _LOSSLESS
-    if technique.name in _QUALITY:
-        return _QUALITY[technique.name]
-    setup = engine_setup((technique,))
-    width = setup.kv.width if technique.layer == "kv" else setup.weights.width
-    bits = next((bits for bits in (2, 4, 8) if width <= bits + 0.5), 8)
-    return _QUALITY[f"{technique.name}:{bits}"]
 
 
 @dataclass(frozen=True)
@@ -195,7 +132,7 @@ def _technique_move(
     technique: Technique, state: State, before: Scenario, after: Scenario, instead_of: tuple[str, ...] = ()
 ) -> Move:
     baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.compared_with(before.setup)
-    quality = quality_of(technique, runs_here=after.hardware in ("local", "local-gpu"))
+    quality = quality_of(technique)
     return Move(
         technique.name, technique.title, state, before, after, baseline, quality, instead_of, technique=technique
     )
@@ -215,7 +152,7 @@ def _wider(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec, tokens:
     devices = scenario.parallel.devices
     price = f"{devices * wider // tp} devices instead of {devices}"
     title, baseline = f"tensor parallelism {wider}", f"tensor parallelism {tp}"
-    return Move("tensor_parallel", title, "add", scenario, after, baseline, _LOSSLESS, price=price, reason=reason)
+    return Move("tensor_parallel", title, "add", scenario, after, baseline, LOSSLESS, price=price, reason=reason)
 
 
 def _more_seats(scenario: Scenario, fitting: float, asked: float) -> Iterator[Move]:
@@ -224,11 +161,11 @@ def _more_seats(scenario: Scenario, fitting: float, asked: float) -> Iterator[Mo
     if seats > scenario.seats:
         after = scenario.with_value("engine.max_num_seqs", seats)
         title, baseline = f"{seats} seats (max_num_seqs)", f"{scenario.seats} seats"
-        yield Move("more_seats", title, "add", scenario, after, baseline, _LOSSLESS)
+        yield Move("more_seats", title, "add", scenario, after, baseline, LOSSLESS)
 
 
 def _engine_moves(scenario: Scenario) -> Iterator[Move]:
     """Settings of the engine whose gain only a simulation knows."""
     if isinstance(scenario.workload.prompts, SessionPrompts) and not scenario.engine.prefix_caching:
         after = scenario.with_value("engine.prefix_caching", True)
-        yield Move("prefix_caching", "prefix cache", "add", scenario, after, "prompts computed in full", _LOSSLESS)
+        yield Move("prefix_caching", "prefix cache", "add", scenario, after, "prompts computed in full", LOSSLESS)

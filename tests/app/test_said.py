@@ -15,7 +15,7 @@ from membound.app.views.said import said
 from membound.roofline.hardware import catalog
 from membound.roofline.scenario import Slo
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.advice.moves import quality_of
+from membound.simulator.advice.prices import quality_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import Demand
 from membound.simulator.planning.sensitivity import changes_of
@@ -98,14 +98,19 @@ def test_refusals_are_heard() -> None:
     assert sum(len(list(sentences_of(source, {"MemboundError"}))) for source in REFUSERS) > 12
 
 
-@pytest.mark.parametrize("runs_here", [True, False])
-@pytest.mark.parametrize("name", list(TECHNIQUES))
-def test_what_a_technique_costs_is_said_in_chinese(name: str, runs_here: bool) -> None:
-    try:
-        quality = quality_of(TECHNIQUES[name](name=name), runs_here=runs_here)
-    except KeyError:  # the page says that nobody looked for a figure
-        return
-    assert CHINESE.search(said(quality.note, ZH)), quality.note
+FORMS = [
+    *({"name": name} for name in TECHNIQUES),
+    {"name": "w8a8", "format": "int8"},
+    {"name": "weight_quantization", "format": "int3_g64"},
+    *({"name": "kv_quantization", "format": name} for name in ("int4", "kivi2", "kivi4")),
+    *({"name": "kv_eviction", "policy": name} for name in ("streaming", "h2o", "quest")),
+]
+
+
+@pytest.mark.parametrize("fields", FORMS)
+def test_what_a_technique_costs_is_said_in_chinese(fields: dict[str, str]) -> None:
+    note = quality_of(TECHNIQUES[fields["name"]](**fields)).note
+    assert CHINESE.search(said(note, ZH)), note
 
 
 def test_what_would_change_a_plan_is_said_in_chinese() -> None:

@@ -12,7 +12,7 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
-from membound.simulator.advice.moves import quality_of
+from membound.simulator.advice.prices import quality_of
 from membound.simulator.advice.rules import RULES, SMALL_MODEL_PARAMS
 from membound.simulator.advice.situation import ridge_tokens
 from membound.simulator.steady import deployment_of
@@ -249,9 +249,9 @@ def test_what_takes_more_devices_says_what_each_gains():
             assert one.gain_per_device is None
 
 
-def test_nobody_is_sent_to_measure_where_no_engine_runs():
-    assert not any("compare" in one.move.quality.note for one in advise(scenario()).moves)
-    assert "compare" in quality_of(TECHNIQUES["w8a8"](name="w8a8")).note
+def test_a_price_is_a_figure_with_its_source():
+    lossy = [one.move.quality for one in advise(scenario()).moves if one.move.quality.rank]
+    assert lossy and all(any(map(str.isdigit, quality.note)) and quality.source for quality in lossy)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""What does a technique cost in quality, and who says so?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from membound.roofline.techniques import KvEviction, Technique, engine_setup
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a technique costs in quality; `rank` 0 is lossless, and higher costs more."""
+
+    rank: int
+    note: str
+    source: str
+
+
+LOSSLESS = Quality(0, "lossless: the same tokens", "by construction; `membound measure` checks it")
+
+# By technique, and what of it decides: the kind of number, the bits or the policy. A small model loses more than a
+# large one, so that figures of SmolLM2-135M are upper bounds for most.
+_QUALITY: dict[tuple[str, str], Quality] = {
+    ("int8_weights", ""): Quality(
+        1, "KL 0.005 nats to bf16, 96.8 % equal top-1 tokens (SmolLM2-135M)", "measured: README, live-cpu"
+    ),
+    ("w8a8", "fp8"): Quality(
+        1,
+        "Open LLM Leaderboard average 73.48 to 73.19 (Mixtral-8x7B-Instruct-v0.1, fp8)",
+        "neuralmagic/Mixtral-8x7B-Instruct-v0.1-FP8 README.md; lossless at all sizes of Llama-3.1: arXiv 2411.02355",
+    ),
+    ("w8a8", "int8"): Quality(1, "1 to 3 % of accuracy (Llama-3.1, int8, tuned)", "arXiv 2411.02355, abstract"),
+    ("weight_quantization", "8"): Quality(
+        1,
+        "Open LLM Leaderboard average 68.69 to 68.54 (Meta-Llama-3-8B-Instruct, int8)",
+        "neuralmagic/Meta-Llama-3-8B-Instruct-quantized.w8a16 README.md",
+    ),
+    ("weight_quantization", "4"): Quality(
+        2, "perplexity +0.9 % (LLaMA-1-7B, Q4_K_M against F16)", "llama.cpp PR 1684; claims A1-44"
+    ),
+    ("weight_quantization", "3"): Quality(
+        3, "perplexity 13.1 to 21.7 (SmolLM2-135M, 3 bits with GPTQ)", "measured: data/measurements/README.md, Quality"
+    ),
+    ("weight_quantization", "2"): Quality(
+        4, "perplexity 6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
+    ),
+    ("kv_quantization", "8"): Quality(
+        1, "perplexity 10.2 to 10.3 (SmolLM2-135M, fp8)", "measured: data/measurements/README.md, long-context-cpu"
+    ),
+    ("kv_quantization", "4"): Quality(
+        2, "perplexity 10.2 to 12.1 (SmolLM2-135M, int4)", "measured: data/measurements/README.md, long-context-cpu"
+    ),
+    ("kv_quantization", "kivi4"): Quality(
+        2,
+        "LongBench average 43.54 to 43.53 (Mistral-7B-Instruct-v0.2, KIVI with 4 bits)",
+        "jy-yuan/KIVI docs/long_bench.md, table 2",
+    ),
+    ("kv_quantization", "2"): Quality(
+        3,
+        "LongBench average 43.54 to 42.43 (Mistral-7B-Instruct-v0.2, KIVI with 2 bits)",
+        "jy-yuan/KIVI docs/long_bench.md, table 2",
+    ),
+    **{
+        ("kv_eviction", policy): Quality(
+            3,
+            f"perplexity 15.1 to {perplexity} with 512 of 2,000 tokens (SmolLM2-135M); worse where a question comes "
+            "after its context was evicted",
+            "measured: data/measurements/README.md, long-context-cpu; claims X3",
+        )
+        for policy, perplexity in (("streaming", 15.5), ("h2o", 16.8), ("snapkv", 17.5))
+    },
+    ("kv_eviction", "quest"): Quality(
+        2,
+        "perplexity 15.1 to 15.7 with 512 of 2,000 tokens (SmolLM2-135M)",
+        "measured: data/measurements/README.md, long-context-cpu",
+    ),
+    ("sparsity_2_4", ""): Quality(
+        3,
+        "perplexity 5.12 to 10.2 (Llama-2-7B), 3.12 to 5.40 (70B), SparseGPT without fine-tuning",
+        "Wanda's table; claims A2-16 and A2-18",
+    ),
+}
+
+
+def quality_of(technique: Technique) -> Quality:
+    """The price of a technique in quality, with its source: of the published or measured figures the nearest one."""
+    return LOSSLESS if technique.lossless else _QUALITY[technique.name, _kind_of(technique)]
+
+
+def _kind_of(technique: Technique) -> str:
+    """What decides about the price among the forms of a technique."""
+    if isinstance(technique, KvEviction):
+        return technique.policy
+    setup = engine_setup((technique,))
+    match technique.name:
+        case "w8a8":
+            return "int8" if setup.weights.name.startswith("int") else "fp8"
+        case "kv_quantization" if setup.kv.name.startswith("kivi4"):
+            return "kivi4"
+        case "kv_quantization":
+            return _bits(setup.kv.width, (2, 4, 8))
+        case "weight_quantization":
+            return _bits(setup.weights.width, (2, 3, 4, 8))
+    return ""
+
+
+def _bits(width: float, known: tuple[int, ...]) -> str:
+    """The figure for a format of so many bits: that of the next known width."""
+    return str(next((bits for bits in known if width <= bits + 0.5), known[-1]))
