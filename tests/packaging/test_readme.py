@@ -58,3 +58,12 @@ def test_both_languages_show_the_same_commands(root: Path) -> None:
     english, chinese = (root / name for name in READMES)
     for program in ("make", "membound"):
         assert commands(english, program) == commands(chinese, program)
+
+
+def test_the_example_in_python_runs(root: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "app" / "COMMANDS.md").read_text("utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, "COMMANDS.md", "exec"), names)
+    gains = names["gains"]
+    assert gains.shape == (3, 9, 50)
+    assert (gains[0] == 1).all() and (gains[1:, 0] > 1).all()
