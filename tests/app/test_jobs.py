@@ -17,6 +17,7 @@ from membound.roofline.errors import MemboundError
 
 TASKS = """
 import os, signal, subprocess, sys, time
+from pathlib import Path
 from membound.app.home import StoreError
 
 def count(spec, context):
@@ -58,9 +59,12 @@ def crash(spec, context):
 
 def measured(spec, context):
     context.event("window", {"from": time.time()})
-    time.sleep(spec["seconds"])
+    while Path(spec["while"]).exists():
+        time.sleep(0.05)
     context.event("window", {"to": time.time()})
 """
+
+NO_TIME = {"while": "/nowhere"}
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             os.killpg(job.pid, signal.SIGKILL)
 
 
-def until(condition, timeout_s: float = 10.0):
+def until(condition, timeout_s: float = 60.0):
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "it never came"
@@ -89,7 +93,7 @@ def until(condition, timeout_s: float = 10.0):
 
 def test_a_job_runs_in_its_own_process_and_reports(store):
     job_id = jobs.submit(store, "count", {"steps": 20}, owner="tab-1")
-    job = jobs.wait(store, job_id, timeout_s=20)
+    job = jobs.wait(store, job_id, timeout_s=60)
     assert (job.state, job.error, job.result, job.progress) == ("done", None, {"steps": 20}, 1.0)
     assert job.pid != os.getpid() and job.owner == "tab-1"
     assert [event.payload["i"] for event in store.events(job_id)] == list(range(20))
@@ -97,12 +101,12 @@ def test_a_job_runs_in_its_own_process_and_reports(store):
 
 
 def test_another_process_sees_the_same_job(store):
-    job_id = jobs.submit(store, "count", {"steps": 400})
+    job_id = jobs.submit(store, "count", {"steps": 100_000})
     until(lambda: store.events(job_id))
     again = jobs.poll(Store(store.home), job_id)
     assert again.state == "running" and 0 < again.progress < 1 and again.message.startswith("step ")
     jobs.cancel(store, job_id)
-    jobs.wait(store, job_id, timeout_s=5)
+    jobs.wait(store, job_id, timeout_s=60)
 
 
 SERVER = """
@@ -120,17 +124,18 @@ def test_a_job_outlives_the_server_that_started_it(store):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         job_id = server.stdout.readline().strip()
         server.kill()
-    assert jobs.wait(store, job_id, timeout_s=20).state == "done"
+    assert jobs.wait(store, job_id, timeout_s=60).state == "done"
 
 
-def test_a_cooperative_job_is_cancelled_within_two_seconds(store):
+def test_a_cooperative_job_is_cancelled_within_two_seconds(store, monkeypatch):
+    """As its own steps of 10 ms tell, of which a machine with other work makes fewer."""
+    monkeypatch.setattr(jobs, "TERMINATE_AFTER_S", 1000.0)
     job_id = jobs.submit(store, "count", {"steps": 100_000})
     until(lambda: store.events(job_id))
-    asked = time.monotonic()
     jobs.cancel(store, job_id)
-    job = jobs.wait(store, job_id, timeout_s=5)
+    job = jobs.wait(store, job_id, timeout_s=60)
     assert job.state == "cancelled" and job.error is None
-    assert time.monotonic() - asked < 2.0
+    assert len([event for event in store.events(job_id) if event.t > job.cancel_requested]) <= 200
 
 
 def test_a_job_that_does_not_look_is_terminated(store, monkeypatch):
@@ -138,7 +143,7 @@ def test_a_job_that_does_not_look_is_terminated(store, monkeypatch):
     job_id = jobs.submit(store, "deaf_until_signalled", {})
     until(lambda: store.events(job_id))
     jobs.cancel(store, job_id)
-    job = jobs.wait(store, job_id, timeout_s=5)
+    job = jobs.wait(store, job_id, timeout_s=60)
     assert job.state == "cancelled"
     assert "Traceback" not in jobs.log_tail(store, job_id)
 
@@ -149,7 +154,7 @@ def test_a_stubborn_job_is_killed_by_whoever_polls(store, monkeypatch):
     job_id = jobs.submit(store, "stubborn", {})
     until(lambda: store.events(job_id))
     store.request_cancel(job_id)
-    until(lambda: not jobs.poll_active(Store(store.home)), timeout_s=5)
+    until(lambda: not jobs.poll_active(Store(store.home)), timeout_s=60)
     assert store.job(job_id).state == "cancelled"
 
 
@@ -172,7 +177,7 @@ def test_a_killed_worker_is_lost_with_a_sentence_and_its_children_end(store):
     (event,) = until(lambda: store.events(job_id))
     job = store.job(job_id)
     os.kill(job.pid, signal.SIGKILL)
-    job = jobs.wait(store, job_id, timeout_s=5)
+    job = jobs.wait(store, job_id, timeout_s=60)
     assert job.state == "lost"
     assert job.error.startswith("The worker process ended without a word") and "rank 1 is up" in job.error
     until(lambda: not jobs.process_born(event.payload["pid"]))
@@ -196,44 +201,47 @@ def test_a_finished_job_is_not_touched_by_polls(store):
 
 
 def test_a_refusal_is_shown_as_its_one_sentence(store):
-    job = jobs.wait(store, jobs.submit(store, "refuse", {}), timeout_s=10)
+    job = jobs.wait(store, jobs.submit(store, "refuse", {}), timeout_s=60)
     assert (job.state, job.error) == ("failed", "The disk is full: free some space.")
 
 
 def test_a_crash_shows_its_name_and_keeps_the_traceback_in_the_log(store):
-    job = jobs.wait(store, jobs.submit(store, "crash", {}), timeout_s=10)
+    job = jobs.wait(store, jobs.submit(store, "crash", {}), timeout_s=60)
     assert (job.state, job.error) == ("failed", "RuntimeError: shapes differ (details in log.txt)")
     assert "Traceback" in jobs.log_tail(store, job.id)
 
 
 def test_a_kind_nobody_knows_fails_and_names_those_there_are(store):
-    job = jobs.wait(store, jobs.submit(store, "fly", {}), timeout_s=10)
+    job = jobs.wait(store, jobs.submit(store, "fly", {}), timeout_s=60)
     assert job.state == "failed" and "'fly'" in job.error and "simulate" in job.error
 
 
 def test_measurements_take_turns_in_order_and_say_whom_they_wait_for(store):
-    first = jobs.submit(store, "measure", {"seconds": 1.0})
+    held = store.home / "held"
+    held.touch()
+    first = jobs.submit(store, "measure", {"while": str(held)})
     until(lambda: store.events(first))
-    second = jobs.submit(store, "calibrate", {"seconds": 0.2})
-    third = jobs.submit(store, "measure", {"seconds": 0.2})
+    second = jobs.submit(store, "calibrate", NO_TIME)
+    third = jobs.submit(store, "measure", NO_TIME)
     waiting = until(lambda: [j for j in (store.job(second),) if j.message])[0]
     assert (waiting.state, waiting.message) == ("queued", f"waiting for run {first} to finish")
-    ended = [jobs.wait(store, job_id, timeout_s=20) for job_id in (first, second, third)]
+    held.unlink()
+    ended = [jobs.wait(store, job_id, timeout_s=60) for job_id in (first, second, third)]
     assert [job.state for job in ended] == ["done"] * 3
     windows = [[event.payload for event in store.events(job.id)] for job in ended]
     assert windows[0][1]["to"] <= windows[1][0]["from"] and windows[1][1]["to"] <= windows[2][0]["from"]
 
 
 def test_a_simulation_does_not_wait_for_a_measurement(store):
-    measurement = jobs.submit(store, "measure", {"seconds": 30})
+    measurement = jobs.submit(store, "measure", {"while": str(store.home)})
     until(lambda: store.events(measurement))
-    assert jobs.wait(store, jobs.submit(store, "count", {"steps": 1}), timeout_s=10).state == "done"
-    waiting = jobs.submit(store, "measure", {"seconds": 0.1})
+    assert jobs.wait(store, jobs.submit(store, "count", {"steps": 1}), timeout_s=60).state == "done"
+    waiting = jobs.submit(store, "measure", NO_TIME)
     until(lambda: store.job(waiting).message)
     jobs.cancel(store, waiting)
-    assert jobs.wait(store, waiting, timeout_s=3).state == "cancelled"
+    assert jobs.wait(store, waiting, timeout_s=60).state == "cancelled"
     os.kill(store.job(measurement).pid, signal.SIGKILL)
-    assert jobs.wait(store, jobs.submit(store, "measure", {"seconds": 0}), timeout_s=10).state == "done"
+    assert jobs.wait(store, jobs.submit(store, "measure", NO_TIME), timeout_s=60).state == "done"
 
 
 def test_a_thousand_reports_cost_few_transactions(store, monkeypatch):
@@ -249,7 +257,8 @@ def test_a_thousand_reports_cost_few_transactions(store, monkeypatch):
             context.progress(0.5, "talking")
             time.sleep(0.001)
             i += 1
-    assert 1 <= len(reports) <= 5
+        lasted_s = time.monotonic() - start
+    assert 1 <= len(reports) <= lasted_s / worker.FLUSH_INTERVAL_S + 2
     assert store.events(context.job_id)[-1].payload == {"i": i - 1}
 
 

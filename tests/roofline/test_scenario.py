@@ -223,10 +223,10 @@ def test_aliases_that_grow_without_end_are_refused_at_once(tmp_path, levels, sec
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     bomb = tmp_path / "bomb.yaml"
     bomb.write_text("\n".join([*lines, f"name: *a{levels - 1}"]))
-    before = time.perf_counter()
+    before = time.process_time()
     with pytest.raises(MemboundError, match="aliases") as caught:
         load_scenario(str(bomb))
-    assert time.perf_counter() - before < seconds and len(str(caught.value)) < 400
+    assert time.process_time() - before < seconds and len(str(caught.value)) < 400
 
 
 def test_a_few_aliases_are_read_and_values_are_shown_short():

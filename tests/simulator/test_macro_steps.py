@@ -166,4 +166,4 @@ def test_the_cost_of_a_simulation_grows_with_requests_not_with_tokens():
         rows.append(len(result.steps["steps"]))
         assert result.steps["steps"].sum() == 200 * tokens
     assert rows[1] < 4 * rows[0]
-    assert spent[1] < 4 * spent[0] + 0.2
+    assert spent[1] < 4 * spent[0] + 2.0  # tokens one by one would take ten

@@ -137,8 +137,8 @@ def test_a_fault_ends_its_own_request_and_the_others_finish(serving, well, scena
 
     with serving(sometimes) as server:
         began_s = time.monotonic()
-        run = measure(scenario(), Endpoint.of(server.url, patience_s=0.4))
-        assert time.monotonic() - began_s < 6
+        run = measure(scenario(), Endpoint.of(server.url, patience_s=1.0))
+        assert time.monotonic() - began_s < 30  # a server that hangs does so for 60 s
     summary, reasons = run.summary, [reason for reason in run.requests["reason"] if reason]
     assert summary.completed + summary.failed == summary.requests == 12
     assert summary.failed == len(reasons) == 3
@@ -159,7 +159,7 @@ def test_after_all_faults_nothing_is_left_open(serving, well, scenario) -> None:
     counted = Path("/proc/self/fd").is_dir()
     before = len(os.listdir("/proc/self/fd")) if counted else 0
     with serving(anything) as server:
-        run = measure(asked, Endpoint.of(server.url, patience_s=0.3))
+        run = measure(asked, Endpoint.of(server.url, patience_s=1.0))
     assert run.summary.completed + run.summary.failed == 200
     assert 90 <= run.summary.completed <= 110
     assert not counted or len(os.listdir("/proc/self/fd")) <= before + 2
@@ -187,14 +187,14 @@ def test_a_server_that_answers_only_the_first_requests_has_a_result_and_no_compa
 
 def test_a_slow_server_is_waited_for_as_long_as_each_token_comes_in_time(serving, well, scenario) -> None:
     async def slow(exchange) -> None:
-        await well(exchange, gap_s=0.15, before_s=0.3)
+        await well(exchange, gap_s=0.4, before_s=0.3)
 
-    asked = scenario(requests=4, output_tokens={"kind": "fixed", "tokens": 6})
+    asked = scenario(requests=4, output_tokens={"kind": "fixed", "tokens": 4})
     with serving(slow) as server:
-        run = measure(asked, Endpoint.of(server.url, patience_s=0.8))
+        run = measure(asked, Endpoint.of(server.url, patience_s=1.2))
     assert run.summary.completed == 4
-    assert run.summary.e2e_s.mean > 1.0
-    assert run.summary.itl_s.p50 == pytest.approx(0.15, rel=0.3)
+    assert run.summary.e2e_s.mean > 1.2
+    assert run.summary.itl_s.p50 == pytest.approx(0.4, rel=0.3)
 
 
 def test_a_finished_reply_counts_though_its_stream_never_ends(serving, scenario) -> None:
