@@ -74,6 +74,12 @@ class Lengths:
         """Tokens that a decode step attends to for a sequence, on average over its output."""
         return mean_context(self.prompt_tokens, self.output_tokens)
 
+    @property
+    def end_together(self) -> float:
+        """The chance that two requests that begin together end together: 1 where all outputs are as long."""
+        counts = np.unique(self.outputs, return_counts=True)[1]
+        return float(np.sum((counts / len(self.outputs)) ** 2))
+
     def longest_output_of(self, batch: float) -> float:
         """The mean of the longest of `batch` outputs: how many steps a static batch takes."""
         ordered = np.sort(self.outputs)
@@ -81,18 +87,26 @@ class Lengths:
         return float(np.sum(ordered * np.diff(below ** max(batch, 1.0))))
 
 
+def requests_beyond(workload: Workload, tokens: int) -> int:
+    """How many of the workload's requests, of conversations all turns, have more tokens, prompt and output."""
+    return sum(turn.tokens > tokens for first in request_stream(workload) for turn in first.turns())
+
+
 @dataclass(frozen=True)
 class Load:
     """`concurrency` clients, each with one request of these lengths under way.
 
-    Of an open workload `overload_rps` requests a second arrive beyond what all seats together serve. `busiest` says how
-    many arrive when, where it is not the mean load.
+    Of a workload with a number of requests the share `at_once` is there when the run begins. Of an open workload
+    requests come `at_random`, and `overload_rps` a second beyond what all seats together serve; `busiest` says how many
+    arrive when, where it is not the mean load.
     """
 
     concurrency: float
     lengths: Lengths
     overload_rps: float = 0.0
     busiest: str | None = None
+    at_once: float = 0.0
+    at_random: bool = False
 
 
 def arrival_rate(workload: Workload) -> float | None:

@@ -160,6 +160,9 @@ def plan(
     model = resolve_model(plain.model)
     checked_speculation(plain.model_copy(update={"parallel": SINGLE}), model)  # no device could mend its drafter
     check_context(model, demand.lengths)
+    served = demand.lengths.within(model.max_context)
+    refused = 1.0 - len(served.prompts) / len(demand.lengths.prompts)
+    demand = replace(demand, lengths=served)
     tasks = [_Screening(plain, spec, tuple(precisions), demand.lengths) for spec in specs]
     crowd = workers or Workers("loky" if len(tasks) > 16 else "sequential")
     found = crowd.map(_screen, tasks, lambda done, message: progress(done * 0.5, f"devices screened: {message}"))
@@ -219,7 +222,7 @@ def plan(
         runs,
         unpriced,
         reason,
-        tuple(_notes(scenario, demand, unpriced, objective)),
+        tuple(_notes(scenario, demand, unpriced, objective, refused)),
         ends,
     )
 
@@ -246,7 +249,15 @@ def step_of(replica: Replica) -> StepCost:
     return step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
 
 
-def _notes(scenario: Scenario, demand: Demand, unpriced: Sequence[str], objective: Objective) -> Iterator[str]:
+def _notes(
+    scenario: Scenario, demand: Demand, unpriced: Sequence[str], objective: Objective, refused: float
+) -> Iterator[str]:
+    if refused:
+        model = resolve_model(scenario.model)
+        yield (
+            f"{refused:.2%} of the requests have more than the {model.max_context} tokens of {model.name}'s context: "
+            "every engine refuses them, and they do not count"
+        )
     if demand.busiest is not None:
         yield (
             f"sized for the busiest part: {demand.rate_rps:.3g} requests/s {demand.busiest}, where the mean is "

@@ -13,11 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.models.files import resolve_model
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario, Slo, parse_scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S
 from membound.roofline.scenario.workload import SessionPrompts
 from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, requests_seen
+from membound.simulator.load import requests_beyond
 from membound.simulator.planning.candidates import Demand, Replica
 from membound.simulator.scheduling.request import Sequence as Served
 
@@ -196,7 +198,16 @@ def simulate(deployed: Deployed) -> Summary:
     """One of the replicas with its share of the load, or both pools with all of it, served by the simulator."""
     from membound.simulator.run import run
 
-    return run(deployed.scenario).summary
+    scenario = deployed.scenario
+    return without_too_long(run(scenario).summary, scenario)
+
+
+def without_too_long(summary: Summary, scenario: Scenario) -> Summary:
+    """The summary without the requests that every engine refuses, as they are longer than the model's context."""
+    too_long = requests_beyond(scenario.workload, resolve_model(scenario.model).max_context)
+    too_long = min(too_long, summary.rejected)  # a run that was given up has not seen all
+    kept = {"requests": summary.requests - too_long, "rejected": summary.rejected - too_long}
+    return summary.model_copy(update=kept) if too_long else summary
 
 
 def simulate_while_hopeful(deployed: Deployed) -> tuple[Summary, bool]:
@@ -209,7 +220,7 @@ def simulate_while_hopeful(deployed: Deployed) -> tuple[Summary, bool]:
     scenario = deployed.scenario
     lateness = Lateness(deployed, scenario)
     summary = run(scenario, enough=lateness).summary
-    return summary, not lateness.hopeless
+    return without_too_long(summary, scenario), not lateness.hopeless
 
 
 def meets(summary: Summary, slo: Slo) -> bool:

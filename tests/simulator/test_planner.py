@@ -517,3 +517,15 @@ def test_the_shipped_scenario_names_its_devices():
 def test_bad_input_is_one_sentence(changes, options, said):
     with pytest.raises(MemboundError, match=said):
         plan(scenario(**changes), **{"devices": ["H100-SXM5"], **options})
+
+
+def test_requests_that_no_engine_takes_do_not_count():
+    """A lognormal tail beyond the context is refused whatever is deployed; the others are planned for."""
+    tail = {"kind": "lognormal", "median": 500, "sigma": 1.9, "high": 200_000}
+    asked = scenario(4.0).with_value("workload.prompts.tokens", tail)
+    context = resolve_model(asked.model).max_context
+    longer = sum(request.tokens > context for request in request_stream(asked.workload))
+    found = plan(asked.with_value("slo", {"tpot_s": 0.1}), devices=["H100-SXM5"], precisions=["given"], confirm=1)
+    assert longer and found.best is not None and found.best.summary is not None
+    assert found.best.summary.rejected == 0 and found.best.summary.requests == 600 - longer
+    assert any("every engine refuses them" in note for note in found.notes)
