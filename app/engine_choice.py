@@ -189,8 +189,8 @@ def stacked(choice: EngineChoice, names: Sequence[str]) -> dict[str, Any]:
 
 
 def advised(choice: EngineChoice) -> dict[str, Any]:
-    """What `membound advise` says, and of each move what a step is bound by after it, its interval and its devices."""
-    advice = advise(choice.scenario, batch=choice.batch, context=choice.context, metric=choice.metric)
+    """What `membound advise` says of single moves, with what binds a step after each, its interval and its devices."""
+    advice = advise(choice.scenario, batch=choice.batch, context=choice.context, metric=choice.metric, pairs=False)
     document = to_json(advice)
     for move, said in zip(advice.moves, document["moves"], strict=True):
         wider = move.after is not None and move.move.after is not None and move.move.name == "tensor_parallel"
@@ -199,3 +199,10 @@ def advised(choice: EngineChoice) -> dict[str, Any]:
         said["shares_after"] = None if move.after is None else move.after.shares
         said["error"] = None if move.gain is None or move.high is None else move.high / move.gain - 1
     return document
+
+
+def not_to_combine(choice: EngineChoice) -> list[dict[str, Any]]:
+    """What `membound advise` says of pairs of moves, which takes longer than all that it says of single ones."""
+    advice = advise(choice.scenario, batch=choice.batch, context=choice.context, metric=choice.metric)
+    pairs: list[dict[str, Any]] = to_json(advice)["do_not_combine"]
+    return pairs

@@ -46,10 +46,12 @@ def feed_of(job_id: str, seq: int, every_s: float, language: str) -> dict[str, A
     return {"url": f"/api/jobs/{quote(job_id)}/news?lang={language}", "seq": seq, "everyMs": round(1e3 * every_s)}
 
 
-def progress(job_id: str, known: dict[str, Any], feed: dict[str, Any], on_change: Callable[[], None]) -> None:
+def progress(
+    job_id: str, known: dict[str, Any], feed: dict[str, Any], on_change: Callable[[], None], *, awaited: bool
+) -> None:
     """How far a job is, from what is `known` (`news.news_of`) on; `on_change` is called when the page should run again:
-    when the job has ended, or has told a row."""
-    data = {**{name: known[name] for name in ("progress", "words", "warning")}, "feed": feed}
+    when the job has ended, has told a row, or has told the first point of those that are `awaited`."""
+    data = {**{name: known[name] for name in ("progress", "words", "warning")}, "feed": feed, "awaited": awaited}
     _component("progress", PROGRESS)(key=f"progress_{job_id}", data=data, on_changed_change=on_change)
 
 

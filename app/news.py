@@ -48,6 +48,8 @@ def progress_said(job: Job, t: Translate) -> str:
         return t(f"state.{job.state}")
     waited_s = max(0.0, time.time() - (job.started or job.created))
     words = {"message": said(job.message, t), "waited": text.seconds(waited_s)}
+    if job.state == "queued":
+        return t("job.queued", **words) + (f"{t('sign.colon')}{words['message']}" if job.message else "")
     if job.kind != "calibrate" or job.state != "running" or job.progress < EVEN_FROM:
         return t(f"job.{job.state}", **words)
     return t("job.left", **words, left=text.seconds(waited_s * (1.0 / job.progress - 1.0)))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from membound.app.home import membound_home
+from membound.app.home import StoreError, membound_home
 from membound.app.jobs import measurement_slot, poll, process_born
 from membound.app.store import Job, Store
 from membound.roofline.errors import MemboundError
@@ -180,11 +180,22 @@ def _turn(context: JobContext, job: Job) -> Iterator[None]:
         nonlocal shown
         context.check_cancelled()
         if ahead != shown:
-            context.store.report(job.id, progress=(0.0, f"waiting for run {ahead} to finish"))
+            if _calibrates(context.store, ahead):
+                context.store.report(job.id, progress=(0.0, "the roofs of this machine are measured first"))
+            else:
+                context.store.report(job.id, progress=(0.0, f"waiting for run {ahead} to finish"))
             shown = ahead
 
     with measurement_slot(job.id, show, lambda: _queued_before(context.store, job)):
         yield
+
+
+def _calibrates(store: Store, job_id: str) -> bool:
+    """Whether a job measures the roofs of this machine."""
+    try:
+        return store.job(job_id).kind == "calibrate"
+    except StoreError:  # of another store
+        return False
 
 
 def _queued_before(store: Store, job: Job) -> str | None:

@@ -165,6 +165,7 @@ export default function ({ data, parentElement, setStateValue }) {
     if (node.isConnected) return;
     node.nearness.disconnect();
     node.sizes?.disconnect();
+    node.drawn = undefined; // what waits for the page to be idle has nothing to add to any more
     window.Plotly?.purge(node);
   };
 }

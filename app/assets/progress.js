@@ -11,11 +11,13 @@ export default function ({ data, parentElement, setTriggerValue }) {
     bar.setAttribute("aria-label", news.words);
   };
   show(data);
-  let told = data.feed.seq;
+  let told = data.feed.seq, awaited = data.awaited;
   followed(data.feed, node, (news, feed) => {
     if (news.seq >= data.feed.seq) show(news);
-    if (news.active && feed.rows <= told) return;
+    const begun = awaited && feed.points.length > 0;
+    if (news.active && feed.rows <= told && !begun) return;
     told = Math.max(told, feed.rows);
+    awaited = awaited && !begun;
     setTriggerValue("changed", news.seq);
   });
 }

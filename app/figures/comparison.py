@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,15 @@ ROW_PX = 30
 TITLE_CHARACTERS = 40
 
 
+# What a draft's acceptance is made of, and its sizes.
+_ACCEPTANCE = ("alpha", "decay", "guessable", "rank_exponent", "hit_rate")
+_SIZES = ("gamma", "depth", "tree_size", "layers", "budget")
+_METHODS = {
+    name.lower(): name
+    for name in ("GPTQ", "AWQ", "RTN", "SmoothQuant", "SparseGPT", "Wanda", "SnapKV", "H2O", "Quest", "StreamingLLM")
+} | {"streaming": "StreamingLLM"}
+
+
 def technique_title(name: str, t: Translate) -> str:
     """The technique as people call it; in Chinese with the English name in brackets.
 
@@ -37,7 +47,22 @@ def _titled(part: str, t: Translate) -> str:
     if name not in TECHNIQUES:
         return part
     title = t.name(f"technique.{name}", TECHNIQUES[name].title)
-    return f"{title} {given}" if given else title
+    words = _given(given, t)
+    return f"{title} {words}" if words else title
+
+
+def _given(given: str, t: Translate) -> str:
+    """What a technique was given, without how often its guesses are right, which a run's scenario says."""
+    for field in _ACCEPTANCE:
+        given = re.sub(rf"\b{field} \S+ ?", "", given)
+    for field in _SIZES:
+        given = re.sub(rf"\b{field} (\d+)", lambda value, field=field: t(f"given.{field}", value=value[1]), given)
+    return " ".join(map(proper, given.split()))
+
+
+def proper(word: str) -> str:
+    """A method as those write it who made it."""
+    return _METHODS.get(word, word)
 
 
 def point_label(point: Mapping[str, object], t: Translate) -> str:
@@ -65,7 +90,7 @@ def gains_figure(rows: Sequence[Comparison], t: Translate) -> go.Figure:
     """One panel a point, a pair a technique: hollow with a dotted bar is predicted, solid with a bar is measured."""
     groups = by_point([row for row in rows if row.technique != "baseline"], t)
     fig = make_subplots(
-        rows=1, cols=max(1, len(groups)), shared_yaxes=True, horizontal_spacing=0.03, subplot_titles=list(groups)
+        rows=1, cols=max(1, len(groups)), shared_yaxes=True, horizontal_spacing=0.05, subplot_titles=list(groups)
     )
     if max(map(len, groups.values()), default=0) > MOST_UPRIGHT:
         return _lying(fig, groups, rows, t)

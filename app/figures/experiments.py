@@ -16,8 +16,12 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def experiment_figure(finding: Finding, height: int = 460) -> go.Figure:
-    """The figure of an experiment: a line for each value of the chart's columns, with its spread as error bars."""
+    """The figure of an experiment: a line for each value of the chart's columns, with its spread as error bars.
+
+    Solid where it was measured, hollow and dashed where it is predicted.
+    """
     chart, fig = finding.chart, figure(height)
+    hollow = "" if finding.machine else "-open"
     x, y = chart.x, chart.y
     drawn = [row for row in finding.rows if _known(row.get(y.column)) and row.get(x.column) is not None]
     styles = itertools.product(_DASHES, range(len(_COLORS)))
@@ -30,8 +34,8 @@ def experiment_figure(finding: Finding, height: int = 460) -> go.Figure:
             error_y={"type": "data", "array": spreads} if any(map(_known, spreads)) else None,
             name=key,
             mode="lines+markers",
-            line={"color": _COLORS[index], "dash": dash},
-            marker={"symbol": _SYMBOLS[index], "size": 9},
+            line={"color": _COLORS[index], "dash": dash if finding.machine else "dash"},
+            marker={"symbol": f"{_SYMBOLS[index]}{hollow}", "size": 9, "line": {"width": 2}},
         )
     fig.update_xaxes(title=x.title, type="log" if x.log else None)
     if x.log:
@@ -42,7 +46,10 @@ def experiment_figure(finding: Finding, height: int = 460) -> go.Figure:
 
 
 def _line(row: Row, columns: tuple[str, ...]) -> str:
-    return ", ".join(str(row[column]) for column in columns)
+    """The values that a line has in common; of a number, what it counts."""
+    return ", ".join(
+        f"{column} {row[column]:,}" if isinstance(row[column], int | float) else str(row[column]) for column in columns
+    )
 
 
 def _known(value: object) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from membound.roofline.cost import OperatorCost, StepCost
 from membound.roofline.hardware import HardwareSpec
 
 INTENSITIES = (0.1, 1e4)  # FLOP/byte that the chart spans
+BEHIND_THE_RIDGE = 10.0
 STEP_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)
 STEP_SYMBOLS = ("star", "star-diamond", "hourglass", "bowtie", "cross")
 LARGEST_MARKER, SMALLEST_MARKER = 34.0, 7.0
@@ -43,10 +45,14 @@ class Roofs:
     bandwidths: dict[str, float]
     rates: dict[str, float]
     calibrated: bool
+    intensity_range: tuple[float, float] = INTENSITIES
 
     @property
-    def intensity_range(self) -> tuple[float, float]:
-        return INTENSITIES
+    def around_the_ridge(self) -> Roofs:
+        """The same roofs where decode steps lie: the power of ten well behind the last ridge is the end."""
+        last = max(self.rates.values()) / min(self.bandwidths.values())
+        end = 10.0 ** math.ceil(math.log10(BEHIND_THE_RIDGE * last))
+        return replace(self, intensity_range=(INTENSITIES[0], min(end, INTENSITIES[1])))
 
     @property
     def rate_range(self) -> tuple[float, float]:

@@ -43,8 +43,14 @@ TEMPLATE = go.layout.Template(
         margin={"l": 64, "r": 28, "t": 40, "b": 56},
         hovermode="closest",
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "title": {"text": ""}},
-        xaxis={"showgrid": True, "zeroline": False, "ticks": "outside"},
-        yaxis={"showgrid": True, "zeroline": False, "ticks": "outside"},
+        xaxis={"showgrid": True, "zeroline": False, "ticks": "outside", "separatethousands": True},
+        yaxis={
+            "showgrid": True,
+            "zeroline": False,
+            "ticks": "outside",
+            "separatethousands": True,
+            "ticklabelstandoff": 4,
+        },
     )
 )
 

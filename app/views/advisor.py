@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
 from membound.app import text
-from membound.app.engine_choice import ENGINE, EngineChoice, advised
+from membound.app.engine_choice import ENGINE, EngineChoice, advised, not_to_combine
 from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.figures.stack import MARKS as BOUND_MARKS
@@ -19,12 +20,23 @@ from membound.app.views.charts import chart
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.said import said
 from membound.app.views.session import translate
-from membound.app.views.verdicts import MARKS, against, baseline_words, interval, named, price_words, verdict_of
+from membound.app.views.verdicts import (
+    MARKS,
+    against,
+    baseline_words,
+    in_words,
+    interval,
+    named,
+    price_words,
+    verdict_of,
+)
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 
 # Moves that have a card of their own; the table has all.
 FIRST = 3
+# Pairs are shown at once where they are known, and are not waited for.
+PAIRS_WAIT_S, PAIRS_HEIGHT = 0.02, 160
 # A gain below this is no reason to change an engine.
 WORTH = 1.02
 
@@ -37,7 +49,9 @@ def page() -> None:
     try:
         with st.container(border=True):
             choice = choose_engine(t).having(_has(t))
-        document = background.answer(background.ask(choice.key, advised, choice), "advisor")
+        known = background.ask(choice.key, advised, choice)
+        pairs = background.ask(choice.key, not_to_combine, choice)
+        document = background.answer(known, "advisor")
     except MemboundError as error:
         states.problem(str(error), t("advisor.error_help"))
         return
@@ -46,8 +60,8 @@ def page() -> None:
     _answer(choice, document, t)
     _cards(document, t)
     _moves(choice, document, t)
-    _conflicts(document, t)
     _rules(document, t)
+    _conflicts(pairs, t)
 
 
 def _has(t: Translate) -> list[str]:
@@ -255,7 +269,7 @@ def _moves(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None
     if refused:
         with st.expander(t("advisor.refused", moves=len(refused))):
             reasons = [
-                f"**{_named(move, t)}**{t('sign.colon')}{text.plain(said(move['reason'], t))}" for move in refused
+                f"**{_named(move, t)}**{t('sign.colon')}{text.plain(in_words(move['reason'], t))}" for move in refused
             ]
             st.markdown("\n".join(f"- {reason}" for reason in reasons))
 
@@ -276,11 +290,12 @@ def _table(document: dict[str, Any], t: Translate) -> pd.DataFrame:
     )
 
 
-# --- what not to add up, and the rules of thumb ---
+# --- the rules of thumb, and what not to add up ---
 
 
-def _conflicts(document: dict[str, Any], t: Translate) -> None:
-    conflicts = document["do_not_combine"]
+def _conflicts(pairs: Future[list[dict[str, Any]]], t: Translate) -> None:
+    """What comes last, as it takes longest: nobody waits for it who reads the page from its top."""
+    conflicts = background.answer(pairs, "advisor_pairs", wait_s=PAIRS_WAIT_S, height=PAIRS_HEIGHT)
     if not conflicts:
         return
     st.header(t("advisor.conflicts"))
@@ -290,7 +305,7 @@ def _conflicts(document: dict[str, Any], t: Translate) -> None:
         if one["product"] is None:
             lines.append(f"- **{names}**{t('sign.colon')}{t('advisor.exclude')}")
         elif one["real"] is None:
-            lines.append(f"- **{names}**{t('sign.colon')}{text.plain(said(one['reason'], t))}")
+            lines.append(f"- **{names}**{t('sign.colon')}{text.plain(in_words(one['reason'], t))}")
         else:
             words = t("advisor.overlap", real=text.gain(one["real"]), product=text.gain(one["product"]))
             lines.append(f"- **{names}**{t('sign.colon')}{words}")

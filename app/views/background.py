@@ -45,16 +45,16 @@ def ask(key: object, function: Callable[..., Answer], *arguments: object) -> Fut
     return _asked(asked, function, arguments)
 
 
-def answer(future: Future[Answer], key: str) -> Answer | None:
+def answer(future: Future[Answer], key: str, *, wait_s: float | None = None, height: int = HEIGHT) -> Answer | None:
     """What was asked for; None while it is not there yet: then its place is drawn, and the page runs again with it.
 
     Raises what the function raised.
     """
     try:
-        return future.result(timeout=WAIT_S)
+        return future.result(timeout=WAIT_S if wait_s is None else wait_s)
     except TimeoutError:
         st.caption(translate()("state.computing"))
-        st.skeleton(HEIGHT)
+        st.skeleton(height)
         st.fragment(_watch, run_every=POLL_S, key=f"watch_{key}")(future)
         return None
 

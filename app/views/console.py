@@ -56,7 +56,7 @@ def _running(job_id: str, watch_text: bool) -> None:
         words, warning = progress_said(job, t), busy_said(job, t)
         if feed.is_served():
             known = {"progress": job.progress, "words": words, "warning": warning}
-            feed.progress(job_id, known, heard, _noted)
+            feed.progress(job_id, known, heard, _noted, awaited=watch_text and not watched.points)
         else:
             st.progress(job.progress, text.plain(words))
     with right:
@@ -67,7 +67,7 @@ def _running(job_id: str, watch_text: bool) -> None:
             st.rerun(scope="fragment")
     if warning is not None and not feed.is_served():
         st.warning(warning, icon=":material/hourglass:")
-    if watch_text:
+    if watch_text and watched.points:
         _live(job, watched, heard)
 
 

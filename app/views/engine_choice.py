@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import streamlit as st
 
+from membound.app import text
 from membound.app.engine_choice import ANY_TASK, AUTO, CACHES, WEIGHTS, EngineChoice, contexts_of, lengths_at
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
@@ -31,31 +31,46 @@ TASKS = (*get_args(TaskName), ANY_TASK)
 METRICS: tuple[GainMetric, ...] = ("output_tokens_per_s", "tpot_s")
 
 
-def choose_engine(t: Translate) -> EngineChoice:
-    """The engine that the widgets hold; raises MemboundError where its device cannot be had."""
-    left, middle, right = st.columns([2, 2, 1])
+def choose_engine(t: Translate, *, formats: bool = False, more: Callable[[], None] = lambda: None) -> EngineChoice:
+    """The engine that the widgets hold, with the formats that quantization is to have where they matter.
+
+    What most people leave as it is stands behind a button, with what `more` draws there, and in a line of words below.
+    Raises MemboundError where the device cannot be had.
+    """
+    left, middle, right = st.columns([2, 2, 1], vertical_alignment="bottom")
     with left:
         model = choose_model(t)
     with middle:
-        name = choose_device(t)
-    with right:
-        profile = _profile(t)
+        device = hardware.get_hardware(choose_device(t)).name
     contexts = contexts_of(model)
     with st.container(horizontal=True):
         batch = fields.one_of("choice", "batch", BATCHES, BATCH, t, str)
         context = fields.one_of("choice", "ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
+    with right.popover(t("engine.more"), icon=":material/tune:", width="stretch"):
         tp = fields.one_of("choice", "tp", divisors(model, EngineSetup(precision=model.published)), 1, t, str)
         metric = fields.one_of("choice", "gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
         task = fields.one_of("choice", "task", TASKS, TASK, t, lambda name: t(f"engine.{name}_task"))
-    return EngineChoice(model.name, hardware.get_hardware(name).name, tp, profile, batch, context, metric, task)
+        profile = _profile(t)
+        weights = _format("weights", WEIGHTS, t) if formats else AUTO
+        cache = _format("kv", CACHES, t) if formats else AUTO
+        more()
+    choice = EngineChoice(model.name, device, tp, profile, batch, context, metric, task, weights, cache)
+    st.caption(_more_chosen(choice, t))
+    return choice
 
 
-def choose_formats(choice: EngineChoice, t: Translate) -> EngineChoice:
-    """The same with the formats that quantization is to have."""
-    with st.popover(t("engine.formats"), icon=":material/tune:"):
-        weights = _format("weights", WEIGHTS, t)
-        cache = _format("kv", CACHES, t)
-    return replace(choice, weights=weights, kv=cache)
+def _more_chosen(choice: EngineChoice, t: Translate) -> str:
+    """What stands behind the button, formats where they were chosen."""
+    chosen = [
+        t("engine.devices", devices=choice.tp),
+        t("engine.profile", profile=choice.profile),
+        t("engine.content", task=t(f"engine.{choice.task}_task")),
+        t("engine.metric", metric=t(f"short.{choice.metric}")),
+    ]
+    for key, name in (("weights", choice.weights), ("kv", choice.kv)):
+        if name != AUTO:
+            chosen.append(f"{t(f'choice.{key}')}{t('sign.colon')}{name.replace('/', ' + ')}")
+    return text.plain(" · ".join(chosen))
 
 
 def _format(key: str, formats: Sequence[str], t: Translate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pandas as pd
@@ -18,6 +19,10 @@ from membound.app.store import Run
 from membound.app.views import asked, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.session import has_torch, store, translate
+from membound.app.views.verdicts import in_words
+
+# Names of bounds that are no word of any language.
+_BOUNDS = re.compile(r"\bmemory_(weights|kv)\b")
 
 
 def page() -> None:
@@ -64,8 +69,8 @@ def _found(run: Run) -> Finding:
 
 
 def _finding(finding: Finding, t: Translate) -> None:
-    for line in finding.says:
-        st.markdown(f"- {text.plain(line)}")
+    st.header(t("experiments.found"))
+    st.markdown("\n".join(f"- {text.plain(_worded(line, t))}" for line in finding.says))
     rows = [
         {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
         for row in finding.rows
@@ -75,10 +80,15 @@ def _finding(finding: Finding, t: Translate) -> None:
         experiment_figure(finding),
         key=finding.name,
         alt=t("experiments.alt", rows=len(rows), title=axes.y.title, over=axes.x.title),
-        caption=" ".join(finding.conditions),
+        caption=" ".join(_worded(line, t) for line in finding.conditions),
         table=pd.DataFrame(rows),
     )
     _downloads(finding, t)
+
+
+def _worded(line: str, t: Translate) -> str:
+    """What an experiment says, with words for what bounds a step and for techniques."""
+    return _BOUNDS.sub(lambda bound: t(f"bound.{bound.group()}"), in_words(line, t))
 
 
 def _downloads(finding: Finding, t: Translate) -> None:

@@ -11,6 +11,7 @@ from membound.app.named_files import scenario_of_page
 from membound.app.tasks import scenario_of
 from membound.app.views import history, linked, results, states
 from membound.app.views.console import console
+from membound.app.views.devices import device_title
 from membound.app.views.machine_choice import can_simulate, choose_machine
 from membound.app.views.session import has_torch, show_job, shown_job, shown_run, store, translate
 from membound.roofline.errors import MemboundError
@@ -30,50 +31,60 @@ def page() -> None:
     st.caption(t("live.intro"))
     if not has_torch():
         states.no_torch()
-    _choose(t)
+    with st.expander(t("live.another"), icon=":material/add:") if _has_answer() else st.container(border=True):
+        _choose(t)
     _shown(t)
     history.history()
 
 
+def _has_answer() -> bool:
+    """Whether the URL names a run that goes on or has ended well: then that is what the page is about."""
+    if (job_id := shown_job()) is None:
+        return shown_run() is not None
+    try:
+        return store().job(job_id).state in ("queued", "running", "done")
+    except StoreError:
+        return False
+
+
 def _choose(t: Translate) -> None:
-    with st.container(border=True):
-        left, right = st.columns([2, 3])
-        with left:
-            names = [*sorted(shipped_scenarios(), key=lambda name: name != FIRST), OWN]
-            linked.seed("scenario", linked.one_of(names), names[0])
-            name = st.selectbox(
-                t("live.scenario"),
-                names,
-                key="scenario",
-                persist_state="session",
-                format_func=lambda name: t("live.own") if name == OWN else name,
-            )
-            linked.keep("scenario", names[0])
-        with right:
-            linked.seed("kind", linked.one_of(KINDS), KINDS[0])
-            kind = st.segmented_control(
-                t("live.kind"),
-                KINDS,
-                key="kind",
-                required=True,
-                wrap=True,
-                persist_state="session",
-                format_func=lambda kind: t(f"kind.{kind}"),
-                help=t("help.kind"),
-            )
-            linked.keep("kind", KINDS[0])
-        yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
-        scenario = _checked(yaml_text, name == OWN, kind or KINDS[0], t)
-        if scenario is not None and kind != "simulate":
-            chosen = choose_machine(scenario, kind or KINDS[0], t)
-            if chosen.scenario is not scenario:
-                yaml_text = chosen.scenario.to_yaml()
-            spec, ready = chosen.spec, chosen.ready
-        else:
-            spec, ready = {}, scenario is not None and can_simulate(scenario, t)
-        if st.button(t("live.run"), key="run", type="primary", disabled=not ready):
-            show_job(jobs.submit(store(), kind or KINDS[0], {"scenario": yaml_text, **spec}))
-            st.rerun()
+    left, right = st.columns([2, 3])
+    with left:
+        names = [*sorted(shipped_scenarios(), key=lambda name: name != FIRST), OWN]
+        linked.seed("scenario", linked.one_of(names), names[0])
+        name = st.selectbox(
+            t("live.scenario"),
+            names,
+            key="scenario",
+            persist_state="session",
+            format_func=lambda name: t("live.own") if name == OWN else name,
+        )
+        linked.keep("scenario", names[0])
+    with right:
+        linked.seed("kind", linked.one_of(KINDS), KINDS[0])
+        kind = st.segmented_control(
+            t("live.kind"),
+            KINDS,
+            key="kind",
+            required=True,
+            wrap=True,
+            persist_state="session",
+            format_func=lambda kind: t(f"kind.{kind}"),
+            help=t("help.kind"),
+        )
+        linked.keep("kind", KINDS[0])
+    yaml_text = _own_yaml(t) if name == OWN else shipped_scenarios()[name or names[0]]
+    scenario = _checked(yaml_text, name == OWN, kind or KINDS[0], t)
+    if scenario is not None and kind != "simulate":
+        chosen = choose_machine(scenario, kind or KINDS[0], t)
+        if chosen.scenario is not scenario:
+            yaml_text = chosen.scenario.to_yaml()
+        spec, ready = chosen.spec, chosen.ready
+    else:
+        spec, ready = {}, scenario is not None and can_simulate(scenario, t)
+    if st.button(t("live.run"), key="run", type="primary", disabled=not ready):
+        show_job(jobs.submit(store(), kind or KINDS[0], {"scenario": yaml_text, **spec}))
+        st.rerun()
 
 
 def _own_yaml(t: Translate) -> str:
@@ -114,7 +125,7 @@ def _summary(scenario: Scenario, kind: str, t: Translate) -> str:
         "live.summary",
         model=text.plain(scenario.model),
         weights=scenario.weights,
-        hardware=text.plain(scenario.hardware),
+        hardware=text.plain(device_title(scenario.hardware, t)),
         techniques=techniques,
         arrivals=t(f"arrivals.{arriving}", **arrivals),
         requests=scenario.workload.requests,
@@ -132,14 +143,19 @@ def _shown(t: Translate) -> None:
         with st.container(border=True):
             if job_id is not None:
                 name = history.scenario_name(store().job(job_id))
-                st.header(text.plain(t("live.job", job=f"{name} · {job_id}")))
+                _headed(name, job_id, t)
                 _job(job_id)
             elif run_id is not None:
                 run = store().run(run_id)
-                st.header(text.plain(t("live.job", job=f"{run.label} · {run_id}")))
+                _headed(run.label, run_id, t)
                 results.outcome(run.comparison() or {"summary": run.summary}, run.scenario_yaml(), run_id)
     except StoreError as error:
         states.problem(str(error), t("live.no_job"))
+
+
+def _headed(name: str, number: str, t: Translate) -> None:
+    """What is shown, by its name; its number for who looks for it in the store."""
+    st.header(text.plain(name), help=t("live.job", job=number))
 
 
 def _job(job_id: str) -> None:

@@ -108,21 +108,28 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
             icon=":material/show_chart:",
             query_params=chosen,
         )
+    roofs = roofline.roofs_of(machine)
     left, right = st.columns([3, 1], gap="medium")
     with left:
         chart(
-            roofline.roofline_figure(roofline.roofs_of(machine), steps, t, operators=False, height=430),
+            roofline.roofline_figure(roofs.around_the_ridge, steps, t, operators=False, height=430),
             key="machine",
             alt=roofline.alt_text(steps, t),
             caption=t("machine.caption", source=_measured(machine, t), model=MODEL, context=CONTEXT),
             table=tables.steps_table(points, t),
         )
     with right:
-        for level, rate in roofline.roofs_of(machine).bandwidths.items():
-            st.metric(t(f"level.{level}"), text.bandwidth(rate), help=t(f"help.{level}"))
-        for name, rate in roofline.roofs_of(machine).rates.items():
-            st.metric(t("machine.matrix", format=name), text.flop_rate(rate), help=t("help.matrix"))
-        st.metric(t("machine.step", batch=first.batch), text.seconds(float(first.cost.time_s)), help=t("help.step"))
+        _roofs(roofs, first, t)
+
+
+def _roofs(roofs: roofline.Roofs, step: OperatingPoint, t: Translate) -> None:
+    """The roofs in figures, the fastest format first, and the step that they hold back."""
+    st.metric(t("machine.step", batch=step.batch), text.seconds(float(step.cost.time_s)), help=t("help.step"))
+    for level, rate in sorted(roofs.bandwidths.items(), key=lambda item: item[1]):
+        st.metric(t(f"level.{level}"), text.bandwidth(rate), help=t(f"help.{level}"))
+    rows = [f"| {name} | {text.flop_rate(rate)} |" for name, rate in sorted(roofs.rates.items(), key=lambda r: -r[1])]
+    head = [f"| {t('machine.format')} | {t('machine.rate')} |", "|---|--:|"]
+    st.markdown("\n".join([*head, *rows]), help=t("help.matrix"))
 
 
 def _measured(machine: HardwareSpec, t: Translate) -> str:

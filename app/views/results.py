@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,9 +38,10 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
     gains = [row for row in rows if row.technique != "baseline"]
     baselines = [row for row in rows if row.technique == "baseline"]
     conditions = t("sign.semicolon").join(dict.fromkeys(said(row.conditions, t) for row in rows))
+    _answer(rows, t)
     left, right = st.columns([1, 2.4], gap="medium")
     with left:
-        st.header(t("results.baseline"))
+        st.subheader(t("results.baseline"))
         chart(
             comparison.baseline_figure(rows, t),
             key=f"{key}_baseline",
@@ -49,7 +51,7 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
         )
     if gains:
         with right:
-            st.header(t("results.gains"))
+            st.subheader(t("results.gains"))
             chart(
                 comparison.gains_figure(rows, t),
                 key=f"{key}_gains",
@@ -61,6 +63,16 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
     if gains:
         st.dataframe(tables.gains_table(gains, t), hide_index=True, key=f"{key}_table")
     st.caption(t("results.legend"))
+
+
+def _answer(rows: Sequence[Comparison], t: Translate) -> None:
+    """How far the predictions were right, once there is something to hold them against."""
+    gains = [row for row in rows if row.technique != "baseline" and row.measured is not None]
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    if not gains or not errors:
+        return
+    within = sum(row.low <= (row.measured or 0.0) <= row.high for row in gains)
+    st.header(t("results.answer", gains=len(gains), within=within, error=text.percent(statistics.median(errors))))
 
 
 def run_summary(summary: Mapping[str, Any], key: str) -> None:

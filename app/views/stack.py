@@ -17,7 +17,7 @@ from membound.app.i18n import Translate
 from membound.app.views import background, fields, linked, states
 from membound.app.views.asked import answer
 from membound.app.views.charts import chart
-from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
+from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.said import said
 from membound.app.views.session import translate
@@ -42,20 +42,26 @@ def page() -> None:
     st.caption(t("stack.intro"))
     try:
         with st.container(border=True):
-            choice = choose_formats(choose_engine(t), t)
+            how: dict[str, str] = {}
+            choice = choose_engine(t, formats=True, more=lambda: how.update(_how(t)))
             names = _chosen(t)
-            with st.container(horizontal=True):
-                order = fields.one_of("choice", "added", list(ORDERS), "greedy", t, lambda name: t(ORDERS[name]))
-                way = fields.one_of("choice", "way", list(WAYS), "closed_form", t, lambda name: t(WAYS[name]))
         if not names:
             st.info(t("stack.empty"), icon=":material/stacks:")
             return
-        document = _document(choice, names, way == "simulation", t)
+        document = _document(choice, names, how["way"] == "simulation", t)
     except MemboundError as error:
         states.problem(str(error), t("stack.error_help"))
         return
     if document is not None:
-        _drawn(choice, document, order, t)
+        _drawn(choice, document, how["order"], t)
+
+
+def _how(t: Translate) -> dict[str, str]:
+    """In which order techniques are added, and how the engines are computed."""
+    return {
+        "order": fields.one_of("choice", "added", list(ORDERS), "greedy", t, lambda name: t(ORDERS[name])),
+        "way": fields.one_of("choice", "way", list(WAYS), "closed_form", t, lambda name: t(WAYS[name])),
+    }
 
 
 def _chosen(t: Translate) -> list[str]:

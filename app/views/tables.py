@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -111,7 +111,7 @@ def baseline_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
             t("column.point"): comparison.point_label(row.point, t),
             t("column.tpot_predicted"): text.milliseconds(row.predicted),
             t("column.interval"): f"{text.milliseconds(row.low)} – {text.milliseconds(row.high)}",
-            t("column.tpot_measured"): _measured(row, text.milliseconds),
+            t("column.tpot_measured"): _measured_ms(row),
             t("column.error"): _error(row),
             t("column.bound"): _bound(row.bottleneck_before, t),
         }
@@ -134,7 +134,7 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
             t("column.technique"): comparison.technique_title(row.technique, t),
             t("column.baseline"): f"{_baseline(row, t)}{t('sign.comma')}{t(f'short.{row.metric}')}",
             t("column.predicted"): f"{text.gain(row.predicted)} ({row.low:.2f}–{row.high:.2f})",
-            t("column.measured"): _measured(row, text.gain),
+            t("column.measured"): _measured_gain(row),
             t("column.error"): _error(row),
             t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
             t("column.bottleneck"): " → ".join(
@@ -146,11 +146,18 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
     )
 
 
-def _measured(row: Comparison, format_value: Callable[[float], str]) -> str:
+def _measured_gain(row: Comparison) -> str:
     if row.measured is None:
         return "–"
-    spread = "" if row.spread is None else f" ± {format_value(row.spread).rstrip('×')}"
-    return f"{format_value(row.measured)}{spread}"
+    return text.gain(row.measured) + ("" if row.spread is None else f" ± {row.spread:.2f}")
+
+
+def _measured_ms(row: Comparison) -> str:
+    """A time with its spread, of which one digit says all."""
+    if row.measured is None:
+        return "–"
+    spread = "" if row.spread is None else f" ± {text.digits(row.spread * 1e3, 1)}"
+    return f"{text.digits(row.measured * 1e3)}{spread} ms"
 
 
 def _error(row: Comparison) -> str:

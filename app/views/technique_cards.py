@@ -11,8 +11,17 @@ from membound.app import text
 from membound.app.engine_choice import EngineChoice
 from membound.app.i18n import Translate
 from membound.app.views.measured import Measured, nearest
-from membound.app.views.said import said
-from membound.app.views.verdicts import MARKS, about, against, drafting_words, interval, labelled, price, verdict_of
+from membound.app.views.verdicts import (
+    MARKS,
+    about,
+    against,
+    drafting_words,
+    in_words,
+    interval,
+    labelled,
+    price,
+    verdict_of,
+)
 from membound.roofline.techniques import TECHNIQUES
 from membound.roofline.techniques.base import Layer
 from membound.simulator.advice.effects import Effect
@@ -41,14 +50,25 @@ def technique_cards(
     """A card for each technique, by the layer of the engine that it changes."""
     st.header(t("techniques.cards"))
     st.caption(t("techniques.cards_caption"))
-    for section, layers in SECTIONS.items():
-        names = [name for name, technique in TECHNIQUES.items() if technique.layer in layers]
-        st.subheader(t(f"techniques.section_{section}"))
-        cards = _cards_a_row(len(names))
-        for first in range(0, len(names), cards):
-            for name, column in zip(names[first : first + cards], st.columns(cards), strict=False):
-                with column, st.container(border=True, height="stretch"):
-                    _card(choice, name, effects[name], nearest(measured, effects[name].technique, choice.batch), t)
+    tabs = st.tabs([t(f"techniques.section_{section}") for section in SECTIONS])
+    for tab, layers in zip(tabs, SECTIONS.values(), strict=True):
+        own = {name: effects[name] for name, technique in TECHNIQUES.items() if technique.layer in layers}
+        with tab:
+            _section(choice, own, measured, t)
+
+
+def _section(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate) -> None:
+    """Cards of what is possible here, and a line of what is not, with why."""
+    names = [name for name, effect in effects.items() if effect.after is not None]
+    cards = _cards_a_row(len(names))
+    for first in range(0, len(names), cards):
+        for name, column in zip(names[first : first + cards], st.columns(cards), strict=False):
+            with column, st.container(border=True, height="stretch"):
+                _card(choice, name, effects[name], nearest(measured, effects[name].technique, choice.batch), t)
+    refused = {name: effect for name, effect in effects.items() if effect.after is None}
+    if refused:
+        reasons = [f"- **{labelled(one.technique, t)}**{t('sign.colon')}{_reason(one, t)}" for one in refused.values()]
+        st.caption("\n".join([t("techniques.refused"), "", *reasons]))
 
 
 def _cards_a_row(cards: int) -> int:
@@ -82,7 +102,7 @@ def _gained(choice: EngineChoice, effect: Effect, t: Translate) -> list[str]:
     """The gain with its verdict, and what a token takes as multiples of what it took before."""
     gain, work = effect.gain(choice.metric), effect.work
     if gain is None or work is None:
-        return [t("techniques.makes_fit" if effect.after is not None else "techniques.refused")]
+        return [t("techniques.makes_fit")]
     verdict = verdict_of(gain, effect.error)
     words = t(f"techniques.verdict_{verdict}")
     head = " | ".join(t(f"techniques.{part}") for part in ("bytes", "flops", "steps"))
@@ -97,5 +117,5 @@ def _reason(effect: Effect, t: Translate) -> str:
     """Why a technique has no gain here."""
     if effect.reason is None:
         return ""
-    reason = text.plain(said(effect.reason, t))
+    reason = text.plain(in_words(effect.reason, t))
     return t("techniques.without", reason=reason) if effect.after is not None else reason

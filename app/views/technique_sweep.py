@@ -131,8 +131,9 @@ def _curve(
     technique = effects[0].technique
     title = labelled(technique, t)
     if isinstance(technique, Speculative) and not technique.is_open:
-        size = technique.size
-        title = t("techniques.fixed_size", technique=title, depth=size.depth, guesses=size.nodes or size.depth)
+        depth, guesses = technique.size.depth, technique.size.nodes or technique.size.depth
+        words = "stack.drafts" if guesses == depth else "techniques.fixed_size"
+        title = t(words, technique=title, depth=depth, guesses=guesses)
     return figures.Curve(
         title,
         tuple(columns[0]),

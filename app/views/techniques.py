@@ -16,13 +16,12 @@ from membound.app.i18n import Translate
 from membound.app.views import background, states
 from membound.app.views.charts import chart
 from membound.app.views.choices import short_count
-from membound.app.views.engine_choice import choose_engine, choose_formats, conditions
+from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
-from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.app.views.technique_cards import technique_cards
 from membound.app.views.technique_sweep import ask_ahead, experts_read, technique_sweep
-from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, price, verdict_of
+from membound.app.views.verdicts import MARKS, drafting_words, in_words, interval, labelled, price, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.effects import Effect
@@ -43,7 +42,7 @@ def page() -> None:
     st.caption(t("techniques.intro"))
     try:
         with st.container(border=True):
-            choice = choose_formats(choose_engine(t), t)
+            choice = choose_engine(t, formats=True)
         known = background.ask(choice.effects_key, effects_of, choice, tuple(TECHNIQUES))
         ask_ahead(choice)
         effects = background.answer(known, "techniques")
@@ -115,7 +114,7 @@ def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t
         if fits := [technique_title(name, t) for name, effect in effects.items() if effect.after is not None]:
             return f"{asked} {t('techniques.reply_fits', techniques=t('sign.list').join(fits))}"
         reason = next((effect.reason for effect in effects.values() if effect.reason), "")
-        return f"{asked} {t('techniques.reply_refused', reason=text.plain(said(reason, t)))}"
+        return f"{asked} {t('techniques.reply_refused', reason=text.plain(in_words(reason, t)))}"
     best = max(gains, key=gains.__getitem__)
     effect, gain = effects[best], gains[best]
     drafting = effect.after.served.drafting if effect.after is not None else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, get_args
 
 import streamlit as st
 
-from membound.app import uploads
+from membound.app import text, uploads
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.serving import POLICIES, value_of
@@ -39,6 +39,12 @@ ORDERS: tuple[OrderName, ...] = ("fcfs", "deadline", "slack")
 ROUTERS: tuple[RouterName, ...] = get_args(RouterName)
 DRAFTS = ("none", "ngram_speculation", "eagle", "medusa", "mtp")
 TRACE_TYPES = ("csv", "jsonl", "json", "txt")
+GOOD = "✓"
+# What stands behind a button, in its order there.
+MORE = (
+    *("formats", "draft", "policy", "order", "seats", "budget", "prefix", "replicas", "most", "queue", "router"),
+    *("fail_at", "fail_for", "pre", "dec", "pp", "dp", "ep", "profile"),
+)
 # Tokens at which a conversation ends, where the model does not end it before.
 MOST_CONTEXT = 32_768
 # Rows of an upload that the page itself looks at; the worker reads all.
@@ -93,16 +99,29 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
     """
     chosen: dict[str, Any] = {}
     with st.container(border=True):
-        source = fields.choice(PAGE, "from", SOURCES, FORM, t, lambda name: _source(name, t))
+        first, *others = st.columns(4)
+        with first:
+            source = fields.choice(PAGE, "from", SOURCES, FORM, t, lambda name: _source(name, t))
         if source != FORM:
             scenario = scenario_choice.chosen(source, t)
             listed = [name for name, field in POLICIES.items() if scenario and _applies(scenario, name, field)]
             versus = fields.several(PAGE, "versus", listed, (), t, lambda name: t(f"simulate.case_{name}"))
             return None if scenario is None else (scenario, versus)
-        _engine(chosen, t)
+        _engine(chosen, others, t)
         _traffic(chosen, t)
-        _scheduler(chosen, t)
-        _more(chosen, t)
+        ttft, tpot, versus, more = st.columns([1, 1, 2.6, 1.1], vertical_alignment="bottom")
+        with more.popover(t("simulate.more"), icon=":material/tune:", width="stretch"):
+            _more(chosen, t)
+        with ttft:
+            _number(chosen, "ttft", 1.0, 1e6, t, 100)
+        with tpot:
+            _number(chosen, "tpot", 0.1, 1e5, t, 5)
+        with versus:
+            chosen["versus"] = fields.several(
+                PAGE, "versus", _others(chosen), DEFAULTS["versus"], t, lambda name: t(f"simulate.case_{name}")
+            )
+        if changed := _changed(chosen, t):
+            st.caption(text.plain(changed))
     if chosen["traffic"] == "trace" and not chosen["trace"]:
         st.info(t("simulate.need_trace"), icon=":material/upload_file:")
         return None
@@ -123,8 +142,8 @@ def _number(chosen: dict[str, Any], key: str, low: float, high: float, t: Transl
     chosen[key] = fields.number(PAGE, key, DEFAULTS[key], low, high, t, step=step)
 
 
-def _engine(chosen: dict[str, Any], t: Translate) -> None:
-    left, middle, right = st.columns([2, 2, 3])
+def _engine(chosen: dict[str, Any], columns: Sequence[Any], t: Translate) -> None:
+    left, middle, right = columns
     with left:
         model = choices.choose_model(t)
     with middle:
@@ -133,16 +152,6 @@ def _engine(chosen: dict[str, Any], t: Translate) -> None:
         degrees = choices.divisors(model, engine_setup((), published=model.published))
         chosen["tp"] = fields.one_of("choice", "tp", degrees, 1, t, str)
     chosen["model"] = model.name
-    with st.container(horizontal=True, gap="large"):
-        chosen["formats"] = fields.one_of(PAGE, "formats", PRECISIONS, DEFAULTS["formats"], t)
-        chosen["draft"] = fields.one_of(
-            PAGE,
-            "draft",
-            DRAFTS,
-            DEFAULTS["draft"],
-            t,
-            lambda name: t("simulate.draft_none") if name == "none" else technique_title(name, t),
-        )
 
 
 def _traffic(chosen: dict[str, Any], t: Translate) -> None:
@@ -212,47 +221,49 @@ def _trace_arrivals(chosen: Mapping[str, Any]) -> TraceArrivals:
     return TraceArrivals(file=str(path), speed=chosen["speed"], zero_tokens="drop")
 
 
-def _scheduler(chosen: dict[str, Any], t: Translate) -> None:
-    with st.container(horizontal=True, gap="large"):
-        chosen["policy"] = fields.one_of(PAGE, "policy", BATCHINGS, DEFAULTS["policy"], t)
-        chosen["order"] = fields.one_of(PAGE, "order", ORDERS, DEFAULTS["order"], t)
-    cells = st.columns(5)
-    for cell, (key, low, high, step) in zip(
-        cells,
-        (("seats", 1, 4096, 16), ("budget", 16, 262_144, 256), ("ttft", 1.0, 1e6, 100), ("tpot", 0.1, 1e5, 5)),
-        strict=False,
-    ):
-        with cell:
-            _number(chosen, key, low, high, t, step)
-    with cells[4]:
-        chosen["prefix"] = fields.switch(PAGE, "prefix", t)
-
-
 def _more(chosen: dict[str, Any], t: Translate) -> None:
-    """Replicas, failures, engines of their own for prompts, the engine's profile: closed where all is as usual."""
-    rare = ("replicas", "pre", "dec", "pp", "dp", "ep", "profile")
-    is_used = any(key in st.query_params or st.session_state.get(key, DEFAULTS[key]) != DEFAULTS[key] for key in rare)
-    with st.expander(t("simulate.more"), expanded=is_used):
-        cells = st.columns(5)
-        for cell, (key, high) in zip(cells, (("replicas", 64), ("most", 256), ("queue", 1000)), strict=False):
+    """What most people leave as it is: formats, drafts, the scheduler, replicas and failures, the engine's profile."""
+    chosen["formats"] = fields.one_of(PAGE, "formats", PRECISIONS, DEFAULTS["formats"], t)
+    chosen["draft"] = fields.one_of(PAGE, "draft", DRAFTS, DEFAULTS["draft"], t, lambda name: _draft(name, t))
+    chosen["policy"] = fields.one_of(PAGE, "policy", BATCHINGS, DEFAULTS["policy"], t)
+    chosen["order"] = fields.one_of(PAGE, "order", ORDERS, DEFAULTS["order"], t)
+    _numbers(chosen, 3, (("seats", 1, 4096, 16), ("budget", 16, 262_144, 256)), t)
+    chosen["prefix"] = fields.switch(PAGE, "prefix", t)
+    _numbers(chosen, 3, (("replicas", 1, 64, 1), ("most", 0, 256, 1), ("queue", 1, 1000, 1)), t)
+    chosen["router"] = fields.one_of(PAGE, "router", ROUTERS, DEFAULTS["router"], t)
+    _numbers(chosen, 3, (("fail_at", 0.0, 1e6, 10), ("fail_for", 1.0, 1e6, 10)), t)
+    degrees = (("pre", 0, 64, 1), ("dec", 0, 64, 1), ("pp", 1, 8, 1), ("dp", 1, 32, 1), ("ep", 1, 1024, 1))
+    _numbers(chosen, 3, degrees, t)
+    chosen["profile"] = fields.choice(PAGE, "profile", list(profiles()), DEFAULTS["profile"], t)
+
+
+def _draft(name: str, t: Translate) -> str:
+    return t("simulate.draft_none") if name == "none" else technique_title(name, t)
+
+
+def _changed(chosen: Mapping[str, Any], t: Translate) -> str:
+    """What stands behind the button and is not as usual."""
+    changed = {key: chosen[key] for key in MORE if chosen[key] != DEFAULTS[key]}
+    return " · ".join(f"{t(f'{PAGE}.{key}')}{t('sign.colon')}{_shown(key, value, t)}" for key, value in changed.items())
+
+
+def _shown(key: str, value: Any, t: Translate) -> str:
+    if key == "draft":
+        return _draft(value, t)
+    if isinstance(value, str):
+        return t.name(f"{PAGE}.{key}_{value}", value)
+    return GOOD if value is True else f"{value:g}"
+
+
+def _numbers(
+    chosen: dict[str, Any], columns: int, numbers: Sequence[tuple[str, float, float, float]], t: Translate
+) -> None:
+    """Numbers with their least, their largest and their step, in rows of so many."""
+    for first in range(0, len(numbers), columns):
+        row = numbers[first : first + columns]
+        for cell, (key, low, high, step) in zip(st.columns(columns), row, strict=False):
             with cell:
-                _number(chosen, key, 0 if key == "most" else 1, high, t)
-        with cells[3]:
-            _number(chosen, "fail_at", 0.0, 1e6, t, 10)
-        with cells[4]:
-            _number(chosen, "fail_for", 1.0, 1e6, t, 10)
-        chosen["router"] = fields.one_of(PAGE, "router", ROUTERS, DEFAULTS["router"], t)
-        last = st.columns(6)
-        for cell, (key, low, high) in zip(
-            last, (("pre", 0, 64), ("dec", 0, 64), ("pp", 1, 8), ("dp", 1, 32), ("ep", 1, 1024)), strict=False
-        ):
-            with cell:
-                _number(chosen, key, low, high, t)
-        with last[5]:
-            chosen["profile"] = fields.choice(PAGE, "profile", list(profiles()), DEFAULTS["profile"], t)
-    chosen["versus"] = fields.several(
-        PAGE, "versus", _others(chosen), DEFAULTS["versus"], t, lambda name: t(f"simulate.case_{name}")
-    )
+                _number(chosen, key, low, high, t, step)
 
 
 def _others(chosen: Mapping[str, Any]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from membound.app import text
 from membound.app.engine_choice import ANY_TASK
-from membound.app.figures.comparison import technique_title
+from membound.app.figures.comparison import proper, technique_title
 from membound.app.i18n import Translate
 from membound.app.views.said import said
 from membound.roofline.techniques import TECHNIQUES, Technique
@@ -16,6 +17,8 @@ from membound.simulator.advice.prices import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}
+# Names of techniques that are no word of any language.
+_NAMES = re.compile(rf"\b({'|'.join(name for name in TECHNIQUES if '_' in name)})\b")
 # A difference below this is none, whatever the interval.
 NOTHING = 0.005
 
@@ -46,7 +49,12 @@ def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
         return title
     activations, lm_head = parameters.get("activations"), parameters.get("lm_head")
     beside = (f" + {activations}" if activations else "") + (f"{t('sign.comma')}lm_head {lm_head}" if lm_head else "")
-    return f"{title}{t('sign.comma')}{given}{beside}"
+    return f"{title}{t('sign.comma')}{proper(str(given))}{beside}"
+
+
+def in_words(reason: str, t: Translate) -> str:
+    """Why something is refused, with the titles of techniques for the names that scenarios have for them."""
+    return _NAMES.sub(lambda name: technique_title(name.group(), t), said(reason, t))
 
 
 def about(technique: Technique, t: Translate) -> str:

@@ -110,11 +110,13 @@ def advise(
     context: int | None = None,
     metric: GainMetric | None = None,
     simulate: bool = False,
+    pairs: bool = True,
     workers: Workers | None = None,
     progress: Callable[[float, str], None] = lambda fraction, message: None,
 ) -> Advice:
     """What to do next at the scenario's operating point, or with `batch` sequences under way of `context` tokens each.
 
+    Without `pairs`, which take longer to cost than all moves alone, nothing is said of what should not be added up.
     Raises MemboundError where the scenario names something unknown.
     """
     scenario = scenario.model_copy(update={"sweep": ()})
@@ -160,7 +162,7 @@ def advise(
         situation,
         tuple(advised),
         tuple(_followed(situation, advised)),
-        tuple(_conflicts(advised, costing, metric)),
+        tuple(_conflicts(advised, costing, metric)) if pairs else (),
         _conditions(scenario, hardware, load),
         "simulation" if simulate else "closed form",
     )

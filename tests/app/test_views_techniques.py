@@ -17,7 +17,16 @@ from pages import open_page, words_of
 from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs
-from membound.app.engine_choice import CACHES, WEIGHTS, WORKLOAD, EngineChoice, contexts_of, effects_of, lengths_at
+from membound.app.engine_choice import (
+    CACHES,
+    WEIGHTS,
+    WORKLOAD,
+    EngineChoice,
+    contexts_of,
+    effects_of,
+    lengths_at,
+    not_to_combine,
+)
 from membound.app.figures import stack as stack_figures
 from membound.app.figures import techniques as figures
 from membound.app.i18n import LANGUAGES, Translate, sentences
@@ -35,6 +44,9 @@ from membound.roofline.techniques import TECHNIQUES, Eagle, Int8Weights
 from membound.simulator.advice.advisor import advise
 
 PAGES = ("techniques", "stack", "advisor")
+ENGINE = EngineChoice(
+    "Llama-3.1-8B", "H100-SXM5", 1, "graphs", batch=8, context=2048, metric="output_tokens_per_s", task="chat"
+)
 T = Translate("en")
 
 
@@ -506,6 +518,15 @@ def test_what_excludes_each_other_is_named_and_more_devices_are_no_technique(sto
     words = words_of(open_page("advisor"))
     assert T("advisor.exclude") in words and "Apart from techniques, 2 devices" in words
     assert f"**1. {T('advisor.more_devices', devices=2)}" not in words
+
+
+def test_moves_are_the_same_whether_pairs_are_costed_or_not(store: Store) -> None:
+    engine, asked = _engine(8), {"batch": 8, "context": 2048, "metric": "output_tokens_per_s"}
+    alone, whole = advise(engine, pairs=False, **asked), advise(engine, **asked)
+    assert alone.moves == whole.moves and alone.now == whole.now and alone.rules == whole.rules
+    assert not alone.conflicts and whole.conflicts
+    named = [one["moves"] for one in not_to_combine(ENGINE)]
+    assert named == [list(one.moves) for one in whole.conflicts]
 
 
 def test_the_model_of_the_catalog_that_a_page_names_is_known() -> None:

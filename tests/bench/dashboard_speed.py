@@ -10,7 +10,8 @@
 - `controls`: from clicking a button, an option of a list, the step of a number or a switch to the last change. What a
   page shows while worker processes compute is its answer at first (`shown`), theirs comes after (`answered`). `busy`
   is the processor time of browser, server and worker processes together, which other programs lengthen less;
-  `received` is what the browser is sent, which depends on no machine.
+  `received` is what the browser is sent, which depends on no machine. What a console says and a person should never
+  meet is told with its page and the control before it.
 - `sessions`: the server's answers to so many sessions, each of which changes a control every few seconds; one is a
   browser, the others speak Streamlit's protocol, because all their browsers would not fit on this machine.
 - `live`: memory of the server while a page watches a run for so many minutes, at one sample a second, and the cores
@@ -43,6 +44,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "browser"))
 
 from driving import DRAWN, IDLE, WAITING, Dashboard, Tab, opened_chromium
+from playwright.sync_api import Error as PlaywrightError
 
 from membound.app.jobs import process_born
 
@@ -54,6 +56,8 @@ ANSWERING = ("start", "explore", "techniques", "stack", "advisor", "simulate", "
 PAGES = (*ANSWERING, "live", "experiments")
 # How many controls of a kind are tried on a page, and how long it must be calm to have answered.
 MOST_CONTROLS, CALM_MS = 8, 500
+# Of each page, the changes that took most processor time are named.
+MOST_COSTLY = 3
 THINK_S = (2.0, 6.0)
 # A page that is still computing runs again and again: its session waits for so long at most.
 MOST_WAIT_S = 30.0
@@ -210,37 +214,59 @@ def controls(chromium: Any, dashboard: Dashboard, pages: list[str], repeats: int
     found: dict[str, Any] = {}
     for page in pages:
         context, tab = new_tab(chromium, dashboard)
-        opened(tab, page)
-        samples = [
-            {"kind": kind, "name": name} | times
-            for kind, changes in CONTROLS.items()
-            for at in range(min(tab.page.locator(changes.where).count(), MOST_CONTROLS))
-            for _ in range(min(repeats, 2))
-            if (target := changes.target(tab.page.locator(changes.where).nth(at))) is not None
-            for name, times in [_changed(tab, target)]
-        ]
-        if samples:
-            found[page] = {way: spread([one[way] for one in samples]) for way in ("shown", "answered", "busy")} | {
-                "received_kb": round(statistics.median(one["received"] for one in samples) / 1e3, 1),
-                "by_kind": {
-                    kind: spread([one["answered"] for one in samples if one["kind"] == kind])
-                    for kind in dict.fromkeys(one["kind"] for one in samples)
-                },
-                "slowest": max(((one["name"], one["answered"]) for one in samples), key=lambda one: one[1]),
-            }
-        tab.check()
+        samples: list[dict[str, Any]] = []
+        problems: list[str] = []
+        try:
+            opened(tab, page)
+            for kind, changes in CONTROLS.items():
+                for at in range(min(tab.page.locator(changes.where).count(), MOST_CONTROLS)):
+                    for _ in range(min(repeats, 2)):
+                        target = changes.target(tab.page.locator(changes.where).nth(at))
+                        if target is not None:
+                            samples.append({"kind": kind} | _changed(tab, target))
+                            problems += _met(tab, f"{kind} '{samples[-1]['name']}'")
+        except (AssertionError, PlaywrightError) as error:
+            problems.append(f"stopped: {error}")
+        problems += _met(tab, "the page")
+        found[page] = _told(samples) | ({"problems": problems} if problems else {})
         context.close()
-    return found
+    return {page: told for page, told in found.items() if told}
 
 
-def _changed(tab: CountingTab, target: Any) -> tuple[str, dict[str, float]]:
+def _told(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the changes of a page's controls took, all together and by kind."""
+    if not samples:
+        return {}
+    costly = sorted(samples, key=lambda one: -one["busy"])[:MOST_COSTLY]
+    return {way: spread([one[way] for one in samples]) for way in ("shown", "answered", "busy", "server")} | {
+        "received_kb": round(statistics.median(one["received"] for one in samples) / 1e3, 1),
+        "by_kind": {
+            kind: spread([one["answered"] for one in samples if one["kind"] == kind])
+            for kind in dict.fromkeys(one["kind"] for one in samples)
+        },
+        "slowest": max(((one["name"], one["answered"]) for one in samples), key=lambda one: one[1]),
+        "costliest": [
+            f"{one['kind']} '{one['name']}': {one['busy']:.0f} ms, server {one['server']:.0f} ms" for one in costly
+        ],
+    }
+
+
+def _met(tab: CountingTab, after: str) -> list[str]:
+    """What a person should never meet and has met since the last time, after what."""
+    met, tab.problems = tab.problems, []
+    return [f"after {after}: {problem}" for problem in met]
+
+
+def _changed(tab: CountingTab, target: Any) -> dict[str, Any]:
     """Words of what is clicked, and milliseconds to what follows."""
-    name = target.inner_text()
-    before_s, before = _all_cpu_s(), tab.received
+    name = " ".join(target.inner_text().split())
+    pid = tab.dashboard.process.pid
+    before_s, server_s, before = _all_cpu_s(), _cpu_s(pid), tab.received
     tab.page.evaluate(f"window.changed = ({CHANGE})(); 0")
     target.click(timeout=TIMEOUT_MS)
     seen = tab.page.evaluate("window.changed")
-    return name, {**seen, "busy": 1e3 * (_all_cpu_s() - before_s), "received": tab.received - before}
+    took = {"busy": 1e3 * (_all_cpu_s() - before_s), "server": 1e3 * (_cpu_s(pid) - server_s)}
+    return {"name": name, **seen, **took, "received": tab.received - before}
 
 
 @dataclass(frozen=True)
@@ -473,8 +499,14 @@ def _all_cpu_s() -> float:
     total = 0.0
     for pid in family - {os.getpid()}:
         with contextlib.suppress(OSError):
-            total += _cpu_s(pid)
+            total += _cpu_s(pid) + _ended_cpu_s(pid)
     return total
+
+
+def _ended_cpu_s(pid: int) -> float:
+    """Processor time of the children that a process has waited for: what ends does not take it away."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -136,6 +136,17 @@ def test_the_step_moves_along_the_roofs_without_the_server(session: Session) -> 
     assert tab.settle().answer == answer, "the page itself is still that of its own batch"
 
 
+def test_a_chart_may_be_taken_down_before_it_is_all_there(session: Session) -> None:
+    """Where a slider can put a chart is added when the browser is idle: by then the table may be in its place."""
+    tab = session()
+    tab.page.add_init_script("window.requestIdleCallback = (then) => setTimeout(then, 4000)")
+    tab.open("/explore").drawn(PAGE_TIMEOUT_MS)
+    tab.page.get_by_text(EN("chart.table"), exact=True).first.click()
+    tab.page.get_by_role("button", name=EN("chart.csv")).first.wait_for(timeout=PAGE_TIMEOUT_MS)
+    tab.page.wait_for_timeout(4000)
+    tab.check()
+
+
 def test_a_wrong_scenario_is_one_sentence_in_an_error_box(session: Session) -> None:
     tab = session().open("/live?scenario=own")
     draft = tab.page.get_by_label(EN("live.paste"))
