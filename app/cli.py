@@ -370,7 +370,10 @@ def main() -> None:
     with contextlib.suppress(ValueError):  # not in the main thread, where tests call this
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends in order
     try:
-        sys.exit(app(prog_name="membound", standalone_mode=False))
+        code = app(prog_name="membound", standalone_mode=False)
+        if code == 130:  # typer's own answer to Ctrl-C
+            typer.echo("interrupted", err=True)
+        sys.exit(code)
     except (KeyboardInterrupt, typer.Abort):
         typer.echo("interrupted", err=True)
         sys.exit(130)

@@ -15,6 +15,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +42,7 @@ _THIS_PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") e
 # Contraction stays off: a compiler that fuses a multiply-add here and not there changes bits between code paths.
 FLAGS = ("-std=c++17", "-O3", _THIS_PROCESSOR, "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")
 COMPILE_SECONDS = 300
+_BUILD_PREFIX = "build-"
 
 
 class KernelBuildError(RuntimeError):
@@ -136,34 +140,70 @@ def _build(compiler: list[str], path: Path) -> None:
     here = Path(__file__).parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as name:
+        _remove_abandoned(path.parent)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_BUILD_PREFIX) as name:
             temporary = Path(name)
             objects = [temporary / f"{source}.o" for source in SOURCES]
             pairs = zip(SOURCES, objects, strict=True)
-            _run_all([[*compiler, *FLAGS, "-c", str(here / source), "-o", str(to)] for source, to in pairs])
-            _run_all([[*compiler, "-shared", *map(str, objects), "-o", str(temporary / "kernels.so")]])
+            compiled = [[*compiler, *FLAGS, "-c", str(here / source), "-o", str(to)] for source, to in pairs]
+            _run_all(compiled, temporary)
+            _run_all([[*compiler, "-shared", *map(str, objects), "-o", str(temporary / "kernels.so")]], temporary)
             os.replace(temporary / "kernels.so", path)  # atomic: another process may build the same file
     except OSError as error:
         raise KernelBuildError(f"cannot build the kernels in {path.parent}: {error}") from error
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        for command in commands
-    ]
+def _remove_abandoned(folder: Path) -> None:
+    """Removes what builds that were killed have left."""
+    for left in folder.glob(f"{_BUILD_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 2 * COMPILE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _run_all(commands: list[list[str]], temporary: Path) -> None:
+    running: list[subprocess.Popen[str]] = []
     try:
-        outputs = [process.communicate(timeout=COMPILE_SECONDS)[0] for process in running]
+        with _group_that_ends() as group:
+            running += [_started(command, temporary, group) for command in commands]
+            outputs = [process.communicate(timeout=COMPILE_SECONDS)[0] for process in running]
     except subprocess.TimeoutExpired as error:
         raise KernelBuildError(f"the C++ compiler took more than {COMPILE_SECONDS} s") from error
     finally:
         for process in running:
-            process.kill()
             process.wait()
     for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode:
             lines = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no message"]
             raise KernelBuildError(f"{command[0]} failed: {lines[0]}")
+
+
+def _started(command: list[str], temporary: Path, group: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TMPDIR": str(temporary)},
+        process_group=group,
+    )
+
+
+@contextmanager
+def _group_that_ends() -> Iterator[int]:
+    """A process group that is killed when the block ends, or this process: with g++ also the cc1plus that it started.
+
+    Its leader waits for the end of a pipe that this process holds open, however it ends.
+    """
+    leader = subprocess.Popen(["/bin/sh", "-c", "read line; kill -KILL 0"], stdin=subprocess.PIPE, process_group=0)
+    assert leader.stdin is not None, "it is a pipe"
+    try:
+        yield leader.pid
+    finally:
+        leader.stdin.close()
+        leader.wait()
 
 
 def _output(command: list[str]) -> str:

@@ -165,6 +165,10 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.tape = tape
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping Dynamo out would load it, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (func.is_view or func._schema.name in _HARMLESS):
             self.tape.problem = f"{func} is computed by torch"

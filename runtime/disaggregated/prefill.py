@@ -1,8 +1,8 @@
 """What does a process do that computes prompts for another that writes the outputs?
 
 `run.run_disaggregated` starts it with a scenario's file, the folder for what it hands over, a device, a number of
-threads and the hardware's name. It reads requests from standard input, a line of JSON each, and says on standard output
-what became of them.
+threads, the hardware's name and its own number. It reads requests from standard input, a line of JSON each, and says
+on standard output what became of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from membound.runtime.clock import WallClock
 from membound.runtime.decoder import KvCache
 from membound.runtime.disaggregated.handover import ENGINES, Handover, Rejection, put, say
 from membound.runtime.engine import Runtime
+from membound.runtime.orphans import end_with
 from membound.simulator.scheduling.loop import Executor, serve
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
@@ -123,8 +124,9 @@ class PromptRecorder(Recorder):
         """Nothing was computed."""
 
 
-def main(scenario: str, folder: str, device: str, threads: str, hardware: str) -> None:
+def main(scenario: str, folder: str, device: str, threads: str, hardware: str, parent: str) -> None:
     """Computes prompts until standard input ends."""
+    end_with(int(parent), Path(folder))
     torch.set_num_threads(int(threads))
     answers, sys.stdout = sys.stdout, sys.stderr
     read = load_scenario(scenario)

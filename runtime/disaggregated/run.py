@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from membound.roofline.scenario import Scenario
 from membound.runtime.clock import WallClock
 from membound.runtime.disaggregated.handover import ENGINES, Handover, Rejection, handover_folder, say, take
 from membound.runtime.kv.block_moves import BlockMover
+from membound.runtime.orphans import ended
 from membound.simulator.scheduling.blocks import BlockTables, HostName
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve
@@ -49,7 +51,7 @@ class PrefillProcess:
         command = [sys.executable, "-m", "membound.runtime.disaggregated.prefill", str(scenario), str(folder), device]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [*command, str(threads), hardware], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+            [*command, str(threads), hardware, str(os.getpid())], stdin=pipe, stdout=pipe, stderr=pipe, text=True
         )
         self.lines: queue.Queue[str] = queue.Queue()
         self._last_words: list[str] = []
@@ -86,7 +88,7 @@ class PrefillProcess:
         """What it said last."""
         code = self.process.wait()
         last = self._last_words[0] if self._last_words else "it said nothing"
-        return MemboundError(f"the process that computes prompts ended with code {code}: {last}")
+        return MemboundError(f"the process that computes prompts {ended(code)}: {last}")
 
     def close_requests(self) -> None:
         assert self.process.stdin is not None, "it is a pipe"

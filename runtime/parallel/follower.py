@@ -1,6 +1,7 @@
 """What does a process do that holds a part of somebody else's model?
 
-Started by `leader.divided` as `python -m membound.runtime.parallel.follower SCENARIO MEETING RANK DEVICE THREADS`.
+`leader.divided` starts it with a scenario's file, the meeting, a rank, a device, a number of threads and its own
+number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import load_scenario
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.engine import Runtime
+from membound.runtime.orphans import end_with
 from membound.runtime.parallel.group import Group, GroupError, ready_file
 from membound.runtime.parallel.steps import Command, receive
 
@@ -39,8 +41,9 @@ def follow(decoder: Decoder, group: Group) -> None:
                 )
 
 
-def main(scenario: str, meeting: str, rank: str, device: str, threads: str) -> None:
+def main(scenario: str, meeting: str, rank: str, device: str, threads: str, leader: str) -> None:
     """Builds this rank's part and follows the leader."""
+    end_with(int(leader), Path(meeting).parent)
     torch.set_num_threads(int(threads))
     read = load_scenario(scenario)
     where = f"cuda:{rank}" if device.startswith("cuda") else device

@@ -6,6 +6,7 @@ process-wide state, so that one process may lead several models one after the ot
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from membound.roofline.errors import MemboundError
 
 TIMEOUT_S = 600.0  # a follower waits so long for the next step before it gives up
+MEETING_S = 60.0  # a leader waits so long for followers that were about to join
 
 
 def ready_file(meeting: Path, rank: int) -> Path:
@@ -31,18 +33,18 @@ class GroupError(MemboundError):
 class Group:
     """The processes of one model: `rank` of `size`, who meet at a file."""
 
-    def __init__(self, meeting: Path, rank: int, size: int, device: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, meeting: Path, rank: int, size: int, device: str, meeting_s: float = TIMEOUT_S) -> None:
         self.rank = rank
         self.size = size
         store = dist.FileStore(str(meeting), size)
-        timeout = timedelta(seconds=timeout_s)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=meeting_s)
         # Both lie on one machine, so that the loopback is the link of the control messages.
         self._host: Any = self._reached(
             lambda: dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, options)
         )
+        self._host._set_default_timeout(timedelta(seconds=TIMEOUT_S))
         self._device: Any = self._host
         if device.startswith("cuda"):
             torch.cuda.set_device(rank)
@@ -69,5 +71,7 @@ class Group:
         try:
             return call()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            # Gloo begins with the place in its source and ends with advice.
+            first = str(error).strip().splitlines()[0]
+            reason = re.sub(r"^\[[^]]*\] ", "", first).partition(". ")[0]
             raise GroupError(f"a process of this model is gone or does not answer: {reason}") from None

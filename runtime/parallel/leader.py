@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,11 +21,13 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.runtime.blocks.base import LayerCache
 from membound.runtime.decoder import Decoder, KvCache
-from membound.runtime.parallel.group import TIMEOUT_S, Group, GroupError, ready_file
+from membound.runtime.orphans import ended
+from membound.runtime.parallel.group import MEETING_S, TIMEOUT_S, Group, GroupError, ready_file
 from membound.runtime.parallel.steps import Command, Message, send
 
 STOP_S = 10.0
 POLL_S = 0.02
+GONE_S = 2.0  # a connection breaks before the process that held it is seen to be gone
 
 
 class DividedCache(list[LayerCache]):
@@ -81,20 +84,27 @@ class DividedDecoder:
         assert isinstance(cache, DividedCache), "made by new_cache"
         self.in_step = True
         self._tell(Message(Command.FORWARD, cache.number, (0, 0, 0), token_ids, batch, logits_rows))
-        try:
-            device = self.device
+        device = self.device
+        with self._explained():
             logits = self.part.forward(token_ids.to(device), batch.to(device), cache, logits_rows.to(device))
-        except GroupError as error:
-            raise self.followers.reason() or error from None
         self.in_step = False
         return logits
 
     def _tell(self, message: Message) -> None:
         if (reason := self.followers.reason()) is not None:
             raise reason
-        while self._dropped:
-            send(self.group, Message(Command.DROP_CACHE, self._dropped.pop()))
-        send(self.group, message)
+        with self._explained():
+            while self._dropped:
+                send(self.group, Message(Command.DROP_CACHE, self._dropped.pop()))
+            send(self.group, message)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says what a follower that ended said, rather than that a connection broke."""
+        try:
+            yield
+        except GroupError as error:
+            raise self.followers.reason(GONE_S) or error from None
 
 
 class Followers:
@@ -108,17 +118,21 @@ class Followers:
     def alive(self) -> bool:
         return all(process.poll() is None for process in self.processes)
 
-    def reason(self) -> GroupError | None:
-        """What a follower that has ended said last; None while all are there."""
+    def reason(self, patience_s: float = 0.0) -> GroupError | None:
+        """What a follower that has ended said last; None while all are there, and still are after `patience_s`."""
+        until_s = time.monotonic() + patience_s
+        while (reason := self._reason()) is None and time.monotonic() < until_s:
+            time.sleep(POLL_S)
+        return reason
+
+    def _reason(self) -> GroupError | None:
         for rank, process in enumerate(self.processes, 1):
             if (code := process.poll()) is not None:
                 if rank not in self._last_words:
                     assert process.stderr is not None, "it is a pipe"
                     said = process.stderr.read().strip().splitlines()
                     self._last_words[rank] = said[-1] if said else "it said nothing"
-                return GroupError(
-                    f"process {rank} of the divided model ended with code {code}: {self._last_words[rank]}"
-                )
+                return GroupError(f"process {rank} of the divided model {ended(code)}: {self._last_words[rank]}")
         return None
 
     def wait_until_ready(self, meeting: Path) -> None:
@@ -161,17 +175,19 @@ def divided(
         meeting, written = Path(folder) / "meeting", Path(folder) / "scenario.yaml"
         written.write_text(scenario.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "membound.runtime.parallel.follower", str(written), str(meeting)]
-        followers = Followers([_started([*command, str(rank), device, str(share)]) for rank in range(1, tp)])
+        followers = Followers(
+            [_started([*command, str(rank), device, str(share), str(os.getpid())]) for rank in range(1, tp)]
+        )
         torch.set_num_threads(share)
         group: Group | None = None
         decoder: DividedDecoder | None = None
         try:
             followers.wait_until_ready(meeting)
-            group = Group(meeting, 0, tp, device)
+            group = Group(meeting, 0, tp, device, MEETING_S)
             decoder = DividedDecoder(spec, build(group), group, followers)
             yield decoder
         except GroupError as error:
-            raise followers.reason() or error from None
+            raise followers.reason(GONE_S) or error from None
         finally:
             torch.set_num_threads(threads)
             if group is not None and followers.alive and (decoder is None or decoder.usable):

@@ -1,13 +1,17 @@
 """Building the C++ kernels: once per machine, and with a plain reason where it cannot be done."""
 
+import os
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from membound.app.jobs import process_born  # noqa: E402
 from membound.kernels import dispatch  # noqa: E402
 from membound.kernels.base import Kernels  # noqa: E402
 from membound.kernels.cpu import build as cpu_build  # noqa: E402
@@ -56,6 +60,34 @@ def test_a_failing_compiler_is_reported_by_its_first_error(tmp_path, monkeypatch
     with pytest.raises(cpu_build.KernelBuildError, match=r"failed: x\.cpp:1: error: no"):
         cpu_build.load_library()
     assert list((tmp_path / "home" / "kernels").iterdir()) == []
+
+
+def test_compilers_end_with_a_build_that_is_killed(tmp_path):
+    """And what they started, as g++ starts cc1plus: killing them alone would leave it."""
+    compiler, started = tmp_path / "cxx", tmp_path / "started"
+    compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >> {started}\nwait\n")
+    compiler.chmod(0o755)
+    built = f"from membound.kernels.cpu.build import _run_all; _run_all([[{str(compiler)!r}]] * 2, {str(tmp_path)!r})"
+    builder = subprocess.Popen([sys.executable, "-c", built])
+    while not started.exists() or started.read_text().count("\n") < 2:
+        assert builder.poll() is None
+        time.sleep(0.02)
+    builder.kill()
+    builder.wait()
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in started.read_text().split() if process_born(int(pid))]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.02)
+
+
+def test_what_a_killed_build_has_left_is_removed_by_a_later_one(tmp_path):
+    old, current = tmp_path / "build-old", tmp_path / "build-current"
+    for folder in (old, current):
+        folder.mkdir()
+        (folder / "linear.cpp.o").write_text("half of it")
+    os.utime(old, (0, 0))
+    cpu_build._remove_abandoned(tmp_path)
+    assert not old.exists() and current.exists()
 
 
 def test_a_library_that_does_not_load_names_the_file_to_delete(cpp, tmp_path, monkeypatch):

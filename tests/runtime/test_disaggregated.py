@@ -107,5 +107,5 @@ def test_a_killed_prefill_process_is_said_in_one_sentence(
         self.process.kill()
 
     monkeypatch.setattr(PrefillProcess, "say", kill)
-    with pytest.raises(MemboundError, match="the process that computes prompts ended with code -9"):
+    with pytest.raises(MemboundError, match="the process that computes prompts ended by SIGKILL"):
         runtime.run(scenario.with_value("engine.disaggregation", {}), H100)

@@ -166,7 +166,7 @@ def test_a_killed_process_is_said_in_one_sentence_and_the_next_run_has_a_new_one
     expected = list(generate_plain(decoder, [4, 5, 6], 4))
     os.kill(decoder.followers.processes[0].pid, signal.SIGKILL)
     decoder.followers.processes[0].wait()
-    with pytest.raises(GroupError, match="process 1 of the divided model ended"):
+    with pytest.raises(GroupError, match="process 1 of the divided model ended by SIGKILL"):
         list(generate_plain(decoder, [4, 5, 6], 4))
     assert list(generate_plain(runtime.decoders.engine_decoder(chosen), [4, 5, 6], 4)) == expected
     runtime.close()

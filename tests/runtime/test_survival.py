@@ -22,6 +22,7 @@ from membound.roofline.scenario import Scenario, load_scenario
 from membound.runtime.disaggregated import handover
 from membound.runtime.engine import Runtime
 from membound.runtime.loading.loaded import load_model
+from membound.runtime.parallel.group import Group, GroupError
 from membound.runtime.plain import generate_plain
 from membound.runtime.sampling import GreedySampler, Guesses, LogitsError, TemperatureSampler
 
@@ -167,6 +168,37 @@ def test_followers_end_where_a_step_broke_off(reference: Path) -> None:
     assert not decoder.followers.alive
     runtime.close()
     assert time.monotonic() - begun_s < 60
+
+
+def test_who_works_for_a_process_that_is_killed_ends_and_leaves_no_files(tmp_path: Path) -> None:
+    """Also before they have met: while weights are read nobody listens."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    works = (
+        "import sys, time; from pathlib import Path; from membound.runtime.orphans import end_with; "
+        "end_with(int(sys.argv[1]), Path(sys.argv[2])); print('watching', flush=True); time.sleep(300)"
+    )
+    asks = (
+        "import os, subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {works!r}, str(os.getpid()), {str(shared)!r}]); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    said = {parent.stdout.readline().strip() for _ in range(2)}
+    child = int(next(iter(said - {"watching"})))
+    assert "watching" in said and process_born(child)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while process_born(child) or shared.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_leader_does_not_wait_long_for_a_follower_that_never_joins(tmp_path: Path) -> None:
+    with pytest.raises(GroupError, match=r"gone or does not answer: [^/]+$"):
+        Group(tmp_path / "meeting", 0, 2, "cpu", meeting_s=0.1)
 
 
 def test_followers_end_with_a_leader_that_is_killed(reference: Path, tmp_path: Path) -> None:
