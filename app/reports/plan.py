@@ -35,8 +35,9 @@ def plan(document: dict[str, Any]) -> RenderableType:
     if rows:
         parts += [_deployments(rows, document["objective"]), *_made_up(rows), *_devices(rows)]
     for name, option in document["options"].items():
-        if option is not None and (kinds := ", ".join(option["deployment"]["lossy"])):
-            parts.append(f"{name} has {kinds}: not the same model in quality; measure it with `membound compare`")
+        if option is not None and (lossy := option["deployment"]["lossy"]):
+            prices = "; ".join(f"{technique}: {price}" for technique, price in lossy.items())
+            parts.append(f"{name} is not the same model in quality; {prices}")
             parts += [] if best is None or option == best else _dearer(name, option, best)
     parts += [] if best is None else _at_upper_end(best)
     parts += _sensitivity(document["sensitivity"])

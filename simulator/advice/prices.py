@@ -74,6 +74,14 @@ _QUALITY: dict[tuple[str, str], Quality] = {
         "perplexity 15.1 to 15.7 with 512 of 2,000 tokens (SmolLM2-135M)",
         "measured: data/measurements/README.md, long-context-cpu",
     ),
+    **{
+        (name, "typical"): Quality(
+            1,
+            "the same tokens at temperature 0; above it, others than the model would draw",
+            "by construction: Cai et al., Medusa, arXiv 2401.10774, section 2.3.1",
+        )
+        for name in ("medusa", "eagle")
+    },
     ("sparsity_2_4", ""): Quality(
         3,
         "perplexity 5.12 to 10.2 (Llama-2-7B), 3.12 to 5.40 (70B), SparseGPT without fine-tuning",
@@ -101,6 +109,8 @@ def _kind_of(technique: Technique) -> str:
             return _bits(setup.kv.width, (2, 4, 8))
         case "weight_quantization":
             return _bits(setup.weights.width, (2, 3, 4, 8))
+        case "medusa" | "eagle":
+            return "typical"
     return ""
 
 

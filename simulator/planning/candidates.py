@@ -47,9 +47,9 @@ class Precision(NamedTuple):
     techniques: tuple[Technique, ...]
 
     @property
-    def lossy(self) -> tuple[str, ...]:
+    def lossy(self) -> tuple[Technique, ...]:
         """Techniques with which it is no longer the same model in quality."""
-        return tuple(technique.name for technique in self.techniques if not technique.lossless)
+        return tuple(technique for technique in self.techniques if not technique.lossless)
 
     @property
     def lossless(self) -> bool:

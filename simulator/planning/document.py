@@ -9,6 +9,7 @@ import numpy as np
 
 from membound.roofline.times.known import times_for
 from membound.roofline.times.origin import origin_of
+from membound.simulator.advice.prices import quality_of
 from membound.simulator.planning.candidates import Replica
 from membound.simulator.planning.front import FrontPoint
 from membound.simulator.planning.planner import Plan, step_of
@@ -94,7 +95,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     return {
         "precision": replica.precision.name,
         "lossless": replica.precision.lossless,
-        "lossy": list(replica.precision.lossy),
+        "lossy": {one.name: quality_of(one).note for one in replica.precision.lossy},
         "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
         "parallel": replica.parallel.degrees(),
         "gpus_per_replica": replica.devices * engines,

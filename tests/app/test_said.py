@@ -103,6 +103,7 @@ FORMS = [
     {"name": "w8a8", "format": "int8"},
     {"name": "weight_quantization", "format": "int3_g64"},
     *({"name": "kv_quantization", "format": name} for name in ("int4", "kivi2", "kivi4")),
+    {"name": "medusa", "acceptance": "typical"},
     *({"name": "kv_eviction", "policy": name} for name in ("streaming", "h2o", "quest")),
 ]
 

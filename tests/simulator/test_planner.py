@@ -395,8 +395,8 @@ def test_what_is_given_is_lossless_only_where_all_its_techniques_are(lossy):
     same = to_json(plan(scenario(techniques=plain), **options))
     other = to_json(plan(scenario(techniques=[plain[0], lossy]), **options))
     assert same["best"]["deployment"]["lossless"] and not same["best"]["deployment"]["lossy"]
-    assert other["best"]["deployment"]["lossy"] == [lossy["name"]] and not other["best"]["deployment"]["lossless"]
-    said = f"given has {lossy['name']}: not the same model in quality"
+    assert [*other["best"]["deployment"]["lossy"]] == [lossy["name"]] and not other["best"]["deployment"]["lossless"]
+    said = f"given is not the same model in quality; {lossy['name']}: "
     assert [said in _printed(document) for document in (same, other)] == [False, True]
 
 
