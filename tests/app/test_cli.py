@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from membound.app import cli
+
+Done = subprocess.CompletedProcess[str]
 CALIBRATION = Path(__file__).parent / "calibration.json"
 TINY = """
 name: tiny
@@ -32,9 +37,21 @@ OPERATORS = """source,gpu,op,model,tp,m,n,k,batch,q_len,kv_len,n_heads,n_kv_head
 """
 
 
-def membound(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str) -> Done:
+    """The command as a process of its own."""
     command = [sys.executable, "-P", "-m", "membound.app.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def membound(*arguments: str) -> Done:
+    """The command in this process: to start one takes longer than most answers."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["membound", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    code = left.value.code
+    return Done(arguments, code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -44,8 +61,8 @@ def tiny(tmp_path: Path) -> str:
     return str(path)
 
 
-def refused(*arguments: str) -> str:
-    result = membound(*arguments)
+def refused(*arguments: str, run: Callable[..., Done] = membound) -> str:
+    result = run(*arguments)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
     (sentence,) = [line for line in result.stderr.splitlines() if line and "% " not in line[:6]]  # beside progress
@@ -70,6 +87,10 @@ def refused(*arguments: str) -> str:
 )
 def test_bad_values_are_one_sentence(tiny: str, assignment: str, said: str) -> None:
     assert said in refused("simulate", tiny, "--set", assignment)
+
+
+def test_a_process_of_its_own_refuses_as_well(tiny: str) -> None:
+    assert "hardware 'H1000' is unknown" in refused("simulate", tiny, "--set", "hardware=H1000", run=started)
 
 
 def test_fields_that_need_each_other_are_set_at_once_and_each_once(tiny: str) -> None:
@@ -111,11 +132,11 @@ def test_measuring_what_this_machine_is_not_or_cannot_hold_is_refused(
     monkeypatch.setenv("MEMBOUND_HOME", str(with_kernels(tmp_path)))
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "local.json").write_text(CALIBRATION.read_text())
-    assert "only 'local' and 'local-gpu' can be measured here" in refused("measure", tiny)
-    assert "what was calibrated on this machine is its CPU" in refused("compare", "llama-8b-gpu")
+    assert "only 'local' and 'local-gpu' can be measured here" in refused("measure", tiny, run=started)
+    assert "what was calibrated on this machine is its CPU" in refused("compare", "llama-8b-gpu", run=started)
     local = ("measure", tiny, "--set", "hardware=local", "--set")
-    assert "does not fit" in refused(*local, "model=Llama-3.1-405B")
-    assert "field 'weights' is 'nowhere'" in refused(*local, "weights=nowhere")
+    assert "does not fit" in refused(*local, "model=Llama-3.1-405B", run=started)
+    assert "field 'weights' is 'nowhere'" in refused(*local, "weights=nowhere", run=started)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +147,7 @@ def test_measuring_what_this_machine_is_not_or_cannot_hold_is_refused(
     ],
 )
 def test_json_is_one_document(tiny: str, arguments: list[str], keys: set[str]) -> None:
-    result = membound(arguments[0], tiny, "--json")
+    result = started(arguments[0], tiny, "--json")
     assert result.returncode == 0, result.stderr
     assert set(json.loads(result.stdout)) == keys
 
@@ -229,4 +250,4 @@ def test_a_data_sheet_that_is_kept_is_said(tmp_path: Path, monkeypatch: pytest.M
 def test_a_value_beyond_all_measure_leaves_no_warning(tmp_path: Path) -> None:
     table = tmp_path / "ops.csv"
     table.write_text(OPERATORS.replace(",60,", ",1e30,"))
-    assert membound("validate", str(table)).stderr == ""
+    assert started("validate", str(table)).stderr == ""
