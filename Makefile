@@ -1,6 +1,6 @@
 TORCH ?=
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 SCREENSHOTS_ARGS ?=
 export TORCH
 
@@ -9,7 +9,7 @@ export TORCH
 help:
 	@echo "make setup      .venv with all that membound needs; the command is .venv/bin/membound"
 	@echo "make dashboard  setup, then the dashboard on 127.0.0.1:8501"
-	@echo "make test       setup, what the tests need, and the tests (PYTEST_ARGS='-k roofline' for some, TEST_WORKERS=2)"
+	@echo "make test       setup, what the tests need, and the tests (PYTEST_ARGS='-k roofline' for some, TEST_WORKERS=3)"
 	@echo "make screenshots  pictures of every page with the runs kept here, in build/screenshots (SCREENSHOTS_ARGS=--whole)"
 	@echo "make lint       ruff and mypy"
 	@echo "make gpu-check  on a GPU: the kernels checked, their resources, and their times, whose table comes last"
@@ -24,7 +24,7 @@ dashboard: setup
 
 test:
 	@.ci/bootstrap.sh test
-	.venv/bin/pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	.venv/bin/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 screenshots:
 	@.ci/bootstrap.sh test

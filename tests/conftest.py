@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -55,7 +57,28 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: a run that ends with small ones keeps its workers busy to the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """All that needs a browser runs in one worker, with one dashboard whose answers are computed once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneBrowser(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "browser" if "/browser/" in f"/{file}" else file
+
+    return OneBrowser(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
     if item.get_closest_marker("gpu"):
         reason = _why_no_gpu()
         if reason:
