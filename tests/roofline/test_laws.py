@@ -497,16 +497,17 @@ def test_a_single_prediction_takes_less_than_a_millisecond():
     assert takes_less_than(1e-3, predict, runs=50)
 
 
-def test_importing_costs_little_beyond_numpy_and_pydantic():
+def test_importing_costs_little_beside_numpy_and_pydantic():
+    """As a ratio of CPU times: a machine with other work makes both longer."""
+
     def import_s(modules: str) -> float:
         code = f"import time; start = time.process_time(); import {modules}; print(time.process_time() - start)"
         return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
     # pydantic loads its own modules when they are first named.
     known = "numpy, numpy.typing, yaml, pydantic.types, pydantic.functional_validators"
-
-    def own_s() -> float:
-        return import_s("membound.roofline.operating_point") - import_s(known)
-
-    assert any(import_s("membound.roofline") < 0.3 for _ in range(3))
-    assert any(own_s() < 0.3 for _ in range(3))
+    known_s, all_s, package_s = (
+        min(import_s(modules) for _ in range(3))
+        for modules in (known, "membound.roofline.operating_point", "membound.roofline")
+    )
+    assert package_s < known_s and all_s < 5.0 * known_s
