@@ -79,20 +79,31 @@ const inLines = (name, most) => {
   return lines.join("<br>");
 };
 
-// On a narrow screen names beside the rows leave room for what they name, and those under the columns stand upright.
-const NARROW = 520, ROW_NAMES = 120, COLUMN_NAME = 95;
+// On a narrow screen names beside the rows leave room for what they name, those under the columns stand upright, and
+// what is written into the chart is smaller.
+const NARROW = 520, ROW_NAMES = 120, COLUMN_NAME = 95, NAME_LINE = 11;
+// As many lines of a name as its row has room for.
+const cut = (name, most) => {
+  const lines = name.split("<br>");
+  return lines.length > most ? [...lines.slice(0, most - 1), `${lines[most - 1].trimEnd()}…`].join("<br>") : name;
+};
 const fitted = (traces, layout, width) => {
   if (width >= NARROW) return layout;
   const { xaxis, yaxis } = layout;
   const named = traces.find(({ type, y }) => type === "heatmap" && typeof y?.[0] === "string")?.y
     ?? (Array.isArray(yaxis?.categoryarray) ? yaxis.categoryarray : undefined);
   const names = yaxis?.ticktext ?? named;
+  const margin = layout.margin ?? layout.template?.layout?.margin;
+  const most = names && Math.max(1, Math.floor(((layout.height ?? 450) - (margin?.t ?? 0) - (margin?.b ?? 0)) / names.length / NAME_LINE));
   const rows = names?.some((name) => String(name).length > 16)
-    ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => inLines(name, 18)), tickfont: { ...yaxis?.tickfont, size: 10 } }
+    ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => cut(inLines(name, 19), most)), tickfont: { ...yaxis?.tickfont, size: 10 } }
     : {};
   const across = traces.find(({ type }) => type === "heatmap")?.x?.length;
   const columns = xaxis?.tickangle === 0 && across && (width - ROW_NAMES) / across < COLUMN_NAME ? { tickangle: -90 } : {};
-  return { ...layout, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...columns } };
+  const annotations = layout.annotations?.map((each) => ({ ...each, font: { ...each.font, size: Math.min(each.font?.size ?? 12, 9.5) } }));
+  const beside = Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key));
+  const few = beside.length < 2 ? {} : Object.fromEntries(beside.map((key) => [key, { ...layout[key], nticks: 3, tickfont: { size: 10 } }]));
+  return { ...layout, ...few, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...few.xaxis, ...columns } };
 };
 
 // A line through all that a long run told costs more to draw than it shows: every other of the older points goes then.

@@ -25,7 +25,7 @@ TITLE_CHARACTERS = 40
 
 # What a draft's acceptance is made of, and its sizes.
 _ACCEPTANCE = ("alpha", "decay", "guessable", "rank_exponent", "hit_rate")
-_SIZES = ("gamma", "depth", "tree_size", "layers", "budget")
+_SIZES = ("gamma", "depth", "heads", "tree_size", "layers", "budget")
 _METHODS = {
     name.lower(): name
     for name in ("GPTQ", "AWQ", "RTN", "SmoothQuant", "SparseGPT", "Wanda", "SnapKV", "H2O", "Quest", "StreamingLLM")

@@ -46,7 +46,8 @@ def memory_figure(memory: MemoryBreakdown, capacity_bytes: float, device: str, t
     fig.add_vline(x=capacity_bytes / text.GIB, line={"color": VERMILLION, "dash": "dash", "width": 2})
     furthest = max(capacity_bytes, memory.total_bytes)
     fig.update_xaxes(title=t("memory.x"), range=[0, furthest * 1.03 / text.GIB])
-    fig.update_layout(barmode="stack", bargap=0.2, legend={"traceorder": "normal"})
+    two_a_line = {"entrywidth": 0.48, "entrywidthmode": "fraction", "font": {"size": 11}}
+    fig.update_layout(barmode="stack", bargap=0.2, legend={"traceorder": "normal", **two_a_line})
     return fig
 
 

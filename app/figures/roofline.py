@@ -170,7 +170,7 @@ def _label_rates(fig: go.Figure, roofs: Roofs) -> None:
         else:
             groups.append([(name, rate)])
     for group in groups:
-        label = ", ".join(f"{names} {rate}" for rate, names in _same_rates(group).items())
+        label = f"{'/'.join(name for name, _ in group)} {_between(group[0][1], group[-1][1])}"
         fig.add_annotation(
             x=np.log10(roofs.intensity_range[1]),
             y=np.log10(group[-1][1]),
@@ -182,12 +182,13 @@ def _label_rates(fig: go.Figure, roofs: Roofs) -> None:
         )
 
 
-def _same_rates(group: Sequence[tuple[str, float]]) -> dict[str, str]:
-    """Rates as they read, each with the formats that have it."""
-    names: dict[str, list[str]] = {}
-    for name, rate in group:
-        names.setdefault(text.flop_rate(rate), []).append(name)
-    return {rate: "/".join(formats) for rate, formats in names.items()}
+def _between(low: float, high: float) -> str:
+    """One rate, or two that are of about the same size: "291–304 GFLOP/s"."""
+    first, last = text.flop_rate(low), text.flop_rate(high)
+    if first == last:
+        return last
+    number, unit = first.split(" ")
+    return f"{number}–{last}" if last.endswith(f" {unit}") else f"{first} – {last}"
 
 
 def _draw_operators(fig: go.Figure, cost: StepCost, t: Translate) -> None:

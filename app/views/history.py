@@ -31,7 +31,8 @@ class Entry:
 
     id: str
     created: float
-    what: str
+    name: str
+    kind: str
     state: str
     shown: bool
     show: Callable[[str], None]
@@ -85,25 +86,24 @@ def _named(scenario_yaml: str) -> str:
 def _job(job: Job, t: Translate) -> Entry:
     took = "" if not job.finished or not job.started else f" · {text.seconds(job.finished - job.started)}"
     state = f"{STATE_MARKS[job.state]} {t(f'state.{job.state}')}{took}"
-    return Entry(
-        job.id, job.created, f"{t(f'kind.{job.kind}')} · {scenario_name(job)}", state, job.id == shown_job(), show_job
-    )
+    kind = t(f"kind.{job.kind}")
+    return Entry(job.id, job.created, scenario_name(job), kind, state, job.id == shown_job(), show_job)
 
 
 def _run(run: Run, took: Mapping[str, float], t: Translate) -> Entry:
     seconds = took.get(run.job_id or "")
     words = t("state.from_command") if run.job_id is None else t("state.done")
     state = f"{STATE_MARKS['done']} {words}" + ("" if seconds is None else f" · {text.seconds(seconds)}")
-    what = f"{t(f'kind.{run.kind}')} · {run.label} · {made_by(run)}"
+    kind = f"{t(f'kind.{run.kind}')} · {made_by(run)}"
     shown = run.id == shown_run() or (run.job_id is not None and run.job_id == shown_job())
-    return Entry(run.id, run.created, what, state, shown, show_run)
+    return Entry(run.id, run.created, run.label, kind, state, shown, show_run)
 
 
 def _line(entry: Entry, t: Translate) -> None:
-    when, what, state, action = st.columns([2, 4, 2, 1], vertical_alignment="center")
-    when.text(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created)))
-    what.text(entry.what)
-    state.text(entry.state)
+    said, action = st.columns([8, 1], vertical_alignment="center")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
+    below = text.plain(" · ".join((when, entry.kind, entry.state)))
+    said.markdown(f"**{text.plain(entry.name)}**  \n:small[{below}]")
     if entry.shown:
         action.caption(t("history.shown"))
     else:

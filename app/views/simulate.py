@@ -14,7 +14,7 @@ from membound.app.figures.template import BOUND_MARKS
 from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import asked, fields, states, traffic
-from membound.app.views.charts import chart
+from membound.app.views.charts import chart, words_table
 from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.app.views.simulated_case import conditions, simulated_case
@@ -58,7 +58,7 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
         _latencies(cases, slo)
     with right:
         st.header(t("simulate.compare"))
-        st.dataframe(_comparison(cases, slo, t), hide_index=True, key="cases", height="content")
+        words_table(_comparison(cases, slo, t))
         st.caption(t("simulate.compare_caption", baseline=t("simulate.case_given")))
     simulated_case(run, cases)
 

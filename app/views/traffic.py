@@ -173,14 +173,11 @@ def _traffic(chosen: dict[str, Any], t: Translate) -> None:
         _number(chosen, "output", 1, 100_000, t, 64)
     with next(cells):
         chosen["spread"] = fields.one_of(PAGE, "spread", SPREADS, DEFAULTS["spread"], t)
-    cells = iter(st.columns(5))
     if kind == "gamma":
-        with next(cells):
-            _number(chosen, "cv", 0.1, 20.0, t, 0.5)
+        _numbers(chosen, 5, (("cv", 0.1, 20.0, 0.5),), t)
     if kind == "sessions":
-        for key, low, high, step in (("turns", 1.0, 1000.0, 1), ("think", 0.0, 1e5, 1), ("system", 0, 100_000, 100)):
-            with next(cells):
-                _number(chosen, key, low, high, t, step)
+        of_talks = (("turns", 1.0, 1000.0, 1), ("think", 0.0, 1e5, 1), ("system", 0, 100_000, 100))
+        _numbers(chosen, 5, of_talks, t)
 
 
 def _trace(chosen: dict[str, Any], t: Translate) -> None:

@@ -97,7 +97,7 @@ def test_a_simulation_is_shown_to_whoever_asks_the_same(store: Store) -> None:
     summary = (store.runs("policies")[0].comparison() or {})["cases"][0]["summary"]
     share = f"{100 * summary['slo_attainment']:.1f} %"
     assert T("simulate.answer", share=share, kept=T("simulate.both_objectives")) in words_of(at)
-    assert list(at.dataframe[0].value.columns) == [T("simulate.c_metric"), "as chosen", "static"]
+    assert list(at.table[0].value.columns) == [T("simulate.c_metric"), "as chosen", "static"]
     other = open_page("simulate", **(SMALL_RUN | {"rate": "5.0"}))
     assert not other.header, "another question has no answer yet"
 
@@ -127,7 +127,7 @@ def test_only_objectives_that_are_given_are_said_to_be_kept(
     store: Store, slo: dict[str, float], kept: str | None
 ) -> None:
     at = _own(store, slo=slo)
-    words, rows = words_of(at), [row for frame in at.dataframe for row in frame.value.iloc[:, 0].astype(str)]
+    words, rows = words_of(at), [row for frame in at.table for row in frame.value.iloc[:, 0].astype(str)]
     if kept is None:
         assert at.header[0].value == "20 of 20 requests are answered; no objective is given."
     else:
