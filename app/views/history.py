@@ -103,7 +103,9 @@ def _line(entry: Entry, t: Translate) -> None:
     said, action = st.columns([8, 1], vertical_alignment="center")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.created))
     below = text.plain(" · ".join((when, entry.kind, entry.state)))
-    said.markdown(f"**{text.plain(entry.name)}**  \n:small[{below}]")
+    with said.container(gap=None):
+        st.markdown(f"**{text.plain(entry.name)}**")
+        st.caption(below)
     if entry.shown:
         action.caption(t("history.shown"))
     else:
