@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import plotly.graph_objects as go
 
@@ -15,10 +16,10 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "hexagon")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def experiment_figure(finding: Finding, height: int = 460) -> go.Figure:
+def experiment_figure(finding: Finding, height: int = 460, worded: Callable[[str], str] = str) -> go.Figure:
     """The figure of an experiment: a line for each value of the chart's columns, with its spread as error bars.
 
-    Solid where it was measured, hollow and dashed where it is predicted.
+    Solid where it was measured, hollow and dashed where it is predicted. `worded` says titles in the reader's language.
     """
     chart, fig = finding.chart, figure(height)
     hollow = "" if finding.machine else "-open"
@@ -37,11 +38,11 @@ def experiment_figure(finding: Finding, height: int = 460) -> go.Figure:
             line={"color": _COLORS[index], "dash": dash if finding.machine else "dash"},
             marker={"symbol": f"{_SYMBOLS[index]}{hollow}", "size": 9, "line": {"width": 2}},
         )
-    fig.update_xaxes(title=x.title, type="log" if x.log else None)
+    fig.update_xaxes(title=worded(x.title), type="log" if x.log else None)
     if x.log:
         values = sorted({row[x.column] for row in drawn})
         fig.update_xaxes(tickvals=values, ticktext=[f"{value:g}" for value in values])
-    fig.update_yaxes(title=y.title, type="log" if y.log else None, rangemode="normal" if y.log else "tozero")
+    fig.update_yaxes(title=worded(y.title), type="log" if y.log else None, rangemode="normal" if y.log else "tozero")
     return fig
 
 

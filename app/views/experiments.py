@@ -22,7 +22,7 @@ from membound.app.views.session import has_torch, store, translate
 from membound.app.views.verdicts import in_words
 
 # Names of bounds that are no word of any language.
-_BOUNDS = re.compile(r"\bmemory_(weights|kv)\b")
+_BOUNDS = re.compile(r"\b(memory_weights|memory_kv|drafting)\b")
 
 
 def page() -> None:
@@ -77,7 +77,7 @@ def _finding(finding: Finding, t: Translate) -> None:
     ]
     axes = finding.chart
     chart(
-        experiment_figure(finding),
+        experiment_figure(finding, worded=lambda words: _worded(words, t)),
         key=finding.name,
         alt=t("experiments.alt", rows=len(rows), title=axes.y.title, over=axes.x.title),
         caption=" ".join(_worded(line, t) for line in finding.conditions),
