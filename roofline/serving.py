@@ -45,6 +45,11 @@ def mean_context(prompt_tokens: float, output_tokens: float) -> float:
     return prompt_tokens + (output_tokens + 1.0) / 2.0
 
 
+def _others(batch: Count) -> Count:
+    """Sequences that decode beside one whose prompt joins them."""
+    return np.maximum(np.asarray(batch) - 1.0, 1e-3)[()]
+
+
 @dataclass(frozen=True)
 class Deployment:
     """A model on devices with an engine: one replica, whose parallelism is in the set-up.
@@ -101,15 +106,25 @@ class Deployment:
 
         One in which `batch` sequences of these lengths are served, or each of many.
         """
-        chunk_tokens, context = float(self.chunk_tokens), mean_context(prompt_tokens, output_tokens)
-        most_together = max(chunk_tokens // prompt_tokens, 1.0)
-        together = np.clip(np.asarray(batch) / max(output_tokens, 1.0), 1.0, most_together)[()]
-        others = StepShape.decode(np.maximum(np.asarray(batch) - 1.0, 1e-3)[()], context)
+        context, together = (
+            mean_context(prompt_tokens, output_tokens),
+            self.together(batch, prompt_tokens, output_tokens),
+        )
+        others = StepShape.decode(_others(batch), context)
         plain_s, total_s = self.steps_s(others), np.zeros(np.shape(batch))[()]
-        for chunk, cached, times in chunks(prompt_tokens, chunk_tokens):
+        for chunk, cached, times in chunks(prompt_tokens, float(self.chunk_tokens)):
             joined = others + StepShape.prefill(together, chunk, cached)
             total_s = total_s + times * (self.steps_s(joined) - plain_s)
         return np.maximum(total_s, 0.0) / together
+
+    def together(self, batch: Count, prompt_tokens: float, output_tokens: float) -> Count:
+        """Prompts that join the same step where requests end one by one: as many as end meanwhile."""
+        most = max(self.chunk_tokens // prompt_tokens, 1.0)
+        return np.clip(np.asarray(batch) / max(output_tokens, 1.0), 1.0, most)[()]
+
+    def joined_s(self, batch: float, context: float) -> float:
+        """Seconds that the steps which a prompt joins would take without it: those of the others' tokens."""
+        return self.step_s(StepShape.decode(_others(batch), context))
 
     def _micro_batches(self, batch: float) -> float:
         return float(self.setup.parallel.micro_batches_of(batch))
@@ -175,14 +190,16 @@ class SteadyLoad:
     """`concurrency` clients in a closed loop on one replica: as one request ends the next one's prompt joins a step.
 
     While a request makes its `output_tokens`, each of the others ends once and starts once, so that `concurrency - 1`
-    prompts pass. Who waits for them is the scheduler's choice: the `interleaved` share of their time falls between
-    tokens, the rest before first tokens; their sum, a request's whole time, is the same.
+    prompts pass. Who waits for them is the scheduler's choice: `first_s` of their time fall before a first token, the
+    rest between tokens; their sum, a request's whole time, is the same. Where nobody says how much that is, the
+    profile's `interleaved` share falls between tokens.
     """
 
     deployment: Deployment
     concurrency: float
     prompt_tokens: float
     output_tokens: float
+    first_s: float | None = None
 
     @cached_property
     def batch(self) -> float:
@@ -213,10 +230,15 @@ class SteadyLoad:
         """Seconds of the other clients' prompts while a request is served."""
         return (self.batch - 1.0) * self.busy_s
 
+    @property
+    def _first_s(self) -> float:
+        """Seconds of them before a first token."""
+        return (1.0 - self.deployment.interleaved) * self._others_s if self.first_s is None else self.first_s
+
     @cached_property
     def tpot_s(self) -> float:
         """Mean seconds a token after the first, with the prompts that pass meanwhile."""
-        return self.decode_s + self.deployment.interleaved * self._others_s / max(self.output_tokens, 1.0)
+        return self.decode_s + max(0.0, self._others_s - self._first_s) / max(self.output_tokens, 1.0)
 
     @property
     def median_itl_s(self) -> float:
@@ -232,7 +254,10 @@ class SteadyLoad:
     def ttft_s(self) -> float:
         """Seconds to the first token: the own prompt, those before it, and a place in the batch where it is full."""
         waiting_s = (self.concurrency / self.batch - 1.0) * self._request_s
-        return self.decode_s + self.prompt_s + (1.0 - self.deployment.interleaved) * self._others_s + waiting_s
+        if self.batch <= 1.0:  # no token of another is in the steps of the prompt
+            return self.deployment.prefill_s(1.0, self.prompt_tokens) + waiting_s
+        joined_s = self.deployment.joined_s(self.batch, self._context)
+        return joined_s + self.prompt_s + self._first_s + waiting_s
 
     @property
     def _request_s(self) -> float:

@@ -96,8 +96,9 @@ def requests_beyond(workload: Workload, tokens: int) -> int:
 class Load:
     """`concurrency` clients, each with one request of these lengths under way.
 
-    Of a workload with a number of requests the share `at_once` is there when the run begins. Of an open workload
-    requests come `at_random`, and `overload_rps` a second beyond what all seats together serve; `busiest` says how many
+    Of a closed loop with a number of requests the share `at_once` is there when the run begins. The share
+    `amid_steps` comes while a step is under way, none where clients who do not think send the next request. Of an open
+    workload `overload_rps` requests a second arrive beyond what all seats together serve; `busiest` says how many
     arrive when, where it is not the mean load.
     """
 
@@ -106,7 +107,7 @@ class Load:
     overload_rps: float = 0.0
     busiest: str | None = None
     at_once: float = 0.0
-    at_random: bool = False
+    amid_steps: float = 0.0
 
 
 def arrival_rate(workload: Workload) -> float | None:

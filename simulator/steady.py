@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
@@ -20,7 +22,7 @@ from membound.roofline.remedies import remedies
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import ClosedLoop
-from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, chunks
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.steps import Speculation, checked_speculation
 from membound.simulator.busiest import BusiestPart, busiest_of, requests_seen
@@ -53,6 +55,23 @@ class SpeculatingDeployment(Deployment):
 
     def token_s(self, batch: Count, context: float) -> Count:
         return super().token_s(batch, context) / self.tokens_per_step
+
+    def joining_s(self, batch: Count, prompt_tokens: float, output_tokens: float) -> Count:
+        if not self.batching.prompts_alone:
+            return super().joining_s(batch, prompt_tokens, output_tokens)
+        together = self.together(batch, prompt_tokens, output_tokens)
+        steps = chunks(prompt_tokens, float(self.chunk_tokens))
+        alone = (times * self.steps_s(StepShape.prefill(together, chunk, cached)) for chunk, cached, times in steps)
+        return sum(alone, np.zeros(np.shape(batch))[()]) / together
+
+    def group_s(self, others: float, group: float, prompt_tokens: float, context: float) -> float:
+        """Seconds of the steps in which a group's prompts are computed beside a token of each of the others."""
+        beside = StepShape.decode(others, context)
+        steps = chunks(prompt_tokens, float(self.chunk_tokens))
+        return sum(n * self.step_s(beside + StepShape.prefill(group, chunk, cached)) for chunk, cached, n in steps)
+
+    def joined_s(self, batch: float, context: float) -> float:
+        return 0.0 if self.batching.prompts_alone else super().joined_s(batch, context)
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -184,7 +203,33 @@ class Steady:
     @cached_property
     def _continuous(self) -> SteadyLoad:
         lengths = self.lengths
-        return SteadyLoad(self.deployment, self.load.concurrency, lengths.prompt_tokens, lengths.output_tokens)
+        load = SteadyLoad(self.deployment, self.load.concurrency, lengths.prompt_tokens, lengths.output_tokens)
+        return replace(load, first_s=self._first_s(load))
+
+    def _first_s(self, load: SteadyLoad) -> float:
+        """Seconds of others' prompts that are computed before a request's first token.
+
+        A request takes the place of one that ended, and joins the next step with those of the others that ended in the
+        same one: of `batch - 1` who end once in an output's steps. Who began together and has as many tokens to write
+        ends together again, so that such requests stay in groups.
+        """
+        deployment, others = self.deployment, load.batch - 1.0
+        if others <= 0.0:
+            return 0.0
+        in_step = self.load.amid_steps == 0.0 and deployment.speculation is None
+        same = self.lengths.end_together if in_step else 0.0
+        mixed_s = others / max(load.output_tokens / deployment.tokens_per_step, 1.0) * load.busy_s
+        own_s = deployment.joined_s(load.batch, self.lengths.context) + load.prompt_s
+        return same * max(0.0, self._group_s(load.batch) - own_s) + (1.0 - same) * mixed_s
+
+    def _group_s(self, batch: float) -> float:
+        """Mean seconds to the first tokens of a group: as many as a step holds beside the others' tokens, or where
+        prompts come first all clients, a step of them after the other."""
+        deployment, prompt = self.deployment, self.lengths.prompt_tokens
+        group = min(batch, max(deployment.chunk_tokens // prompt, 1.0))
+        if deployment.batching.prompts_alone:
+            return self._mean_wait_s(batch)
+        return deployment.group_s(batch - group, group, prompt, self.lengths.context)
 
     @cached_property
     def batch(self) -> float:
@@ -213,11 +258,27 @@ class Steady:
 
     @property
     def ttft_s(self) -> float:
-        """Mean seconds to the first token; a static batch's clients wait for the batch before."""
+        """Mean seconds to the first token; a static batch's clients wait for the batch before.
+
+        Who comes while a step is under way waits for its end, half of it on average. Of those who are there when a run
+        begins each waits for half of the others' steps.
+        """
         if not self.is_static:
-            return self._continuous.ttft_s
+            steady_s = self._continuous.ttft_s + self.load.amid_steps * self.step_s / 2.0
+            return steady_s + self.load.at_once * max(0.0, self._mean_wait_s(self.batch) - steady_s)
         waiting_s = (self.load.concurrency / self.batch - 1.0) * self._static_s
         return self.deployment.prefill_s(self.batch, self.lengths.prompt_tokens) + waiting_s
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step that decodes, with the prompts in it."""
+        return self.tpot_s * self.deployment.tokens_per_step
+
+    def _mean_wait_s(self, batch: float) -> float:
+        """Mean seconds to a first token where all of a batch arrive at once, and a step computes what it holds."""
+        deployment, prompt = self.deployment, self.lengths.prompt_tokens
+        steps = max(batch / max(deployment.chunk_tokens // prompt, 1.0), 1.0)
+        return deployment.prefill_s(batch, prompt) * (1.0 + 1.0 / steps) / 2.0
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -309,14 +370,18 @@ def load_of(scenario: Scenario, deployment: SpeculatingDeployment, *, at_busiest
     if isinstance(arrivals, ClosedLoop):
         clients, pause_s = float(arrivals.concurrency), think_s(workload)
         if not pause_s:
-            return Load(clients, lengths)
-        return Load(_crossing(lambda n: n + served(n) * pause_s - clients, clients), lengths)
+            requests = workload.requests
+            return Load(clients, lengths, at_once=min(1.0, clients / requests) if requests else 0.0)
+        under_way = _crossing(lambda n: n + served(n) * pause_s - clients, clients)
+        return Load(under_way, lengths, amid_steps=1.0 - math.exp(-under_way))
     mean = arrival_rate(scenario.workload)
     assert mean is not None, "an open workload has a rate"
     rate, busiest = (mean, None) if part is None else (part.rate_rps, _busiest_said(part, mean))
     if (most := served(seats)) <= rate:
-        return Load(seats, lengths, rate - most, busiest)
-    return Load(_crossing(lambda n: served(n) - rate, seats), lengths, busiest=busiest)
+        return Load(seats, lengths, rate - most, busiest, amid_steps=1.0)
+    concurrency = _crossing(lambda n: served(n) - rate, seats)
+    under_way = rate / served(1.0) if concurrency <= 1.0 else concurrency
+    return Load(concurrency, lengths, busiest=busiest, amid_steps=1.0 - math.exp(-under_way))
 
 
 def _busiest_said(part: BusiestPart, mean: float) -> str:

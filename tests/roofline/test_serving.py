@@ -12,21 +12,22 @@ from hypothesis import strategies as st
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
-from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, with_parallel
+from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, mean_context, with_parallel
 from membound.roofline.techniques import EngineSetup
 
 H100 = Deployment(get_model("Llama-3.1-8B"), get_hardware("H100-SXM5"), EngineSetup())
 LENGTHS = st.integers(1, 4000)
 
 
-@given(concurrency=st.integers(1, 200), prompt=LENGTHS, output=st.integers(2, 1000))
+@given(concurrency=st.integers(2, 200), prompt=LENGTHS, output=st.integers(2, 1000))
 @settings(max_examples=40)
 def test_a_requests_time_is_that_of_its_tokens_and_of_everybodys_prompts(concurrency, prompt, output):
     """Whoever waits for a prompt, all prompts of the batch pass once while a request is served."""
     load = SteadyLoad(H100, concurrency, prompt, output)
     whole_s = load.ttft_s + load.output_tokens * load.tpot_s
     if load.batch == concurrency:
-        alone_s = load.decode_s * (output + 1) + load.batch * load.prompt_s
+        joined_s = H100.joined_s(load.batch, mean_context(prompt, output))
+        alone_s = load.decode_s * output + joined_s + load.batch * load.prompt_s
         assert whole_s == pytest.approx(alone_s, rel=1e-9)
     assert load.tpot_s >= load.decode_s
     assert load.ttft_s >= load.prompt_s
