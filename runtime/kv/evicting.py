@@ -18,7 +18,7 @@ from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.policies import policy_of
 from membound.runtime.kv.scratch import prompt_scratch
-from membound.runtime.kv.steps import LastStep, PlacedBatch, PlacingStore, PromptPart, SeatedStep
+from membound.runtime.kv.steps import LastStep, PlacedBatch, PromptPart, SeatedStep, SeatStore
 from membound.runtime.kv.store import NewPages
 from membound.runtime.rope import RopeTables
 
@@ -34,7 +34,7 @@ class EvictingStep:
     decoding: PlacedBatch | None
 
 
-class EvictingKv(PlacingStore):
+class EvictingKv(SeatStore):
     """At each seat, for each KV head, the `budget` tokens that its policy ranks highest.
 
     A prompt sees what was kept before it and all of itself, and is evicted from when it is over. A token that decodes
@@ -98,19 +98,6 @@ class EvictingKv(PlacingStore):
         for part in seated.prompts:
             out[part.first : part.last] = self._prompt(qkv[part.first : part.last], rope, part, scale, softcap)
         return out
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        raise AssertionError("refused before: a cache of constant size has no blocks to move")
-
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        raise AssertionError("refused before: a cache of constant size has no blocks to move")
-
-    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        raise AssertionError("refused before: a cache of constant size has no blocks to move")
-
-    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
-        raise AssertionError("refused before: drafts and eviction exclude each other")
 
     def _prompt(self, qkv: Tensor, rope: RopeTables, part: PromptPart, scale: float, softcap: float | None) -> Tensor:
         """Attention of a chunk of a prompt; what it leaves is cut down to the budget."""

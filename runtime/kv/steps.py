@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,6 +28,26 @@ class PlacingStore(ABC):
     @abstractmethod
     def placed(self, batch: RaggedBatch) -> RaggedBatch:
         """The batch of a step that decodes as a PlacedBatch; another as it is."""
+
+
+class SeatStore(PlacingStore):
+    """A store of constant size at each seat: it has no blocks that other caches could share, swap or roll back.
+
+    What asks for them is refused before a model is read.
+    """
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        raise AssertionError("a cache of constant size has no blocks to move")
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        raise AssertionError("a cache of constant size has no blocks to move")
+
+    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
+        raise AssertionError("a cache of constant size has no blocks to move")
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        raise AssertionError("drafts and eviction exclude each other")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from membound.kernels.base import RaggedBatch
 from membound.roofline.models import GroupedQueryAttention
 from membound.roofline.techniques import KvBudget
 from membound.runtime.kv.scratch import prompt_scratch
-from membound.runtime.kv.steps import LastStep, PlacedBatch, PlacingStore, PromptPart, SeatedStep
+from membound.runtime.kv.steps import LastStep, PlacedBatch, PromptPart, SeatedStep, SeatStore
 from membound.runtime.kv.store import NewPages
 from membound.runtime.rope import RopeTables
 
@@ -31,7 +31,7 @@ class StreamingStep:
     decoding: PlacedBatch | None
 
 
-class StreamingKv(PlacingStore):
+class StreamingKv(SeatStore):
     """At each seat the first `sinks` tokens, and a ring of the newest: which is the same for all layers and heads."""
 
     on_host = True
@@ -82,19 +82,6 @@ class StreamingKv(PlacingStore):
             rows = step.seated.rows
             out[rows] = self.kv.attend(qkv[rows], rope, step.decoding, scale, softcap)
         return out
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        raise AssertionError("refused before: a cache of constant size has no blocks to move")
-
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        raise AssertionError("refused before: a cache of constant size has no blocks to move")
-
-    def write_blocks(self, blocks: Sequence[int], content: Tensor) -> None:
-        raise AssertionError("refused before: a cache of constant size has no blocks to move")
-
-    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
-        raise AssertionError("refused before: drafts and eviction exclude each other")
 
     def place_of(self, positions: Tensor) -> Tensor:
         """Where a token lies at its seat: the sinks in front, the others in a ring."""
