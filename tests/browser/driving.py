@@ -127,6 +127,22 @@ class Tab:
         group = self.page.locator("[data-testid=stButtonGroup]").filter(has_text=label)
         group.get_by_text(option, exact=True).first.click(timeout=PAGE_TIMEOUT_MS)
 
+    def at(self, *parts: str) -> None:
+        """Until the address, which follows the page, has all these parts."""
+        self.page.wait_for_url(lambda url: all(part in url for part in parts), timeout=PAGE_TIMEOUT_MS)
+
+    def chosen(self, label: str, option: str) -> None:
+        """Until this and nothing else is chosen in the group of buttons with this label."""
+        group = self.page.locator("[data-testid=stButtonGroup]").filter(has_text=label).first
+        only = re.compile(rf"^\s*{re.escape(option)}\s*$")
+        group.locator("[data-selected=true]", has_text=only).wait_for(timeout=PAGE_TIMEOUT_MS)
+        assert group.locator("[data-selected=true]").count() == 1
+
+    def answers(self, words: str | re.Pattern[str]) -> None:
+        """Until this is the page's answer, or part of it."""
+        said = self.page.get_by_role("heading", name=words)
+        self.page.get_by_role("heading", level=2).first.and_(said).wait_for(timeout=PAGE_TIMEOUT_MS)
+
     @property
     def answer(self) -> str:
         """The page's answer, its first heading below the title."""

@@ -121,7 +121,7 @@ def test_a_store_that_is_deleted_while_pages_are_open_is_begun_anew(
     server = uncalibrated(MEMBOUND_TASKS="calibrate=fake_tasks:calibrate", PYTHONPATH=str(Path(__file__).parent))
     tab = session(server).open("/explore")
     for kept in server.home.iterdir():
-        shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
+        shutil.rmtree(kept) if kept.is_dir() and not kept.is_symlink() else kept.unlink()
     tab.choose(EN("choice.batch"), "64")
     tab.page.wait_for_url(re.compile("batch=64"), timeout=TIMEOUT_MS)
     tab.settle()
@@ -137,7 +137,7 @@ def test_back_and_forward_show_the_page_that_the_address_names(session: Session)
     tab.settle()
     tab.page.go_back()
     tab.page.get_by_role("heading", name=answer).wait_for(timeout=TIMEOUT_MS)
-    assert "batch=64" in tab.settle().page.url
+    tab.settle().at("batch=64")
     tab.page.go_forward()
     tab.sees(EN("validate.title"))
     tab.settle()
@@ -149,5 +149,4 @@ def test_quick_clicks_end_in_the_last_choice(session: Session) -> None:
         tab.choose(EN("choice.batch"), batch)
     tab.page.wait_for_url(re.compile("batch=32"), timeout=TIMEOUT_MS)
     tab.settle()
-    chosen = tab.page.locator("[data-testid=stButtonGroup]", has_text=EN("choice.batch"))
-    assert chosen.locator("[data-selected=true]").all_inner_texts() == ["32"]
+    tab.chosen(EN("choice.batch"), "32")

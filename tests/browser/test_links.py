@@ -31,11 +31,6 @@ def _follow(tab: Any, words: str, page: str) -> None:
     tab.settle()
 
 
-def _chosen(tab: Any, label: str) -> str:
-    group = tab.page.locator("[data-testid=stButtonGroup]").filter(has_text=label).first
-    return str(group.locator("[data-selected=true]").inner_text(timeout=PAGE_TIMEOUT_MS))
-
-
 def test_a_question_of_start_is_answered_for_its_own_batch(session: Session) -> None:
     tab = session().open("/explore")
     tab.choose(EN("choice.batch"), "4")
@@ -44,24 +39,24 @@ def test_a_question_of_start_is_answered_for_its_own_batch(session: Session) -> 
     tab.settle()
     _go(tab, "start")
     _follow(tab, EN("start.ask_techniques"), "techniques")
-    assert "batch 32" in tab.answer
-    assert _chosen(tab, EN("choice.batch")) == "32"
-    assert "batch=32" in tab.page.url
+    tab.answers("batch 32")
+    tab.chosen(EN("choice.batch"), "32")
+    tab.at("batch=32")
     tab.choose(EN("choice.batch"), "16")
     tab.settle()
-    tab.page.wait_for_url(re.compile("batch=16"))
-    assert _chosen(tab, EN("choice.batch")) == "16"
+    tab.at("batch=16")
+    tab.chosen(EN("choice.batch"), "16")
     _go(tab, "stack")
-    tab.page.wait_for_url(re.compile("batch=16"))
-    assert _chosen(tab, EN("choice.batch")) == "16"
+    tab.at("batch=16")
+    tab.chosen(EN("choice.batch"), "16")
 
 
 def test_the_machine_of_start_is_explored_as_it_is_drawn(session: Session) -> None:
     tab = session().open("/explore?model=Llama-3.1-70B&batch=64")
     _go(tab, "start")
     _follow(tab, EN("machine.explore"), "explore")
-    assert "model=SmolLM2-135M" in tab.page.url and "hw=local" in tab.page.url
-    assert _chosen(tab, EN("choice.batch")) == "1"
+    tab.at("model=SmolLM2-135M", "hw=local")
+    tab.chosen(EN("choice.batch"), "1")
 
 
 def test_a_pasted_scenario_outlives_a_visit_to_simulate(session: Session) -> None:

@@ -58,8 +58,10 @@ def test_a_page_follows_a_run_without_running_again(session: Callable[..., Any],
     frames: list[int] = []
     tab.page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(len(frame))))
     tab.open(f"/live?job={job}").drawn(TIMEOUT_MS)
-    tab.page.wait_for_timeout(1000)
-    before = len(frames)
+    before = -1
+    while before != len(frames):  # until the page has said all
+        before = len(frames)
+        tab.page.wait_for_timeout(1000)
     for number in (2, 3, 4):
         _tell(dashboard.store, job, number)
         tab.page.locator(".membound-written", has_text=f"<i>and</i> text {number}").wait_for(timeout=TIMEOUT_MS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +20,9 @@ PAGES = ("techniques", "stack", "advisor")
 TIMEOUT_MS = 60_000
 EN, ZH = Translate("en"), Translate("zh")
 WIDE, NARROW = {"width": 1360, "height": 900}, {"width": 400, "height": 800}
-# What a control may take, median, with a page of many charts on a machine that does nothing else; a loaded one gets
-# more, as this is no measurement.
-CONTROL_S = 0.4
-LOADED = 4.0
+# What the server may compute for a control, median, with a page of many charts: twice what it takes on a machine that
+# does nothing else, whose clock would tell of other work.
+CONTROL_CPU_S = 0.8
 
 
 @pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
@@ -35,7 +35,7 @@ def test_a_page_draws_its_answer(
     tab = session(locale=locale, color_scheme=scheme, viewport=viewport).open(f"/{name}?batch=32")
     tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
     tab.drawn(TIMEOUT_MS)
-    assert re.search(r"\d\.\d\d×", tab.answer)
+    tab.answers(re.compile(r"\d\.\d\d×"))
     assert tab.page.evaluate("document.querySelector('.stMain').scrollWidth <= innerWidth + 1"), "scrolls sideways"
     tab.settle()
 
@@ -58,7 +58,7 @@ def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Sessio
     # the link on Start, which is still there while the page is read, asks the same
     answer = re.compile(r"Does speculation help at batch 32\?.*Yes: 1\.", re.DOTALL)
     tab.page.locator("p", has_text=answer).wait_for(timeout=TIMEOUT_MS)
-    assert "batch=32" in tab.page.url
+    tab.at("batch=32")
     tab.sees(re.compile("pays up to batch"))
     tab.settle()
 
@@ -78,8 +78,8 @@ def test_a_link_is_the_page(session: Session, name: str) -> None:
     first = session().open(path)
     answer = first.answer
     second = session().open(first.page.url.removeprefix(first.url))
-    assert second.answer == answer
-    assert all(part in second.page.url for part in ("model=Qwen2.5-7B", "batch=64", "gain=tpot_s"))
+    second.answers(answer)
+    second.at("model=Qwen2.5-7B", "batch=64", "gain=tpot_s")
     for tab in (first, second):
         tab.settle()
 
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_fit_is_said_with_what_would_help(session: Session
 def test_techniques_that_exclude_each_other_are_refused_and_the_rest_is_drawn(session: Session) -> None:
     tab = session().open("/stack?stack=weight_quantization,w8a8,eagle")
     tab.page.locator("[data-testid=stAlert]", has_text="weights cannot be int4 and fp8 at once").wait_for()
-    assert tab.answer.startswith("Gain in")
+    tab.answers(re.compile("^Gain in"))
     tab.settle()
 
 
@@ -104,7 +104,7 @@ def test_many_techniques_are_computed_as_a_job_and_found_again(session: Session)
     tab.page.get_by_role("heading", name=re.compile("^Gain in")).wait_for(timeout=180_000)
     tab.settle()
     again = session().open(tab.page.url.removeprefix(tab.url))
-    assert again.answer == tab.answer
+    again.answers(tab.answer)
 
 
 def test_the_advisors_first_move_opens_in_the_stack(session: Session) -> None:
@@ -113,7 +113,7 @@ def test_the_advisors_first_move_opens_in_the_stack(session: Session) -> None:
     tab.page.wait_for_url(re.compile("/stack"), timeout=TIMEOUT_MS)
     tab.page.wait_for_url(re.compile("batch=32"), timeout=TIMEOUT_MS)
     tab.page.get_by_role("heading", name=re.compile("^Gain in")).wait_for(timeout=TIMEOUT_MS)
-    assert "stack=eagle" in tab.page.url
+    tab.at("stack=eagle")
     tab.settle()
 
 
@@ -127,19 +127,27 @@ def test_numbers_are_shown_as_a_table_and_downloaded(session: Session) -> None:
     tab.settle()
 
 
-def test_a_control_is_answered_soon(session: Session) -> None:
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is Linux's")
+def test_a_control_costs_the_server_little(session: Session, dashboard: Any) -> None:
     tab = session().open("/techniques?batch=1")
     for batch in ("16", "64"):  # every point once, so that the answers and the pages are warm
-        _batch_s(tab, batch)
-    took = [_batch_s(tab, batch) for batch in ("16", "64", "16", "64", "16")]
-    print(f"a known point is shown within {statistics.median(took):.2f} s (median)")
-    assert statistics.median(took) < LOADED * CONTROL_S
+        _answer(tab, batch)
+    took = []
+    for batch in ("16", "64", "16", "64", "16"):
+        before = _cpu_s(dashboard.process.pid)
+        _answer(tab, batch)
+        took.append(_cpu_s(dashboard.process.pid) - before)
+    assert 0 < statistics.median(took) < CONTROL_CPU_S
+
+
+def _answer(tab: Any, batch: str) -> None:
+    """The click on a batch, until the whole page is the new answer."""
+    tab.choose(EN("choice.batch"), batch)
+    tab.page.locator("p", has_text=f"Does speculation help at batch {batch}?").wait_for(timeout=TIMEOUT_MS)
     tab.settle()
 
 
-def _batch_s(tab: Any, batch: str) -> float:
-    """Seconds from the click on a batch to the new answer."""
-    started = time.perf_counter()
-    tab.choose(EN("choice.batch"), batch)
-    tab.page.locator("p", has_text=f"Does speculation help at batch {batch}?").wait_for(timeout=TIMEOUT_MS)
-    return time.perf_counter() - started
+def _cpu_s(pid: int) -> float:
+    """What a process has computed until now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
