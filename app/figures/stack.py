@@ -137,7 +137,7 @@ def waterfall_figure(
             )
     fig.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=rows, ticks="", automargin=True)
     fig.update_yaxes(showgrid=False)  # it would strike the words through
-    fig.update_xaxes(title=axis_title, range=[0, furthest * 1.25], exponentformat="none", tickformat=",")
+    fig.update_xaxes(title=axis_title, range=[0, furthest * 1.15], exponentformat="none", tickformat=",")
     fig.update_layout(barmode="overlay", bargap=0.35, margin={"l": 8, "b": 48, "t": 64})
     return fig
 

@@ -32,18 +32,20 @@ def configuration() -> Configuration:
     """What the widgets hold."""
     t = translate()
     with st.container(border=True):
-        left, middle, right = st.columns([2, 2, 3])
+        left, middle, right = st.columns([2, 2, 1.6])
+        point, below = st.container(horizontal=True), st.container()
         with left:
             model = choose_model(t)
         with middle:
             device = choose_device(t)
-        with right:
+        with below:
             techniques = _techniques(t)
         contexts = [context for context in CONTEXTS if context <= model.max_context]
-        with st.container(horizontal=True):
+        with point:
             phase = fields.one_of("choice", "phase", PHASES, PHASES[0], t, lambda name: t(f"phase.{name}"))
             context = fields.one_of("choice", "ctx", contexts, min(CONTEXT, contexts[-1]), t, short_count)
             batch = fields.one_of("choice", "batch", BATCHES, BATCH, t, str)
+        with right:
             setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques], published=model.published)
             tp = fields.one_of("choice", "tp", divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA

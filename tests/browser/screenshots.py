@@ -6,8 +6,8 @@
 Starts the dashboard on a free port with the store of `--home` (that of MEMBOUND_HOME), opens each page at 1440 x 1000
 in English and, once, in Chinese, and at 420 pixels of width, and writes a PNG of each after it has settled. Live shows
 the newest comparison of this store that was measured; without one it shows its empty state. `--whole` takes the whole
-page in the place of its first screen, and `--readme` writes the three pictures of the README, which are as high as
-what they show.
+page in the place of its first screen, and `--readme` writes the three pictures of the README, which end above what they
+do not show.
 """
 
 from __future__ import annotations
@@ -23,20 +23,29 @@ from typing import Any
 from driving import IDLE, WAITING, Dashboard, Tab, opened_chromium
 
 from membound.app.home import membound_home
+from membound.app.i18n import Translate
 from membound.app.store import Store
 
+EN = Translate("en")
 PAGES = (
     "start", "explore", "techniques", "stack", "advisor", "simulate", "plan", "live", "experiments", "validate",
 )  # fmt: skip
 # Pages that answer unasked; Live does so where it is given a run.
 ANSWERING = ("start", "explore", "techniques", "stack", "advisor", "simulate", "plan", "validate")
 WIDE, NARROW = (1440, 1000), (420, 1000)
-README = {"explore": (1440, 1415), "stack": (1440, 1372), "live": (1440, 1500)}
+# The pictures of the README, each with the first thing that it no longer shows.
+README = {
+    "explore": f"h2:has-text('{EN('explore.sweep')}')",
+    "stack": f"h2:has-text('{EN('stack.shares')}')",
+    "live": "[data-testid=stDataFrame]",
+}
 README_FOLDER = Path(__file__).parent / "screenshots"
 ANSWER_TIMEOUT_MS = 240_000
 # Charts move into place, and fonts come, for so long after all is there.
 CALM_MS = 1500
 MOST_HEIGHT = 12_000
+# Between the end of a picture and what it no longer shows.
+MARGIN = 8
 COLORS = 256
 
 
@@ -70,8 +79,8 @@ def newest_measured(store: Store) -> str | None:
     return None if best is None else best[1]
 
 
-def picture(chromium: Any, dashboard: Dashboard, name: str, view: View, whole: bool) -> bytes:
-    """The page as a PNG, after everything that it waited for is there."""
+def picture(chromium: Any, dashboard: Dashboard, name: str, view: View, whole: bool, above: str | None = None) -> bytes:
+    """The page as a PNG, after all that it waited for is there; only what is `above` an element if one is named."""
     width, height = view.size
     context = chromium.new_context(
         locale=view.locale, color_scheme="light", viewport={"width": width, "height": height}
@@ -81,11 +90,16 @@ def picture(chromium: Any, dashboard: Dashboard, name: str, view: View, whole: b
         path = path_of(name, dashboard.store)
         tab.page.goto(dashboard.url + path, timeout=ANSWER_TIMEOUT_MS)
         _wait(tab, name in ANSWERING or "?run=" in path)
-        if whole:
+        if whole or above:
             tab.page.set_viewport_size({"width": width, "height": _content_height(tab)})
             _wait(tab, False)
         tab.check()
-        return bytes(tab.page.screenshot())
+        if above is None:
+            return bytes(tab.page.screenshot())
+        box = tab.page.locator(above).first.bounding_box()
+        assert box is not None, "the element is on the page"
+        clip = {"x": 0, "y": 0, "width": width, "height": math.floor(box["y"]) - MARGIN}
+        return bytes(tab.page.screenshot(clip=clip))
     finally:
         context.close()
 
@@ -117,10 +131,13 @@ def smaller(png: bytes) -> bytes:
     return written.getvalue()
 
 
-def pictures(dashboard: Dashboard, wanted: list[tuple[str, View]], whole: bool) -> Iterator[tuple[str, bytes]]:
+def pictures(
+    dashboard: Dashboard, wanted: list[tuple[str, View]], whole: bool, readme: bool
+) -> Iterator[tuple[str, bytes]]:
     with opened_chromium() as chromium:
         for name, view in wanted:
-            yield f"{name}-{view.name}", picture(chromium, dashboard, name, view, whole)
+            above = README[name] if readme else None
+            yield f"{name}-{view.name}", picture(chromium, dashboard, name, view, whole, above)
 
 
 def main() -> None:
@@ -135,12 +152,12 @@ def main() -> None:
     views = [view for view in VIEWS if view.name in options.views]
     wanted = [(name, view) for view in views for name in options.only]
     if options.readme:
-        wanted = [(name, View("en", size, "en-US")) for name, size in README.items()]
+        wanted = [(name, VIEWS[0]) for name in README]
     folder = README_FOLDER if options.readme else options.out
     folder.mkdir(parents=True, exist_ok=True)
     dashboard = Dashboard(options.home or membound_home())
     try:
-        for name, png in pictures(dashboard, wanted, options.whole and not options.readme):
+        for name, png in pictures(dashboard, wanted, options.whole, options.readme):
             path = folder / f"{name.removesuffix('-en') if options.readme else name}.png"
             path.write_bytes(smaller(png))
             print(f"{path}  {path.stat().st_size / 1000:.0f} kB", flush=True)
