@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -191,7 +191,8 @@ def divided(
         finally:
             torch.set_num_threads(threads)
             if group is not None and followers.alive and (decoder is None or decoder.usable):
-                send(group, Message(Command.STOP))
+                with suppress(GroupError):  # who has heard it may be gone before it is told to its end
+                    send(group, Message(Command.STOP))
             else:
                 for process in followers.processes:
                     process.kill()
