@@ -19,7 +19,7 @@ from membound.kernels.cpu import build as cpu_build  # noqa: E402
 
 def test_the_second_load_does_not_compile(cpp, tmp_path, monkeypatch):
     monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_build, "FLAGS", tuple(f for f in cpu_build.FLAGS if f != "-O3"))
+    monkeypatch.setattr(cpu_build, "SOURCES", ("norms.cpp", "replay.cpp"))  # all of them are built for the other tests
     cpu_build.load_library()
     built = list((tmp_path / "kernels").iterdir())
     assert len(built) == 1 and built[0].suffix == ".so"
