@@ -106,6 +106,10 @@ const fitted = (traces, layout, width) => {
   return { ...layout, ...few, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...few.xaxis, ...columns } };
 };
 
+const MOST_WORDS_PX = 10.5;
+const smaller = (traces, width) => width >= NARROW ? traces : traces.map((trace) => trace.mode !== "text" ? trace
+  : { ...trace, textfont: { ...trace.textfont, size: Math.min(trace.textfont?.size ?? 12, MOST_WORDS_PX) } });
+
 // A line through all that a long run told costs more to draw than it shows: every other of the older points goes then.
 const MOST_POINTS = 500;
 const thinned = (list) => list.length > MOST_POINTS ? list.filter((_, at) => (list.length - 1 - at) % 2 === 0) : list;
@@ -133,7 +137,7 @@ const draw = async (Plotly, node, data, setStateValue) => {
   const uirevision = data.keepsZoom ? data.key : undefined;
   const titles = JSON.stringify(data.titles);
   if (node.titles !== titles) Object.assign(node, { titles, config: bar(Plotly, data) }); // with another Plotly begins anew
-  await Plotly.react(node, { data: traces, config: node.config,
+  await Plotly.react(node, { data: smaller(traces, node.clientWidth), config: node.config,
     layout: { ...layout, template, uirevision, height: data.height } });
   if (data.feed) {
     node.seen = data.feed.seq;

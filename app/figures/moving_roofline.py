@@ -122,7 +122,7 @@ def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Transla
         "mode": "text",
         "text": [words],
         "textposition": "top left",
-        "textfont": {"size": 14},
+        "textfont": {"size": 13},
         "cliponaxis": False,
         "hoverinfo": "skip",
         "showlegend": False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import parse_scenario
+
+# How workers, whose sentences go to terminals too, write a number of devices.
+_COUNTED = re.compile(r"(?<=\d) x (?=\w)")
 
 
 def page() -> None:
@@ -177,6 +181,7 @@ def _sensitivity(plan: Mapping[str, Any], t: Translate) -> None:
         listed = t("sign.semicolon").join(
             f"{said(change, t)} → {said(answer, t)}" for change, answer in changes.items()
         )
-        st.write(text.plain(t("plan.changes", answer=said(found["screened_answer"], t), changes=listed)))
+        words = t("plan.changes", answer=said(found["screened_answer"], t), changes=listed)
     else:
-        st.write(text.plain(t("plan.no_changes", answer=said(found["screened_answer"], t))))
+        words = t("plan.no_changes", answer=said(found["screened_answer"], t))
+    st.write(text.plain(_COUNTED.sub(" × ", words)))
