@@ -81,7 +81,10 @@ def test_a_run_that_nobody_sees_is_not_asked_for(session: Callable[..., Any], da
     tab = session()
     asked: list[str] = []
     tab.page.on("request", lambda request: asked.append(request.url) if "/news?" in request.url else None)
-    tab.open(f"/live?job={job}").drawn(TIMEOUT_MS)
+    tab.open(f"/live?job={job}")
+    assert tab.page.locator(".membound-chart").count() == 0, "a chart of nothing has no axes"
+    _tell(dashboard.store, job, 6)
+    tab.drawn(TIMEOUT_MS)
     tab.page.wait_for_function("performance.getEntriesByType('resource').some(({ name }) => /news/.test(name))")
     hidden = "Object.defineProperty(document, 'hidden', {{ configurable: true, get: () => {} }})"
     tab.page.evaluate(hidden.format("true"))
