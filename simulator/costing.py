@@ -5,6 +5,7 @@ Stacks and advice ask this of many engines that differ by a technique or two; ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,6 +45,16 @@ class Served(NamedTuple):
         if metric == "tpot_s":
             return than.tpot_s / self.tpot_s
         return self.output_tokens_per_s / than.output_tokens_per_s
+
+    def gain_error(self, than: Served, error: float) -> float:
+        """The relative interval of the gain over another, where times are within `error`: with how far the acceptance
+        may be off that only one of them depends on. Both are independent, so that their logarithms add in squares."""
+        return math.expm1(math.hypot(math.log1p(error), math.log1p(abs(self._acceptance - than._acceptance))))
+
+    @property
+    def _acceptance(self) -> float:
+        """The relative interval of the tokens that a step emits; 0 without speculation."""
+        return float((self.drafting or {}).get("acceptance_error", 0.0))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.results.result import Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import TextPrompts, TraceArrivals, Workload
-from membound.roofline.speculation.steps import checked_speculation
+from membound.roofline.speculation.steps import checked_speculation, with_counted_alpha
 from membound.roofline.techniques import NgramDrafts
 from membound.roofline.times.known import times_for
 from membound.roofline.times.operator import Times
@@ -84,6 +84,7 @@ def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[De
     check_recordable(scenario.workload)
     model = resolve_model(scenario.model)
     checked_speculation(scenario, model)
+    scenario = with_counted_alpha(scenario, model)
     times = times_for(hardware or get_hardware(scenario.hardware), scenario.setup.profile)
     requests = request_stream(scenario.workload)
     drafts = scenario.setup.drafts
@@ -141,7 +142,7 @@ def run(
 
         return run_disaggregated(deployment, requests, looking, step_by_step, enough)
     model, times, memory = deployment.model, deployment.times, deployment.memory
-    scheduler = build_scheduler(scenario, model, times, memory, deployment.content_known)
+    scheduler = build_scheduler(deployment.scenario, model, times, memory, deployment.content_known)
     nobody_looks = observer is None and executor is None and recorder is None and not step_by_step
     ordinary = nobody_looks and is_ordinary(scheduler, scenario.workload)
     recorder = recorder or Recorder(None if ordinary else looking)

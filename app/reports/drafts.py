@@ -38,7 +38,8 @@ def drafting(found: dict[str, Any]) -> str:
     draft = f", draft model {found['draft']}" if "draft" in found else ""
     decay = f", decay {found['decay']:.2f}" if found["decay"] not in (None, 1.0) else ""
     hits = f", hit_rate {found['hit_rate']:.2f}" if found["hit_rate"] < 1.0 else ""
+    doubt = f" (±{found['acceptance_error']:.0%})" if found["acceptance_error"] else ""
     return (
         f"{name}: {size}{chosen}{draft}; alpha {found['alpha']:.2f}{decay}{hits} ({found['alpha_from']}) give "
-        f"{found['tokens_per_step']:.2f} tokens a step"
+        f"{found['tokens_per_step']:.2f} tokens a step{doubt}"
     )

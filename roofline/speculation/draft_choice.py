@@ -14,11 +14,13 @@ import numpy as np
 
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.tasks import acceptance_of
 from membound.roofline.scenario.workload import TextPrompts
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.draft_models import draft_model
+from membound.roofline.speculation.published import acceptance_for
 from membound.roofline.speculation.steps import Speculation, speculation_of
 from membound.roofline.techniques import ModelDrafts, Size, Speculative, Technique
 from membound.roofline.times.known import times_for
@@ -75,7 +77,11 @@ def drafting_of(technique: Speculative, speculation: Speculation, scenario: Scen
     if speculation.profile is not None:
         said["alpha"] = float(speculation.acceptance_by_depth[0])
         said["decay"] = None
-    return said | {"tokens_per_step": speculation.expected_tokens, "alpha_from": source}
+    return said | {
+        "tokens_per_step": speculation.expected_tokens,
+        "acceptance_error": speculation.acceptance_error,
+        "alpha_from": source,
+    }
 
 
 def acceptance_source(technique: Technique, scenario: Scenario) -> str:
@@ -87,6 +93,9 @@ def acceptance_source(technique: Technique, scenario: Scenario) -> str:
         return f"task profile '{workload.task}'"
     default = type(technique).model_fields["alpha"].default
     assumed = "assumed: the technique's default" if getattr(technique, "alpha", None) == default else "the scenario"
+    if isinstance(technique, Speculative) and technique.drafts().assumed:
+        counted = acceptance_for(resolve_model(scenario.model), technique.drafts(), workload.task)
+        assumed = assumed if counted is None else counted.source
     if scenario.temperature > 0:
         assumed += f", which the temperature of {scenario.temperature:g} does not change"
     return f"{assumed}; a simulation replays the recorded text" if _replayed(technique, scenario) else assumed

@@ -24,9 +24,10 @@ from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.acceptance import AcceptanceProfile
 from membound.roofline.speculation.by_depth import shares_by_depth
 from membound.roofline.speculation.drafters import Drafter, DraftModel, drafter_of, glue_s
+from membound.roofline.speculation.published import Acceptance, acceptance_for
 from membound.roofline.speculation.token_tree import TokenTree
 from membound.roofline.step import check_parallel
-from membound.roofline.techniques import Drafts, EngineSetup, Size
+from membound.roofline.techniques import Drafts, EngineSetup, Size, Speculative
 from membound.roofline.times.operator import Times
 
 # Logits of a guess are written in fp32, and read for its probabilities and for the choice (assumed).
@@ -45,13 +46,14 @@ class Speculation:
     """The drafts of a set-up at work for a model: what a step yields, and what it costs on a device.
 
     `profile` is the content's acceptance, which holds for other trees and depths as `by_depth.py` says. Without it that
-    of the drafts holds. Shapes are those of a plain step, in
-    which each decoding sequence has one new token.
+    of the drafts holds. `counted` is what others counted where nobody gave an alpha. Shapes are those of a plain step,
+    in which each decoding sequence has one new token.
     """
 
     model: ModelSpec
     setup: EngineSetup
     profile: AcceptanceProfile | None = None
+    counted: Acceptance | None = None
 
     @property
     def drafts(self) -> Drafts:
@@ -83,6 +85,18 @@ class Speculation:
     def expected_tokens(self) -> float:
         """Tokens that a step emits for each sequence: one, and the accepted guesses of those that have any."""
         return 1.0 + self.drafts.hit_rate * sum(self.acceptance_by_depth)
+
+    @property
+    def acceptance_error(self) -> float:
+        """The relative interval of a step's tokens, from that of an alpha that others counted; 0 of a given one."""
+        if self.counted is None or not self.tree.nodes:
+            return 0.0
+        plain, drafts = replace(self, profile=None, counted=None), self.drafts
+        low, middle, high = (
+            replace(plain, setup=replace(self.setup, drafts=replace(drafts, alpha=alpha))).expected_tokens
+            for alpha in (self.counted.low, self.counted.alpha, self.counted.high)
+        )
+        return max(high / middle, middle / low) - 1.0
 
     @property
     def verified_tokens(self) -> float:
@@ -186,15 +200,39 @@ class Speculation:
 
 def speculation_of(scenario: Scenario, model: ModelSpec | None = None) -> Speculation | None:
     """The speculation of a scenario with its workload's acceptance; None where it has none."""
-    setup, workload = scenario.setup, scenario.workload
+    model = model or resolve_model(scenario.model)
+    counted = counted_for(scenario, model)
+    setup, workload = with_counted_alpha(scenario, model).setup, scenario.workload
     if setup.drafts is None:
         return None
     kind = setup.drafts.kind
     found = found_of(workload, kind)
     if found is not None:
         setup = replace(setup, drafts=replace(setup.drafts, hit_rate=found))
-    profile = acceptance_of(workload, kind)
-    return Speculation(model or resolve_model(scenario.model), setup, profile)
+    return Speculation(model, setup, acceptance_of(workload, kind), counted)
+
+
+def counted_for(scenario: Scenario, model: ModelSpec) -> Acceptance | None:
+    """What others counted of the scenario's drafter where neither its technique nor its workload says how often
+    guesses are right; None where somebody does, or nobody counted."""
+    drafts = scenario.setup.drafts
+    if drafts is None or not drafts.assumed or scenario.workload.acceptance is not None:
+        return None
+    return acceptance_for(model, drafts, scenario.workload.task)
+
+
+def with_counted_alpha(scenario: Scenario, model: ModelSpec) -> Scenario:
+    """The scenario with the alpha that others counted for its model, where it gives none and its task has none."""
+    counted, drafts = counted_for(scenario, model), scenario.setup.drafts
+    if counted is None or drafts is None or not counted.pair:
+        return scenario
+    if acceptance_of(scenario.workload, drafts.kind) is not None:
+        return scenario
+    named = (
+        one.model_copy(update={"alpha": counted.alpha}) if isinstance(one, Speculative) else one
+        for one in scenario.techniques
+    )
+    return scenario.with_techniques(tuple(named))
 
 
 def checked_speculation(scenario: Scenario, model: ModelSpec) -> Speculation | None:

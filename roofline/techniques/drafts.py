@@ -21,7 +21,8 @@ class Drafts:
     In `hit_rate` of the steps there is a draft at all. The best guess at the first position is right with chance
     `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
     one before. That none of the first r guesses behind a token is right falls as r^-`rank_exponent`. Where the engine
-    is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or none.
+    is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or none. Where alpha is
+    `assumed`, nobody gave it: it is the technique's usual one.
     """
 
     kind: ClassVar[DrafterKind]
@@ -33,6 +34,7 @@ class Drafts:
     nodes: int | None = None
     rank_exponent: float = RANK_EXPONENT
     adaptive: bool = False
+    assumed: bool = False
 
     @property
     def alphas(self) -> tuple[float, ...]:

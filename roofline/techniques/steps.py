@@ -48,6 +48,7 @@ class Speculative(Technique):
 
     size_fields: ClassVar[tuple[str, ...]] = ("gamma",)
     usual_size: ClassVar[Size]
+    usual_alpha: ClassVar[float]
     most_depth: ClassVar[int] = MOST_CHAIN
 
     layer = "steps"
@@ -63,6 +64,12 @@ class Speculative(Technique):
     def drafts(self) -> Drafts:
         """What the technique proposes."""
         raise NotImplementedError
+
+    @property
+    def _chance(self) -> dict[str, Any]:
+        """alpha as given, else the usual one."""
+        given: float | None = getattr(self, "alpha", None)
+        return {"alpha": self.usual_alpha, "assumed": True} if given is None else {"alpha": given}
 
     @property
     def given(self) -> Size:
@@ -226,36 +233,40 @@ class TrainedHead(Speculative):
 class Medusa(TrainedHead):
     """Heads on the last hidden state, one for each position ahead; a tree of their guesses (Cai et al., 2024).
 
-    Verified exactly unless `acceptance` is the paper's typical one, which accepts more. alpha and decay are
+    Verified exactly unless `acceptance` is the paper's typical one, which accepts more. The usual alpha and decay are
     those that lead to the 2.31 tokens a step that Spec-Bench measured with Vicuna-7B (A100, greedy).
     """
 
     title = "Medusa heads"
     size_fields = ("heads", "tree_size")
     usual_size = Size(4, 63)
+    usual_alpha = 0.4
     most_depth = 4
 
     name: Literal["medusa"] = "medusa"
     heads: int | None = Field(None, ge=1, le=16, description="positions ahead, each with a head; best if not given")
     tree_size: int | None = Field(None, ge=1, le=1024, description="guesses that a step verifies; best if not given")
-    alpha: float = Field(0.4, ge=0, le=1, description="chance that the best guess of the first head is right")
+    alpha: float | None = Field(
+        None, ge=0, le=1, description="chance that the best guess of the first head is right; as counted if not given"
+    )
     decay: float = Field(0.5, gt=0, le=1, description="the same of each further head, as a share of the one before")
 
     def drafts(self) -> Drafts:
         depth, nodes = self.size
-        return MedusaDrafts(gamma=depth, alpha=self.alpha, decay=self.decay, nodes=nodes, **self._common)
+        return MedusaDrafts(gamma=depth, decay=self.decay, nodes=nodes, **self._chance, **self._common)
 
 
 class Eagle(TrainedHead):
     """One trained layer continues the model's hidden states; a tree of its guesses (Li et al., EAGLE-2, 2024).
 
-    alpha and decay: 0.79, 0.74, 0.72, 0.73, 0.67 at five positions with Vicuna-7B on MT-bench; 25 nodes: EAGLE, 2024
-    (from memory).
+    The usual alpha and decay: 0.79, 0.74, 0.72, 0.73, 0.67 at five positions with Vicuna-7B on MT-bench; 25 nodes:
+    EAGLE, 2024 (from memory). What others counted for a model comes first: `data/drafts/published.yaml`.
     """
 
     title = "EAGLE"
     size_fields = ("depth", "tree_size")
     usual_size = Size(5, 25)
+    usual_alpha = 0.79
     most_depth = MOST_DEPTH
 
     name: Literal["eagle"] = "eagle"
@@ -263,7 +274,9 @@ class Eagle(TrainedHead):
     tree_size: int | None = Field(
         None, ge=1, le=1024, description="guesses that a step verifies, the depth for a chain; the best if not given"
     )
-    alpha: float = Field(0.79, ge=0, le=1, description="chance that the best guess at the first position is right")
+    alpha: float | None = Field(
+        None, ge=0, le=1, description="chance that the best first guess is right; as counted for the model if not given"
+    )
     decay: float = Field(0.97, gt=0, le=1, description="the same at each further one, as a share of the one before")
 
     @model_validator(mode="after")
@@ -277,26 +290,29 @@ class Eagle(TrainedHead):
 
     def drafts(self) -> Drafts:
         depth, nodes = self.size
-        return EagleDrafts(gamma=depth, alpha=self.alpha, decay=self.decay, nodes=nodes, **self._common)
+        return EagleDrafts(gamma=depth, decay=self.decay, nodes=nodes, **self._chance, **self._common)
 
 
 class Mtp(Speculative):
     """The model's own module for the token after the next drafts, again and again (DeepSeek-V3, 2024, section 5.4.3).
 
-    alpha: 0.85 to 0.90 for the first token (DeepSeek-V3, section 5.4.3); decay: SGLang's 2.18 and 2.44 tokens a step
-    with 2 and 3 drafts (LMSYS on DeepSeek-V3, measured_e2e_dev.csv of the facts) fall below a constant rate.
+    The usual alpha: 0.85 to 0.90 for the first token (DeepSeek-V3, section 5.4.3); decay: SGLang's 2.18 and 2.44 tokens
+    a step with 2 and 3 drafts (LMSYS on DeepSeek-V3, measured_e2e_dev.csv of the facts) fall below a constant rate.
     """
 
     title = "multi-token prediction"
     usual_size = Size(1, None)
+    usual_alpha = 0.85
     most_depth = MOST_DEPTH
 
     name: Literal["mtp"] = "mtp"
     gamma: int | None = Field(
         None, ge=1, le=16, description="tokens a step, a run of the module each; best if not given"
     )
-    alpha: float = Field(0.85, ge=0, le=1, description="chance that the first drafted token is accepted")
+    alpha: float | None = Field(
+        None, ge=0, le=1, description="chance that the first drafted token is accepted; as counted if not given"
+    )
     decay: float = Field(0.8, gt=0, le=1, description="the same of each further token, as a share of the one before")
 
     def drafts(self) -> Drafts:
-        return MtpDrafts(gamma=self.size.depth, alpha=self.alpha, decay=self.decay)
+        return MtpDrafts(gamma=self.size.depth, decay=self.decay, **self._chance)

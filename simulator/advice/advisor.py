@@ -195,7 +195,8 @@ def _advised(move: Move, costing: Costing, metric: GainMetric, error: float) -> 
     other: GainMetric = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
     gain = after.better(before, metric)
     why = _why(move, before, after, gain)
-    return Advised(move, gain, after.better(before, other), gain / (1 + error), gain * (1 + error), before, after, why)
+    within = 1.0 + after.gain_error(before, error)
+    return Advised(move, gain, after.better(before, other), gain / within, gain * within, before, after, why)
 
 
 _BOUND_WORDS = {

@@ -117,7 +117,7 @@ class Bench:
             return Effect(technique, baseline, None if isinstance(before, str) else before, None, error, after)
         if isinstance(before, str):
             return Effect(technique, baseline, None, after, error, before)
-        return Effect(technique, baseline, before, after, error)
+        return Effect(technique, baseline, before, after, after.served.gain_error(before.served, error))
 
     def _costed(self, scenario: Scenario) -> Engine:
         sized, drafting = with_best_drafts(scenario, self.load)

@@ -110,7 +110,8 @@ class StackingGame:
                 yield Step(name, baseline, None, None, None, None, base.bottleneck, None, None, found)
                 continue
             gain, together = found.better(base, self.metric), self.gain(subset)
-            low, high = gain / (1 + error), gain * (1 + error)
+            within = 1.0 + found.gain_error(base, error)
+            low, high = gain / within, gain * within
             moved = (base.bottleneck, found.bottleneck, found.batch)
             drafting = found.drafting if technique.layer == "steps" else None
             yield Step(name, baseline, gain, together, low, high, *moved, drafting=drafting)

@@ -116,7 +116,7 @@ def test_drafts_that_nobody_sized_never_lose_and_beat_those_of_any_size(name):
     few, many = stack(scenario(techniques=[]), techniques=[name], batches=[1, 256], contexts=[2048], metric="tpot_s")
     (best,) = few.alone
     assert best.drafting["chosen"] and best.drafting["tokens_per_step"] > 1.0
-    assert best.drafting["alpha_from"].startswith("assumed")
+    assert best.drafting["alpha_from"].startswith(("assumed", "counted by others"))
     for found in (few, many):
         assert found.alone[0].gain >= 1.0 - 1e-9
     if not many.alone[0].drafting["off"]:
