@@ -99,7 +99,10 @@ def outcome(document: Mapping[str, Any], scenario_yaml: str, name: str) -> None:
         run_summary(document["summary"], name)
     made = [] if kept is None else [made_by(kept)]
     notes = [*document.get("notes", []), *document.get("provenance", {}).get("notes", [])]
-    st.caption(text.plain(" · ".join([*made, *(said(note, translate()) for note in notes)])))
+    told = [*made, *(said(note, translate()) for note in notes)]
+    if told:
+        with st.expander(translate()("results.how")):
+            st.markdown("\n".join(f"- {text.plain(line)}" for line in told))
     _downloads(rows, document, scenario_yaml, name, kept)
 
 

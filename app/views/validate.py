@@ -48,7 +48,7 @@ def _published(t: Translate) -> None:
     st.write(t("validate.published_missed", missed=t("sign.semicolon").join(said(what, t) for what in missed)))
     kernels, runs = judged.counts(listed[0])
     st.write(t("validate.published_said", kernels=kernels, runs=runs))
-    promises["what"] = [said(what, t) for what in promises["what"]]
+    promises["what"] = [_row(what, t) for what in promises["what"]]
     chart(
         figures.promises_figure(promises, t),
         key="promises",
@@ -62,9 +62,14 @@ def _published(t: Translate) -> None:
     st.caption(t("validate.published_caption"))
 
 
+def _row(what: str, t: Translate) -> str:
+    """What a row of the document is of, with signs that are not typed."""
+    return said(what, t).replace("<=", "≤").replace(">=", "≥")
+
+
 def _said_table(table: pd.DataFrame, t: Translate) -> pd.DataFrame:
     """A table of the document with its columns, and what its rows are of, in the reader's language."""
-    named = table.assign(what=[said(what, t) for what in table["what"]])
+    named = table.assign(what=[_row(what, t) for what in table["what"]])
     return named.rename(columns={name: said(name, t) for name in named.columns})
 
 
