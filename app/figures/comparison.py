@@ -25,7 +25,7 @@ TITLE_CHARACTERS = 40
 
 # What a draft's acceptance is made of, and its sizes.
 _ACCEPTANCE = ("alpha", "decay", "guessable", "rank_exponent", "hit_rate")
-_SIZES = ("gamma", "depth", "heads", "tree_size", "layers", "budget")
+_SIZES = re.compile(r"\b(gamma|depth|heads|tree_size|layers|budget) (\d+)")
 _METHODS = {
     name.lower(): name
     for name in ("GPTQ", "AWQ", "RTN", "SmoothQuant", "SparseGPT", "Wanda", "SnapKV", "H2O", "Quest", "StreamingLLM")
@@ -55,9 +55,8 @@ def _given(given: str, t: Translate) -> str:
     """What a technique was given, without how often its guesses are right, which a run's scenario says."""
     for field in _ACCEPTANCE:
         given = re.sub(rf"\b{field} \S+ ?", "", given)
-    for field in _SIZES:
-        given = re.sub(rf"\b{field} (\d+)", lambda value, field=field: t(f"given.{field}", value=value[1]), given)
-    return " ".join(map(proper, given.split()))
+    sized = _SIZES.sub(lambda found: t(f"given.{found[1]}", value=found[2]), given)
+    return " ".join(map(proper, sized.split()))
 
 
 def proper(word: str) -> str:

@@ -109,14 +109,14 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
             return None if scenario is None else (scenario, versus)
         _engine(chosen, others, t)
         _traffic(chosen, t)
-        ttft, tpot, versus, more = st.columns([1, 1, 2.6, 1.1], vertical_alignment="bottom")
+        ttft, tpot, against, more = st.columns([1, 1, 2.6, 1.1], vertical_alignment="bottom")
         with more.popover(t("simulate.more"), icon=":material/tune:", width="stretch"):
             _more(chosen, t)
         with ttft:
             _number(chosen, "ttft", 1.0, 1e6, t, 100)
         with tpot:
             _number(chosen, "tpot", 0.1, 1e5, t, 5)
-        with versus:
+        with against:
             chosen["versus"] = fields.several(
                 PAGE, "versus", _others(chosen), DEFAULTS["versus"], t, lambda name: t(f"simulate.case_{name}")
             )
