@@ -263,6 +263,8 @@ def _names(text: str, option: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise MemboundError(f"option {option} is '{text}'; give names with commas between them")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise MemboundError(f"option {option} names {twice[0]} twice; give each once")
     return names
 
 
@@ -277,6 +279,8 @@ def _counts(text: str | None, option: str) -> list[int]:
         raise MemboundError(
             f"option {option} is {reprlib.repr(text)}; give whole numbers from 1 to {MAX_TOKENS:,}, such as 1,8,64"
         )
+    if twice := [count for count in counts if counts.count(count) > 1]:
+        raise MemboundError(f"option {option} gives {twice[0]} twice; give each number once")
     return counts
 
 

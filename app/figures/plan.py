@@ -114,6 +114,10 @@ def _hover(point: Mapping[str, Any], t: Translate) -> str:
     ]
     if cost is not None:
         lines.append(t("plan.usd_mtok", usd=text.digits(cost)))
+    origin = point["origin"]
+    if origin["kind"] == "inherited":
+        scopes, error = t("sign.list").join(origin["inherited_from"]), text.percent(origin["relative_error"])
+        lines.append(t("plan.origin_inherited", device=point["device"], scopes=scopes, error=error))
     return "<br>".join(lines)
 
 

@@ -164,7 +164,7 @@ def _front(document: dict[str, Any]) -> Table:
     shown = points[:: max(1, -(-len(points) // _MOST_FRONT))]
     table = table_of(
         f"front of precision '{first}' ({len(points)} of {len(document['front'])} points, {len(shown)} shown)",
-        *("device", "each", "batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT", "SLO"),
+        *("device", "each", "batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT", "SLO", "times"),
         right=("batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT"),
     )
     fold(table, "device")
@@ -179,6 +179,7 @@ def _front(document: dict[str, Any]) -> Table:
             "no price" if usd is None else f"{usd:.2f}",
             text.seconds(point["ttft_s"]),
             "yes" if point["meets_slo"] else "no",
+            f"{point['origin']['kind']}, ±{text.percent(point['origin']['relative_error'])}",
         )
     return table
 

@@ -59,6 +59,35 @@ def read_text(path: Path, what: str) -> str:
         raise MemboundError(f"{what} '{path}' cannot be read: {reason(error)}") from None
 
 
+# A scenario is a few kilobytes; what goes on for so long is none.
+MOST_PIPED_BYTES = 1 << 24
+
+
+def is_pipe(path: Path) -> bool:
+    """Whether a pipe or the standard input is there, whose writer somebody has named on purpose."""
+    try:
+        state = path.stat()
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(state.st_mode) or (str(path) == "/dev/stdin" and not stat.S_ISREG(state.st_mode))
+
+
+def read_pipe(path: Path | None, what: str) -> str:
+    """The text that a pipe brings until its end, the standard input where no path is given; raises MemboundError."""
+    named = "the standard input" if path is None else f"'{path}'"
+    try:
+        with open(0 if path is None else path, "rb", closefd=path is not None) as pipe:
+            text = pipe.read(MOST_PIPED_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise MemboundError(f"{what} from {named} cannot be read: {reason(error)}") from None
+    if len(text) > MOST_PIPED_BYTES:
+        raise MemboundError(f"{what} from {named} has more than {MOST_PIPED_BYTES:,} bytes; give a file")
+    try:
+        return text.decode("utf-8")
+    except UnicodeError as error:
+        raise MemboundError(f"{what} from {named} cannot be read: {reason(error)}") from None
+
+
 def is_file(path: Path) -> bool:
     """Whether a regular file is there; a path that no system takes is none."""
     try:

@@ -17,7 +17,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import published_formats
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
-from membound.roofline.reading.files import expanded, is_file, read_text
+from membound.roofline.reading.files import expanded, is_file, is_folder, is_pipe, read_pipe, read_text
 from membound.roofline.reading.meant import FIELDS
 from membound.roofline.reading.nearest import did_you_mean, nearest, nearest_first
 from membound.roofline.reading.plain_yaml import parse_yaml
@@ -70,6 +70,15 @@ class Scenario(Part):
     repeats: int = Field(3, ge=1, le=50, description="measurements of each cell, interleaved with its baseline")
     sweep: tuple[dict[str, JsonValue], ...] = ()
     variants: tuple[Variant, ...] = Field((), max_length=200)
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_are_a_choice_or_a_path(cls, value: str) -> str:
+        """A path may be another machine's; a word that is none, and nothing that lies here, is a slip."""
+        is_path = any(mark in value for mark in "/\\~") or value.lower().endswith((".gguf", ".safetensors"))
+        if value not in ("random", "pretrained") and not is_path and not is_folder(Path(value)):
+            raise ValueError("give random, pretrained, or the path of a GGUF or of a folder with safetensors")
+        return value
 
     @field_validator("variants", mode="before")
     @classmethod
@@ -216,9 +225,14 @@ def shipped_scenarios() -> dict[str, str]:
 
 
 def load_scenario(name_or_path: str) -> Scenario:
-    """A scenario from a YAML file, or the shipped one of that name; raises MemboundError with one sentence."""
+    """A scenario from a YAML file, the standard input ('-', or a pipe), or the shipped one of that name.
+
+    Raises MemboundError with one sentence.
+    """
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or is_file(path):
+    if name_or_path == "-" or is_pipe(path):
+        text = read_pipe(None if name_or_path == "-" else path, "scenario")
+    elif path.suffix in (".yaml", ".yml") or is_file(path):
         text = read_text(path, "scenario file")
     else:
         shipped = shipped_scenarios()

@@ -137,6 +137,7 @@ def _front_json(point: FrontPoint) -> dict[str, Any]:
         "device": point.replica.hardware.name,
         "gpus": point.replica.devices,
         "deployment": _parts(point.replica),
+        "origin": _origin_json(point.replica),
         "batch": point.batch,
         "tokens_per_s_per_user": point.user_tokens_per_s,
         "tokens_per_s_per_gpu": point.gpu_tokens_per_s,

@@ -146,6 +146,8 @@ def parse_axis(text: str) -> tuple[str, list[Any]]:
     listed = parse_yaml(f"[{values}]", f"option --over {path}")
     if wrong := [value for value in listed if isinstance(value, float) and not math.isfinite(value)]:
         raise MemboundError(f"option --over {path} has the value {wrong[0]}; give finite numbers")
+    if twice := next((value for index, value in enumerate(listed) if value in listed[:index]), None):
+        raise MemboundError(f"option --over {path} gives {twice} twice; give each value once")
     return path, listed
 
 

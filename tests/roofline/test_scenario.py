@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -251,3 +254,30 @@ def test_seats_that_nobody_names_are_those_of_engines_on_that_hardware():
 def test_shipped_scenarios_name_their_seats():
     for name in shipped_scenarios():
         assert load_scenario(name).engine.max_num_seqs is not None
+
+
+def test_a_scenario_comes_through_a_pipe(tmp_path: Path) -> None:
+    """As `membound predict <(...)` gives it; text that is none is a sentence there too."""
+    pipe, shipped = tmp_path / "pipe", shipped_scenarios()["plan-70b"]
+    os.mkfifo(pipe)
+
+    def told(content: bytes) -> threading.Thread:
+        writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+        writer.start()
+        return writer
+
+    writer = told(shipped.encode())
+    assert load_scenario(str(pipe)) == load_scenario("plan-70b")
+    writer.join()
+    writer = told(b"\xff\xfe")
+    with pytest.raises(MemboundError, match="UTF-8"):
+        load_scenario(str(pipe))
+    writer.join()
+
+
+@pytest.mark.parametrize("weights", ["random", "pretrained", "~/mine", "models/mine", "mine.gguf"])
+def test_weights_are_a_choice_or_a_path(weights: str) -> None:
+    asked = load_scenario("plan-70b")
+    assert asked.with_value("weights", weights).weights == weights
+    with pytest.raises(MemboundError, match=r"field 'weights' is 'pretraind'.*pretrained, or the path"):
+        asked.with_value("weights", "pretraind")

@@ -150,7 +150,14 @@ def test_axes_are_read_as_yaml():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a", "give KEY=A,B,C"), ("a=", "give KEY=A,B,C"), ("=1", "give KEY=A,B,C"), ("a=[", "YAML")]
+    ("text", "said"),
+    [
+        ("a", "give KEY=A,B,C"),
+        ("a=", "give KEY=A,B,C"),
+        ("=1", "give KEY=A,B,C"),
+        ("a=[", "YAML"),
+        ("batch=1,8,1", "gives 1 twice"),
+    ],
 )
 def test_bad_axes_are_one_sentence(text, said):
     with pytest.raises(MemboundError, match=said):
