@@ -41,6 +41,9 @@ os.environ["MEMBOUND_HOME"] = str(HOME)
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = THREADS
 
+# The files of browser tests that open page Plan without a question.
+OPEN_PLAN = ("test_accessibility", "test_hostile", "test_simulate_plan", "test_tour")
+
 # Predicting works without torch, and so do its tests.
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore = [] if HAS_TORCH else ["kernels", "runtime"]
@@ -65,15 +68,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All that needs a browser runs in one worker, with one dashboard whose answers are computed once."""
+    """Two workers have a browser each, whose dashboards are asked for Plan's long answer in one of them alone."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneBrowser(LoadFileScheduling):
+    class TwoBrowsers(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "browser" if "/browser/" in f"/{file}" else file
+            if "/browser/" not in f"/{file}":
+                return file
+            return "browser with Plan" if any(name in file for name in OPEN_PLAN) else "browser"
 
-    return OneBrowser(config, log) if config.getoption("dist") == "loadfile" else None
+    return TwoBrowsers(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

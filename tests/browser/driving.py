@@ -66,7 +66,7 @@ class Dashboard:
         found = re.search(r"http://\S+", self.process.stdout.readline())
         assert found is not None
         self.url = found.group().rstrip("/")
-        for _ in range(100):
+        for _ in range(600):
             try:
                 urllib.request.urlopen(f"{self.url}/_stcore/health", timeout=2).close()
                 return
@@ -147,6 +147,11 @@ class Tab:
     def answer(self) -> str:
         """The page's answer, its first heading below the title."""
         return str(self.page.get_by_role("heading", level=2).first.inner_text(timeout=PAGE_TIMEOUT_MS))
+
+    def fits(self) -> None:
+        """Until nothing of the page is beyond the screen's sides."""
+        fits = "document.querySelector('.stMain').scrollWidth <= innerWidth + 1"
+        self.page.wait_for_function(fits, timeout=PAGE_TIMEOUT_MS)
 
     def check(self) -> Tab:
         assert self.page.locator("[data-testid=stException]").count() == 0

@@ -38,19 +38,6 @@ def _paste(tab: Any, scenario: str) -> None:
     tab.settle()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("language", ["en", "zh"])
-@pytest.mark.parametrize(("name", "path"), [("start", "/"), ("explore", "/explore"), ("live", "/live")])
-def test_every_page_opens(session: Session, name: str, path: str, language: str, scheme: str) -> None:
-    locale = {"en": "en-US", "zh": "zh-CN"}[language]
-    tab = session(locale=locale, color_scheme=scheme).open(path)
-    tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
-    if name != "live":
-        tab.drawn(PAGE_TIMEOUT_MS)
-    tab.page.wait_for_function(f"document.documentElement.lang === '{language}'", timeout=PAGE_TIMEOUT_MS)
-    tab.settle()
-
-
 def test_a_newcomer_gets_the_roofline_without_asking_and_measures_with_one_click(
     session: Session, uncalibrated: Callable[..., Any]
 ) -> None:

@@ -43,7 +43,7 @@ def test_an_experiment_is_run_drawn_downloaded_and_found_in_another_session(sess
     other.sees(ZH("experiments.title"))
     other.drawn(TIMEOUT_MS)
     other.page.get_by_role("button", name=ZH("asked.again"), exact=True).wait_for(timeout=TIMEOUT_MS)
-    assert other.page.evaluate("document.querySelector('.stMain').scrollWidth <= innerWidth + 1")
+    other.fits()
     other.settle()
 
 

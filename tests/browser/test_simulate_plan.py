@@ -1,4 +1,4 @@
-"""Do Plan, Simulate and Validate answer a person with a real browser, in both languages, narrow and wide?"""
+"""Do Plan, Simulate and Validate answer a person with a real browser?"""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from membound.roofline.validation.tables import OPERATOR_COLUMNS
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Session = Callable[..., Any]
-TIMEOUT_MS, JOB_TIMEOUT_MS = 60_000, 180_000
-EN, ZH = Translate("en"), Translate("zh")
-WIDE, NARROW = {"width": 1360, "height": 900}, {"width": 400, "height": 800}
+TIMEOUT_MS, JOB_TIMEOUT_MS = 60_000, 300_000
+EN = Translate("en")
 # small enough that a job takes a second of computing
 SMALL_PLAN = (
     "/plan?plan_model=Llama-3.1-8B&plan_devices=H100-SXM5&plan_precisions=given&plan_together=True&plan_rate=2.0"
@@ -36,26 +35,13 @@ def _ask(tab: Any, label: str) -> None:
     tab.drawn(TIMEOUT_MS)
 
 
-def _fits(tab: Any) -> bool:
-    return bool(tab.page.evaluate("document.querySelector('.stMain').scrollWidth <= innerWidth + 1"))
-
-
-@pytest.mark.parametrize(("language", "scheme", "viewport"), [("en", "light", WIDE), ("zh", "dark", NARROW)])
-@pytest.mark.parametrize("name", ["plan", "simulate", "validate"])
-def test_a_page_answers_its_own_defaults_unasked(
-    session: Session, name: str, language: str, scheme: str, viewport: dict[str, int]
-) -> None:
-    locale = {"en": "en-US", "zh": "zh-CN"}[language]
-    tab = session(locale=locale, color_scheme=scheme, viewport=viewport).open(f"/{name}")
-    tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
-    tab.drawn(JOB_TIMEOUT_MS)
-    assert _fits(tab), "scrolls sideways"
-    tab.settle()
-
-
 def test_a_newcomer_learns_how_many_h100_a_70b_model_needs_at_10_requests_a_second(session: Session) -> None:
+    """By the question on Start and by the menu."""
     tab = session().open("/")
-    tab.page.locator("[data-testid=stTopNavLink]", has_text=EN("nav.plan")).click()
+    tab.page.get_by_role("link", name=EN("start.ask_plan")).click()
+    tab.page.locator("[data-testid=stMetric]", has_text="H100-SXM5").wait_for(timeout=JOB_TIMEOUT_MS)
+    tab.settle()
+    tab.open("/").page.locator("[data-testid=stTopNavLink]", has_text=EN("nav.plan")).click()
     card = tab.page.locator("[data-testid=stMetric]", has_text="H100-SXM5")
     card.wait_for(timeout=JOB_TIMEOUT_MS)
     assert re.search(r"\d+ GPUs", card.inner_text())

@@ -25,8 +25,7 @@ WIDE, NARROW = {"width": 1360, "height": 900}, {"width": 400, "height": 800}
 CONTROL_CPU_S = 0.8
 
 
-@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize(("language", "scheme"), [("en", "light"), ("zh", "dark")])
+@pytest.mark.parametrize(("language", "scheme", "viewport"), [("en", "light", NARROW), ("zh", "dark", WIDE)])
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_draws_its_answer(
     session: Session, name: str, language: str, scheme: str, viewport: dict[str, int]
@@ -36,7 +35,7 @@ def test_a_page_draws_its_answer(
     tab.sees({"en": EN, "zh": ZH}[language](f"{name}.title"))
     tab.drawn(TIMEOUT_MS)
     tab.answers(re.compile(r"\d\.\d\d×"))
-    assert tab.page.evaluate("document.querySelector('.stMain').scrollWidth <= innerWidth + 1"), "scrolls sideways"
+    tab.fits()
     tab.settle()
 
 
@@ -60,15 +59,6 @@ def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Sessio
     tab.page.locator("p", has_text=answer).wait_for(timeout=TIMEOUT_MS)
     tab.at("batch=32")
     tab.sees(re.compile("pays up to batch"))
-    tab.settle()
-
-
-def test_a_newcomer_learns_how_many_gpus_to_rent(session: Session) -> None:
-    tab = session().open("/")
-    tab.page.get_by_role("link", name=EN("start.ask_plan")).click()
-    card = tab.page.locator("[data-testid=stMetric]", has_text="H100-SXM5")
-    card.wait_for(timeout=300_000)
-    assert re.search(r"\d+ GPU", card.inner_text())
     tab.settle()
 
 
