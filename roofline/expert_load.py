@@ -4,10 +4,11 @@ A step waits for the device that has most to do. With T tokens that each choose 
 sum of chances: those of its experts, whose popularity may be skewed, and the noise of T draws. The expected largest of
 those loads tends to that of the most popular device as T grows, and to a single pair as T falls.
 
-Experts lie on devices without regard to their popularity, unless they are balanced: then the most loaded expert gets
-the next of the redundant copies, again and again, and copies go to devices from the most to the least loaded, each to
-the least loaded device with a free slot (DeepSeek-V3, 2024, section 3.4.1, and its load balancer EPLB; here without
-groups of experts, whose popularity nobody publishes). What is known of popularity is taken to be right.
+Experts lie on devices without regard to their popularity, and in their order where each one's load was measured. Where
+they are balanced the most loaded expert gets the next of the redundant copies, again and again, and copies go to
+devices from the most to the least loaded, each to the least loaded device with a free slot (DeepSeek-V3, 2024, section
+3.4.1, and its load balancer EPLB; here without groups of experts, whose popularity nobody publishes). What is known of
+popularity is taken to be right.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from membound.roofline.shape import Count
-from membound.roofline.times.efficiency import distinct_experts, expert_chances
+from membound.roofline.times.efficiency import Popularity, distinct_experts, expert_chances
 
 Values = NDArray[np.float64]
 
@@ -49,7 +50,7 @@ class _Loads(NamedTuple):
 
 
 def busiest_rank(
-    experts: int, top_k: int, ranks: int, tokens: Count, skew: float = 0.0, redundant: int | None = None
+    experts: int, top_k: int, ranks: int, tokens: Count, skew: Popularity = 0.0, redundant: int | None = None
 ) -> Busiest:
     """The expected largest load among `ranks` devices where `tokens` tokens take `top_k` of `experts` experts.
 
@@ -70,7 +71,7 @@ def slots(experts: int, ranks: int, redundant: int | None) -> float:
 
 
 @cache
-def _curves(experts: int, top_k: int, ranks: int, skew: float, redundant: int | None) -> tuple[Values, Values]:
+def _curves(experts: int, top_k: int, ranks: int, skew: Popularity, redundant: int | None) -> tuple[Values, Values]:
     """Over `_TOKENS`: the logarithm of the busiest device's pairs, and its distinct experts."""
     chances = _placed_chances(experts, top_k, ranks, skew, redundant)
     # choices without replacement vary less than independent ones, which for equal devices is this factor in all
@@ -85,14 +86,14 @@ def _curves(experts: int, top_k: int, ranks: int, skew: float, redundant: int | 
     return np.log(np.maximum.accumulate(pairs)), np.maximum.accumulate(active)
 
 
-def _placed_chances(experts: int, top_k: int, ranks: int, skew: float, redundant: int | None) -> Values:
+def _placed_chances(experts: int, top_k: int, ranks: int, skew: Popularity, redundant: int | None) -> Values:
     """The chance that a token comes to each expert of each device: [placements, ranks, experts of a rank]."""
     chance = expert_chances(float(experts), float(top_k), skew)
     each = -(-(experts + (redundant or 0)) // ranks)
     if redundant is not None:
         return _balanced(chance, ranks, each, redundant)[None]
     padded = np.concatenate((chance, np.zeros(each * ranks - experts)))
-    if skew == 0.0 and len(padded) == experts:
+    if isinstance(skew, tuple) or (skew == 0.0 and len(padded) == experts):
         return padded.reshape(1, ranks, each)
     generator = np.random.default_rng(0)
     shuffled = generator.permuted(np.tile(padded, (_PLACEMENTS, 1)), axis=1)

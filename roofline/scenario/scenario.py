@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
@@ -42,9 +42,9 @@ class Scenario(Part):
 
     `parallel` is how one replica divides the model over devices; without a `cluster` there is one. `without` names
     usual techniques that the engine lacks, and `expert_skew` s says that of a mixture's experts the i-th is as popular
-    as i^-s; 0 is uniform. `sweep` lists the points at which `compare` asks it again, each as dotted paths into the
-    scenario with values. `variants` are the engines that it compares with the plain one; without them each technique
-    is one.
+    as i^-s; 0 is uniform. `expert_loads` are measured loads of each instead, in any unit, such as how often a router
+    chose it. `sweep` lists the points at which `compare` asks it again, each as dotted paths into the scenario with
+    values. `variants` are the engines that it compares with the plain one; without them each technique is one.
     """
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
@@ -64,6 +64,7 @@ class Scenario(Part):
     techniques: tuple[AnyTechnique, ...] = ()
     without: tuple[str, ...] = ()
     expert_skew: float = Field(0.0, ge=0, le=4)
+    expert_loads: tuple[Annotated[float, Field(ge=0)], ...] = Field((), max_length=4096)
     workload: Workload
     slo: Slo = Slo()
     temperature: float = Field(0.0, ge=0, description="0 is greedy decoding")
@@ -109,6 +110,8 @@ class Scenario(Part):
             raise ValueError(f"variants name {', '.join(sorted(again))} twice; give each a name of its own")
         for variant in self.variants:
             variant.scenario(self.model_copy(update={"sweep": (), "variants": (), "techniques": ()}))
+        if self.expert_loads and self.expert_skew:
+            raise ValueError("expert_skew and expert_loads both say how popular experts are; remove one of them")
         if self.cluster is not None and self.engine.disaggregation is not None:
             raise ValueError("cluster and engine.disaggregation exclude each other; remove one of them")
         if self.cluster is not None and self.cluster.router == "prefix_aware" and not self.engine.prefix_caching:
@@ -123,7 +126,8 @@ class Scenario(Part):
     def setup(self) -> EngineSetup:
         """What the techniques make of the plain engine and the model as it is published, on the scenario's devices."""
         setup = engine_setup(self.techniques, self.without, published_formats(self.model))
-        return replace(setup, parallel=self.parallel, profile=self.engine.profile, expert_skew=self.expert_skew)
+        popular = self.expert_loads or self.expert_skew
+        return replace(setup, parallel=self.parallel, profile=self.engine.profile, expert_skew=popular)
 
     @property
     def seats(self) -> int:

@@ -77,6 +77,7 @@ class EngineSetup:
     """What the techniques of a scenario leave for the engine to be: the one input of cost and of construction.
 
     With `redundant_experts` experts are balanced over the devices of expert parallelism, with so many copies.
+    `expert_skew` is how popular they are: an exponent, or the measured loads of each.
     """
 
     precision: PrecisionPlan = PLAIN
@@ -85,7 +86,7 @@ class EngineSetup:
     parallel: Parallelism = SINGLE
     fused_attention: bool = True
     absorbed_mla: bool = True
-    expert_skew: float = 0.0
+    expert_skew: float | tuple[float, ...] = 0.0
     profile: str = "graphs"
     kv_budget: KvBudget | None = None
     expert_storage: ExpertStorage | None = None

@@ -24,6 +24,7 @@ from typing import Literal
 
 import numpy as np
 
+from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.hardware.power import power_share
 from membound.roofline.precision import Precision
@@ -328,10 +329,14 @@ def prefill_attention_s(
     return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, heads * attended * flops_per_pair / rate
 
 
-def distinct_experts(experts: float, top_k: float, tokens: Count, skew: float = 0.0) -> Count:
+# How popular the experts of a mixture are: that of expert i goes as i^-s, or is what somebody measured of each.
+Popularity = float | tuple[float, ...]
+
+
+def distinct_experts(experts: float, top_k: float, tokens: Count, skew: Popularity = 0.0) -> Count:
     """The expected number of distinct experts that `tokens` tokens read: N (1 - (1 - k/N)^T) for uniform routing.
 
-    With `skew` s the popularity of expert i goes as i^-s, and the expectation sums over the experts; s = 0 is uniform.
+    With unequal popularity the expectation sums over the experts; a `skew` of 0 is uniform.
     """
     if skew == 0.0:
         share = top_k / experts
@@ -339,7 +344,7 @@ def distinct_experts(experts: float, top_k: float, tokens: Count, skew: float = 
     return np.interp(np.log1p(tokens), *_skewed_curve(experts, top_k, skew))
 
 
-def missing_experts(experts: float, top_k: float, tokens: Count, skew: float, cached: float) -> Count:
+def missing_experts(experts: float, top_k: float, tokens: Count, skew: Popularity, cached: float) -> Count:
     """The expected number of distinct experts that `tokens` tokens read and a cache of the last `cached` has not.
 
     With chance q_i that a step reads expert i, it lies in the cache with 1 - (1 - q_i)^t, where the characteristic time
@@ -356,7 +361,7 @@ def missing_experts(experts: float, top_k: float, tokens: Count, skew: float, ca
 
 
 @cache
-def _missing_curve(experts: float, top_k: float, skew: float, cached: float) -> np.ndarray:
+def _missing_curve(experts: float, top_k: float, skew: Popularity, cached: float) -> np.ndarray:
     chance = expert_chances(experts, top_k, skew)
     missing = [0.0]
     for tokens in np.geomspace(1.0, 1e5, 60):
@@ -370,16 +375,21 @@ def _missing_curve(experts: float, top_k: float, skew: float, cached: float) -> 
 
 
 @cache
-def _skewed_curve(experts: float, top_k: float, skew: float) -> tuple[np.ndarray, np.ndarray]:
+def _skewed_curve(experts: float, top_k: float, skew: Popularity) -> tuple[np.ndarray, np.ndarray]:
     chance = expert_chances(experts, top_k, skew)
     tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
     read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
     return np.log1p(tokens), read
 
 
-def expert_chances(experts: float, top_k: float, skew: float) -> np.ndarray:
-    """The chance that a token takes each expert, of popularity i^-s."""
-    weights = np.arange(1.0, experts + 1.0) ** -skew
+def expert_chances(experts: float, top_k: float, skew: Popularity) -> np.ndarray:
+    """The chance that a token takes each expert; raises MemboundError for loads of another number of experts."""
+    weights = np.array(skew) if isinstance(skew, tuple) else np.arange(1.0, experts + 1.0) ** -skew
+    if len(weights) != experts or np.count_nonzero(weights) < top_k:
+        raise MemboundError(
+            f"field 'expert_loads' has {len(weights)} loads, {np.count_nonzero(weights)} of them above 0, but the "
+            f"model has {experts:.0f} experts, of which a token takes {top_k:.0f}; give one load for each"
+        )
     chance = np.minimum(top_k * weights / weights.sum(), 1.0)
     for _ in range(50):  # a chance cannot exceed 1: what is cut off goes to the others
         missing = top_k - chance.sum()

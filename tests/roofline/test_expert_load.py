@@ -19,6 +19,7 @@ from membound.roofline.memory import weights_by_part
 from membound.roofline.models import get_model
 from membound.roofline.operators import message
 from membound.roofline.parallel import Parallelism
+from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import EngineSetup, ExpertBalancing, ExpertOffload, engine_setup
@@ -237,3 +238,39 @@ def test_messages_of_prompts_reach_about_what_deepep_published(device, ep):
     seconds = float(times_for(get_hardware(device)).of(sent, 0.0).time_s)
     logical = 4096 * a_token * nodes * (1 - (1 - 1 / nodes) ** 8)
     assert logical / seconds / 1e9 == pytest.approx(THROUGHPUT_GB_S[device, ep], rel=0.12)
+
+
+# --- measured loads ---
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("tokens", [1.0, 16.0, 300.0])
+def test_measured_loads_that_are_those_of_a_skew_read_as_many_experts(skew, tokens):
+    loads = tuple(1e6 * expert_chances(64.0, 6.0, 0.0) * np.arange(1.0, 65.0) ** -skew)
+    assert distinct_experts(64.0, 6.0, tokens, loads) == pytest.approx(
+        float(distinct_experts(64.0, 6.0, tokens, skew)), rel=1e-3
+    )
+
+
+def test_the_device_with_the_popular_experts_is_waited_for():
+    """Loads are placed in their order: the same loads, spread over devices, leave nobody to wait for."""
+    clustered, spread = (1.0,) * 8 + (9.0,) * 8, (1.0, 9.0) * 8
+    many = 1e6
+    for loads, share in ((clustered, 9.0 / 10.0), (spread, 0.5)):
+        assert busiest_rank(16, 2, 2, many, loads).pairs == pytest.approx(2.0 * many * share, rel=0.01)
+    balanced = busiest_rank(16, 2, 2, many, clustered, redundant=0)
+    assert balanced.pairs == pytest.approx(many, rel=0.02)
+
+
+def test_a_scenario_gives_measured_loads_and_they_fit_its_model():
+    asked = load_scenario("plan-70b").with_values({"model": "Mixtral-8x7B", "sweep": [], "parallel.tp": 2})
+    even, uneven = (asked.with_value("expert_loads", loads) for loads in ([5] * 8, [70, 10, 5, 5, 4, 3, 2, 1]))
+    shape, h100 = StepShape.decode(4.0, 1000.0), times_for(get_hardware("H100-SXM5"))
+    times_s = [step_cost(get_model("Mixtral-8x7B"), one.setup, h100, shape).time_s for one in (asked, even, uneven)]
+    assert times_s[1] == pytest.approx(times_s[0]) and times_s[2] < 0.95 * times_s[1]
+    with pytest.raises(MemboundError, match=r"has 3 loads.*8 experts"):
+        step_cost(get_model("Mixtral-8x7B"), asked.with_value("expert_loads", [1, 2, 3]).setup, h100, shape)
+    with pytest.raises(MemboundError, match="expert_skew and expert_loads"):
+        uneven.with_value("expert_skew", 0.5)
+    with pytest.raises(MemboundError, match="expert_loads"):
+        asked.with_value("expert_loads", [1, -2])
