@@ -32,7 +32,8 @@ _SPELLINGS = {
     # the short names of llama-quantize's file types are also those of block layouts
     **{short: f"{short}_m" for short in ("q2_k", "q3_k", "q4_k", "q5_k")},
 }
-_CACHE_SPELLINGS = {"int8": "int8_head", "int4": "int4_head_zero16", "kivi": "kivi2"}
+# ExLlama's caches have a scale for 32 numbers (from memory), as llama.cpp's blocks do.
+_CACHE_SPELLINGS = {"int8": "int8_head", "int4": "int4_head_zero16", "kivi": "kivi2", "q8": "q8_0", "q4": "q4_0"}
 # Activations that a weight format says by itself; with any other weights they stay in 16 bits.
 _ACTIVATIONS_OF = {
     **dict.fromkeys(("fp8", "fp8_e5m2"), "fp8"),

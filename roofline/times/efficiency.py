@@ -316,17 +316,36 @@ def prefill_attention_s(
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of causal attention of whole prompts or chunks.
 
-    Each tile of 128 queries pays `tile_tokens` keys of prologue and mask; fewer (head, tile) blocks than `wave_loss`
-    times the units leave some idle.
+    Beside its products each query-key pair needs an exponential, of which a unit does `softmax_per_cycle` with what
+    belongs to it; kernels compute the `masked_share` of the pairs that the causal mask hides. A tile of 128 queries of
+    a head starts and ends in `tile_cycles`; fewer tiles than `wave_loss` times the units leave some idle.
     """
     mean_q = tokens / np.maximum(sequences, 1e-9)
     padded = np.ceil(mean_q / TILE) * TILE
-    pairs = (attended / np.maximum(tokens, 1e-9) + (padded - mean_q) / 2.0 + p["tile_tokens"]) * padded * sequences
-    blocks = heads * sequences * padded / TILE / (hardware.compute_units or 100)
-    idle = (1.0 + (p["wave_loss"] / np.maximum(blocks, 1e-9)) ** 2) ** 0.5
-    tiled_s = heads * pairs * flops_per_pair / rate * idle
+    keys = attended / np.maximum(tokens, 1e-9)
+    hidden = np.minimum(mean_q / 2.0, keys) * p["masked_share"]
+    pairs = heads * (keys + hidden + (padded - mean_q) / 2.0) * padded * sequences
+    units = _tile_units(hardware)
+    cycles_per_s = units * (hardware.clock_hz or _CLOCK_HZ)
+    work_s = pairs * flops_per_pair / rate
+    if hardware.kind == "gpu":
+        exponentials = p["softmax_per_cycle"] * (2.0 if hardware.name in _TWICE_THE_EXPONENTIALS else 1.0)
+        work_s = overlapped(work_s, pairs / (cycles_per_s * exponentials))
+    tiles = heads * sequences * padded / TILE
+    idle = (1.0 + (p["wave_loss"] * units / np.maximum(tiles, 1e-9)) ** 2) ** 0.5
+    tiled_s = (work_s + tiles * p["tile_cycles"] / cycles_per_s) * idle
     memory_s = stream_s(p, hardware, moved_bytes)
     return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, heads * attended * flops_per_pair / rate
+
+
+# Twice the exponentials a cycle: 10.7e12 a second where the B200 has 5e12 (NVIDIA, "Making softmax more efficient with
+# NVIDIA Blackwell Ultra"; verda.com, "GB300 NVL72 architecture").
+_TWICE_THE_EXPONENTIALS = ("B300-SXM", "GB300")
+
+
+def _tile_units(hardware: HardwareSpec) -> float:
+    """Units that work on a tile each. Accelerators have few and large ones, and work as a GPU of about this many."""
+    return float(hardware.compute_units or 100) if hardware.kind == "gpu" else 100.0
 
 
 # How popular the experts of a mixture are: that of expert i goes as i^-s, or is what somebody measured of each.

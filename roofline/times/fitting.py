@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +19,15 @@ from membound.roofline.times.efficiency import ANY, FAMILIES, OWN_KERNELS, PER_G
 from membound.roofline.validation.kernel_cases import KernelBatch
 
 Floats = NDArray[np.float64]
+Across = Literal["devices", "sources"]
 
 # Relative scatter of one row that is no news: two teams that time the same GEMM agree within 6 to 13 %
 # (published noise floor), and a fit that goes below it follows noise.
 ROW_SCATTER = 0.08
-# What a device's rows are worth at most where they speak of other devices too: more do not make it a better witness, a
-# dozen make it a lesser one than those with fifty.
-ROWS_A_DEVICE = 48.0
+# How far (in ln) a device is from others by what no parameter says, and what a source timed on a device from what
+# another did (two teams 6 to 13 %, one shape through three frameworks 8 to 11 %). However many rows it has, a device
+# tells of others no more than a single row with that scatter does, and a source of other kernels on its device.
+DEVICE_SCATTER, SOURCE_SCATTER = 0.2, 0.1
 # A row that is further off than this many scatters counts less and less.
 ROBUST_AT = 1.5
 
@@ -50,20 +53,25 @@ PARAMETERS: dict[Family, dict[str, Parameter]] = {
         "wave_loss": Parameter(0.1, 0.7, 1e-3, 2.0),
         "cache_bytes_per_cycle": Parameter(12.0, 0.5, 2.0, 128.0),
     },
+    # A handful of query rows fills a sixth of what the matrix unit works on at once (64 or 128 rows from Hopper on).
     "decode_attention": {
         "launch_s": Parameter(11e-6, 0.5, 1e-6, 1e-3),
-        "bandwidth_share": Parameter(0.88, 0.10, 0.05, 1.0),
-        "matrix_share": Parameter(0.45, 0.2, 0.05, 1.0),
+        "bandwidth_share": Parameter(0.93, 0.06, 0.05, 1.0),
+        "matrix_share": Parameter(0.18, 0.4, 0.02, 1.0),
         "tile_tokens": Parameter(48.0, 0.7, 1.0, 512.0),
-        "half_streams": Parameter(0.5, 0.5, 0.02, 10.0),
-        "cache_bytes_per_cycle": Parameter(28.0, 0.5, 2.0, 128.0),
+        "half_streams": Parameter(0.4, 0.5, 0.02, 10.0),
+        "cache_bytes_per_cycle": Parameter(36.0, 0.4, 2.0, 128.0),
     },
+    # FlashAttention-3 reaches 740 of 989 TFLOP/s (its announcement on pytorch.org), of some 800 that power allows; a
+    # unit of NVIDIA's does 16 exponentials a cycle (5e12 a second on a B200), a softmax needs more than those.
     "prefill_attention": {
-        "launch_s": Parameter(10e-6, 0.5, 1e-6, 1e-3),
+        "launch_s": Parameter(12e-6, 0.4, 1e-6, 1e-3),
         "bandwidth_share": Parameter(0.80, 0.02, 0.3, 1.0),
-        "matrix_share": Parameter(0.75, 0.25, 0.02, 1.2),
-        "tile_tokens": Parameter(300.0, 0.8, 16.0, 3000.0),
-        "wave_loss": Parameter(0.6, 0.5, 0.05, 3.0),
+        "matrix_share": Parameter(0.80, 0.2, 0.02, 1.2),
+        "softmax_per_cycle": Parameter(14.0, 0.15, 2.0, 64.0),
+        "masked_share": Parameter(0.03, 0.5, 0.005, 1.1),
+        "tile_cycles": Parameter(15000.0, 0.2, 100.0, 100000.0),
+        "wave_loss": Parameter(0.35, 0.5, 0.05, 3.0),
     },
     "moe": {
         "launch_s": Parameter(25e-6, 0.7, 2e-6, 1e-3),
@@ -93,12 +101,13 @@ def prior_parameters(family: Family) -> dict[str, float]:
 
 
 def fit_parameters(
-    family: Family, batches: Sequence[KernelBatch], prior: Mapping[str, float], *, for_others: bool = False
+    family: Family, batches: Sequence[KernelBatch], prior: Mapping[str, float], *, across: Across | None = None
 ) -> dict[str, float]:
     """The most likely parameters: rows against the model in ln, parameters against the prior in ln.
 
-    In a fit that is `for_others` than the devices it is made of, the rows of each weigh as much as `ROWS_A_DEVICE`:
-    many rows do not make a device a better witness of others. An empty list gives the prior back.
+    A fit `across` devices or sources is for others than those it is made of: all rows of one weigh as much as one row
+    with the scatter between them, as many rows do not make it a better witness of others. An empty list gives the
+    prior back.
     """
     if not batches:
         return dict(prior)
@@ -108,7 +117,7 @@ def fit_parameters(
     bounds = [PARAMETERS[family][name] for name in names]
     centre = np.log([max(prior[name], 1e-12) for name in names])
     widths = np.array([bound.width for bound in bounds])
-    weights = _weights(batches) if for_others else 1.0
+    weights = _weights(batches, across) if across else 1.0
     low = np.log([max(bound.low, 1e-12) for bound in bounds])
     high = np.log([bound.high for bound in bounds])
     measured = np.log(np.concatenate([batch.measured_s for batch in batches]))
@@ -125,13 +134,16 @@ def fit_parameters(
     return {name: float(value) for name, value in zip(names, np.exp(found.x), strict=True)}
 
 
-def _weights(batches: Sequence[KernelBatch]) -> Floats:
-    """The square root of each row's weight."""
-    rows = Counter[str]()
-    for batch in batches:
-        rows[batch.hardware.name] += len(batch.measured_s)
-    each = [min(1.0, ROWS_A_DEVICE / rows[batch.hardware.name]) ** 0.5 for batch in batches]
-    return np.concatenate([np.full(len(b.measured_s), weight) for b, weight in zip(batches, each, strict=True)])
+def _weights(batches: Sequence[KernelBatch], across: Across) -> Floats:
+    """The square root of each row's weight: those of one device, or source, together weigh as one witness."""
+    if across == "devices":
+        witnesses = [batch.hardware.name for batch in batches for _ in batch.cases]
+    else:
+        witnesses = [case.row.text("source") for batch in batches for case in batch.cases]
+    scatter = DEVICE_SCATTER if across == "devices" else SOURCE_SCATTER
+    rows = Counter(witnesses)
+    most = (ROW_SCATTER / scatter) ** 2
+    return np.array([min(1.0, most / rows[witness]) ** 0.5 for witness in witnesses])
 
 
 def errors(batches: Iterable[KernelBatch], p: Mapping[str, float]) -> Floats:
@@ -156,7 +168,7 @@ def fit_all(batches: Sequence[KernelBatch]) -> list[KernelFit]:
     for family in FAMILIES:
         of_family = [batch for batch in batches if batch.family == family]
         root = (
-            fit_parameters(family, of_family, prior_parameters(family), for_others=True)
+            fit_parameters(family, of_family, prior_parameters(family), across="devices")
             if of_family
             else prior_parameters(family)
         )
@@ -177,7 +189,7 @@ def _fit_kernel(
             inside = [batch for batch in batches if _scopes_of(batch)[level] == scope]
             above = _scopes_of(inside[0])[level - 1] if level else ""
             around = parents.get((above, ANY), root)
-            overall = _fit(family, kernel, scope, ANY, inside, around, level < 3)
+            overall = _fit(family, kernel, scope, ANY, inside, around, "devices" if level < 3 else "sources")
             parents[(scope, ANY)] = overall.parameters
             if family not in OWN_KERNELS or len(libraries) > 1 or ANY in libraries:
                 made.append(overall)
@@ -186,7 +198,7 @@ def _fit_kernel(
             for library in sorted({batch.library for batch in inside} - {ANY}):
                 chosen = [batch for batch in inside if batch.library == library]
                 near = parents.get((above, library), overall.parameters)
-                fit = _fit(family, kernel, scope, library, chosen, near, level < 3)
+                fit = _fit(family, kernel, scope, library, chosen, near, "devices" if level < 3 else None)
                 parents[(scope, library)] = fit.parameters
                 made.append(fit)
     return made
@@ -199,9 +211,9 @@ def _fit(
     library: str,
     batches: Sequence[KernelBatch],
     prior: Mapping[str, float],
-    for_others: bool,
+    across: Across | None,
 ) -> KernelFit:
-    p = fit_parameters(family, batches, prior, for_others=for_others)
+    p = fit_parameters(family, batches, prior, across=across)
     off = errors(batches, p)
     sources = sorted({case.row.text("source") for batch in batches for case in batch.cases})
     return KernelFit(

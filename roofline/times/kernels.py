@@ -55,6 +55,9 @@ _USUAL_CONTENTION = 0.3
 # query rows. No table has it: FlashMLA reaches 580 TFLOP/s on an H800 (its README, February 2025), of 777 that power
 # allows.
 _LATENTS_SHARE, _LATENTS_ROWS = 0.75, 64.0
+# Scores that are only compared have no exponential: a unit weighs and adds about so many a cycle (two of the 128 fused
+# operations that it does, from memory).
+_SCORES_PER_CYCLE = 64.0
 # The share of a network's bandwidth that kernels for the messages of experts reach, small ones too: DeepEP on H100 and
 # H800 with 400 Gb/s moves 43 to 47 of 50 GB/s, less what stays in the node (its legacy page, EP 32 and 64, and its
 # low-latency kernels of 128 tokens). Tables of all-to-alls within a node say nothing of that.
@@ -232,6 +235,8 @@ class KernelTimes:
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         if np.any(np.asarray(operator.prefill.sequences) > 0):
             p = self.fit("prefill_attention", "bf16").parameters
+            if heads.scores_only:
+                p = {**p, "softmax_per_cycle": _SCORES_PER_CYCLE}
             part = operator.prefill
             rate = efficiency.matrix_rate(p, self.hardware, dtype)
             moved = part.kv_tokens * heads.kv_heads * heads.kv_bytes_per_token

@@ -95,6 +95,9 @@ CLOCK_MARGIN = 1.09
 # Beyond every published mixture of experts (hundreds), and beyond every skew that routers were seen to have.
 _MOST_EXPERTS, _MOST_EXPONENT = 65536.0, 5.0
 LIBRARIES = ("vllm", "sglang", "trtllm", "nccl")
+# Whose kernels a source times where its rows do not say: LLMServingSim vLLM's, Vidur those of Sarathi-Serve in 2024,
+# whose attention computes what the causal mask hides and is told apart from that of present engines.
+_LIBRARY_OF_SOURCE = {"llmservingsim": "vllm", "vidur": "vidur"}
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,8 @@ def _attention(row: Row, op: str) -> dict[str, float]:
 
 def _library(row: Row) -> str:
     text = f"{row.text('notes')} {row.text('source')}".lower()
-    return next((name for name in LIBRARIES if name in text), efficiency.ANY)
+    source = _LIBRARY_OF_SOURCE.get(row.text("source"), efficiency.ANY)
+    return next((name for name in LIBRARIES if name in text), source)
 
 
 def _warm(row: Row) -> float:

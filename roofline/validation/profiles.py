@@ -2,9 +2,11 @@
 
     python -m membound.roofline.validation.profiles TABLE.csv > data/engines/published.yaml
     python -m membound.roofline.validation.profiles TABLE.csv --unknown
+    python -m membound.roofline.validation.profiles TABLE.csv --new-models
 
 Few parameters an engine, each with a prior, robust in logarithms; the kernels' fits stay as they are. Rows that their
-table flags, trust C, queueing and energy take no part. The second form shows what an engine gets that nobody knows.
+table flags, trust C, queueing and energy take no part. The second form shows what an engine gets that nobody knows, the
+third what a model gets that an engine's profile was not fitted on.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "mlc": (("gap_s", "step_s"), {}),
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
 }
-_MOST_ROWS = 150
+_MOST_ROWS, _MOST_ROWS_LEFT = 150, 40
+# Of fewer models or rows what is left tells nothing.
+_FEWEST_MODELS, _FEWEST_ROWS = 3, 20
 # What an engine gets that no profile is of.
 UNKNOWN_ENGINE = "graphs"
 
@@ -170,6 +174,35 @@ def leave_engines_out(path: Path) -> list[LeftOut]:
     return found
 
 
+def leave_models_out(path: Path) -> list[LeftOut]:
+    """Every model of an engine as if its profile had been fitted on the others' rows alone (minutes).
+
+    `own` are the errors under the shipped profile, `unknown` those under the profiles that did not see the model. Few
+    rows are fitted and predicted, as every model takes a fit; engines with two models or with few rows take no part.
+    """
+    found, cases = [], cases_by_profile(path)
+    for name, (free, fixed) in ENGINES.items():
+        mine = _thinned(cases.get(name, []), _MOST_ROWS)
+        models = sorted({case.deployment.model.name for case in mine})
+        if len(models) < _FEWEST_MODELS or len(mine) < _FEWEST_ROWS:
+            continue
+        shipped = engines.get_profile(name)
+        own, unseen = _errors(mine, shipped), []
+        for model in models:
+            others = [case for case in mine if case.deployment.model.name != model]
+            profile = fit_profile(name, _thinned(others, _MOST_ROWS_LEFT), free, fixed, f"fitted without {model}")
+            unseen.append(_errors([case for case in mine if case.deployment.model.name == model], profile))
+        engines.profiles()[name] = shipped
+        medians = [float(np.median(np.abs(np.expm1(off)))) for off in (own, np.concatenate(unseen))]
+        found.append(LeftOut(name, len(mine), *medians))
+    return found
+
+
+def _thinned(cases: Sequence[StepCase], most: int) -> Sequence[StepCase]:
+    """Evenly chosen cases, `most` of them at most."""
+    return cases[:: -(-len(cases) // most)] if cases else cases
+
+
 def fit_table(path: Path, report: Callable[[str], None]) -> list[EngineProfile]:
     """Profiles of all engines that a table has rows of."""
     cases = cases_by_profile(path)
@@ -179,7 +212,7 @@ def fit_table(path: Path, report: Callable[[str], None]) -> list[EngineProfile]:
         if len(mine) < 3:
             continue
         sources = ", ".join(sorted({case.row.text("source") for case in mine}))
-        chosen = mine[:: -(-len(mine) // _MOST_ROWS)]
+        chosen = _thinned(mine, _MOST_ROWS)
         profile = fit_profile(name, chosen, free, fixed, f"fitted on {len(chosen)} of {len(mine)} rows of {sources}")
         off = np.abs(np.expm1(_errors(mine, profile)))
         report(f"{name}: {len(mine)} rows, median error {np.median(off):.1%}, 90 % within {np.quantile(off, 0.9):.1%}")
@@ -194,10 +227,15 @@ def as_yaml(profiles: Sequence[EngineProfile]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the fitted profiles of a table, or with --unknown what its engines would be without theirs."""
-    if arguments[1:] == ["--unknown"]:
-        print("| engine | rows | with its profile | as an unknown engine |\n|---|--:|--:|--:|")
-        for left in leave_engines_out(Path(arguments[0])):
+    """Prints the fitted profiles of a table, or what engines would be without theirs, or models without their rows."""
+    ways = {
+        "--unknown": ("as an unknown engine", leave_engines_out),
+        "--new-models": ("each model left out", leave_models_out),
+    }
+    if arguments[1:] and arguments[1] in ways:
+        heading, leave_out = ways[arguments[1]]
+        print(f"| engine | rows | with its profile | {heading} |\n|---|--:|--:|--:|")
+        for left in leave_out(Path(arguments[0])):
             print(f"| {left.profile} | {left.rows} | {left.own:.1%} | {left.unknown:.1%} |")
     else:
         print(as_yaml(fit_table(Path(arguments[0]), lambda line: print(line, file=sys.stderr))), end="")

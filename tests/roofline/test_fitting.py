@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.hardware.links import hops, link_for
 from membound.roofline.hardware.power import power_share
 from membound.roofline.times.efficiency import ANY, find_fit
-from membound.roofline.times.fitting import ROWS_A_DEVICE, errors, fit_all, fit_parameters, prior_parameters
+from membound.roofline.times.fitting import errors, fit_all, fit_parameters, prior_parameters
 from membound.roofline.validation.kernel_cases import KernelBatch, batches, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row
 
@@ -70,12 +69,50 @@ def test_rows_faster_than_the_roofs_take_no_part():
 
 
 def test_a_device_with_many_rows_does_not_outvote_another():
-    few, many = gemms("A100-SXM4-80GB"), gemms("H100-SXM5")
-    slow = replace(few, measured_s=few.measured_s * 1.5)
-    enough = [slow] * math.ceil(ROWS_A_DEVICE / len(slow.measured_s))
-    crowd = [many] * 30 * len(enough)
-    together = fit_parameters("gemm", [*enough, *crowd], prior_parameters("gemm"), for_others=True)
-    assert 0.1 < np.median(np.abs(errors([slow], together))) < np.log(1.45)
+    slow, many = gemms("A100-SXM4-80GB"), gemms("H100-SXM5")
+    slow = replace(slow, measured_s=slow.measured_s * 1.5)
+
+    def between(times: int) -> dict[str, float]:
+        return fit_parameters("gemm", [slow, *[many] * times], prior_parameters("gemm"), across="devices")
+
+    assert between(30) == pytest.approx(between(1), rel=1e-2)
+
+
+def test_a_device_alone_moves_others_less_than_itself():
+    batch = gemms()
+    slow = replace(batch, measured_s=batch.measured_s * 3.0)
+    own = fit_parameters("gemm", [slow], prior_parameters("gemm"))
+    others = fit_parameters("gemm", [slow], prior_parameters("gemm"), across="devices")
+    prior = prior_parameters("gemm")
+    for name in ("bandwidth_share", "matrix_share"):
+        assert own[name] < others[name] < prior[name]
+
+
+def prompts(gpu: str, **sizes: float) -> KernelBatch:
+    given = {"source": "made", "gpu": gpu, "op": "prefill_attention", "batch": "1", "dtype": "bf16"}
+    heads = {"n_heads": "32", "n_kv_heads": "8", "head_dim": "128", "q_len": "4096"}
+    (batch,) = batches([case_of(Row(1, dict.fromkeys(OPERATOR_COLUMNS, "") | given | heads | sizes, 1.0))])
+    return batch
+
+
+def test_prompts_take_the_longer_the_more_of_what_the_mask_hides_is_computed():
+    p = prior_parameters("prefill_attention")
+    skipped, computed = (prompts("A100-SXM4-80GB").predict(p | {"masked_share": share})[0] for share in (0.01, 1.0))
+    assert 1.6 < computed / skipped < 2.0
+
+
+@pytest.mark.parametrize("gpu", ["A100-SXM4-80GB", "H100-SXM5", "B200-SXM"])
+def test_no_prompt_is_faster_than_its_exponentials(gpu: str):
+    """16 a cycle and unit, however fast the products are."""
+    hardware = get_hardware(gpu)
+    p = prior_parameters("prefill_attention") | {"softmax_per_cycle": 16.0, "matrix_share": 100.0}
+    least_s = 32 * 4096 * 4097 / 2 / (16.0 * hardware.compute_units * hardware.clock_hz)
+    assert prompts(gpu).predict(p)[0] > least_s
+
+
+def test_blackwell_ultra_has_more_exponentials():
+    p = prior_parameters("prefill_attention")
+    assert prompts("B200-SXM").predict(p)[0] > prompts("B300-SXM").predict(p)[0]
 
 
 def test_fits_are_found_from_the_device_outwards():
