@@ -11,6 +11,7 @@ from membound.app.figures.live import SERIES, thinned
 from membound.app.i18n import Translate
 from membound.app.store import Job, Store
 from membound.app.views.said import said
+from membound.app.worker import MEASUREMENTS
 
 # Before this progress what is left is a guess: loading torch and compiling kernels count as none.
 EVEN_FROM = 0.05
@@ -47,7 +48,8 @@ def progress_said(job: Job, t: Translate) -> str:
     if not job.active:
         return t(f"state.{job.state}")
     waited_s = max(0.0, time.time() - (job.started or job.created))
-    words = {"message": said(job.message, t), "waited": text.seconds(waited_s)}
+    ready = t("job.ready") if job.kind in MEASUREMENTS else ""
+    words = {"message": said(job.message, t) if job.message else ready, "waited": text.seconds(waited_s)}
     if job.state == "queued":
         return t("job.queued", **words) + (f"{t('sign.colon')}{words['message']}" if job.message else "")
     if job.kind != "calibrate" or job.state != "running" or job.progress < EVEN_FROM:

@@ -24,7 +24,6 @@ def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
     A `quick` one measures no more than what a first look needs.
     """
-    context.progress(0.0, "getting ready: loading torch, and compiling kernels if there are none yet")
     need_torch()
     from membound.runtime.calibration.calibrate import QUICK, calibrate
 

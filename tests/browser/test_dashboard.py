@@ -220,5 +220,5 @@ def test_two_sessions_keep_their_drafts_and_share_the_history(session: Session, 
     dashboard.store.finish_job(job_id, "cancelled")
     for each in (one, two):
         each.page.reload()
-        each.sees("Simulate only · shared")
+        each.page.locator("strong", has_text=re.compile("^shared$")).wait_for(timeout=PAGE_TIMEOUT_MS)
         each.settle()
