@@ -17,7 +17,7 @@ import pytest
 from membound.roofline.errors import MemboundError
 from membound.roofline.validation.generalisation import leave_out, parts_of
 from membound.roofline.validation.kernel_cases import KernelBatch
-from membound.roofline.validation.profiles import UNKNOWN_ENGINE, leave_engines_out
+from membound.roofline.validation.profiles import UNKNOWN_ENGINE, leave_engines_out, leave_models_out
 from membound.roofline.validation.ratios import RatioGroup, groups, ratios
 from membound.roofline.validation.report import Group, RowResult, ValidationReport, validate_table
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS, read_table
@@ -251,6 +251,23 @@ def test_an_engine_is_left_out_by_forgetting_its_profile(tmp_path: Path) -> None
     known, general = sorted(leave_engines_out(path), key=lambda left: left.profile == UNKNOWN_ENGINE)
     assert (known.profile, known.rows, general.profile, general.rows) == ("vllm", 2, UNKNOWN_ENGINE, 2)
     assert general.own == general.unknown == known.unknown != known.own
+
+
+def test_a_model_that_was_left_out_is_predicted_by_the_others_of_its_engine(tmp_path: Path) -> None:
+    """Rows that one profile makes: what two models show of it holds for the third."""
+    models, batches = ("Llama-2-7B", "Llama-2-13B", "Llama-3.1-8B"), (1, 2, 4, 8, 16, 32, 64)
+    rows = [
+        {"engine": "turbomind", "model": model, "batch_or_concurrency": batch} for model in models for batch in batches
+    ]
+    made = predictions(runs(tmp_path / "blind.csv", *rows))
+    path = table(
+        tmp_path / "made.csv",
+        [{**RUN, **row, "value": value} for row, value in zip(rows, made, strict=True)],
+        END_TO_END_COLUMNS,
+    )
+    (left,) = leave_models_out(path)
+    assert left.profile == "turbomind" and left.rows == len(rows)
+    assert left.own < 1e-6 and left.unknown < 0.03
 
 
 def test_what_cannot_be_left_out_is_refused(tmp_path: Path) -> None:
