@@ -10,7 +10,7 @@ from membound.app.busy import load_of_others, usable_cores
 from membound.app.figures.live import SERIES, thinned
 from membound.app.i18n import Translate
 from membound.app.store import Job, Store
-from membound.app.views.said import said
+from membound.app.views.said import in_words
 from membound.app.worker import MEASUREMENTS
 
 # Before this progress what is left is a guess: loading torch and compiling kernels count as none.
@@ -49,7 +49,7 @@ def progress_said(job: Job, t: Translate) -> str:
         return t(f"state.{job.state}")
     waited_s = max(0.0, time.time() - (job.started or job.created))
     ready = t("job.ready") if job.kind in MEASUREMENTS else ""
-    words = {"message": said(job.message, t) if job.message else ready, "waited": text.seconds(waited_s)}
+    words = {"message": in_words(job.message, t) if job.message else ready, "waited": text.seconds(waited_s)}
     if job.state == "queued":
         return t("job.queued", **words) + (f"{t('sign.colon')}{words['message']}" if job.message else "")
     if job.kind != "calibrate" or job.state != "running" or job.progress < EVEN_FROM:

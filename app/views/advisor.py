@@ -18,13 +18,12 @@ from membound.app.i18n import Translate
 from membound.app.views import background, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.engine_choice import choose_engine, conditions
-from membound.app.views.said import said
+from membound.app.views.said import in_words, said
 from membound.app.views.session import translate
 from membound.app.views.verdicts import (
     MARKS,
     against,
     baseline_words,
-    in_words,
     interval,
     named,
     price_words,

@@ -18,8 +18,8 @@ from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import asked, linked, states
 from membound.app.views.charts import chart
+from membound.app.views.said import in_words
 from membound.app.views.session import has_torch, store, translate
-from membound.app.views.verdicts import in_words
 
 # Names of bounds that are no word of any language.
 _BOUNDS = re.compile(r"\b(memory_weights|memory_kv|drafting)\b")

@@ -10,7 +10,9 @@ import re
 import string
 from functools import cache, lru_cache
 
+from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate, sentences
+from membound.roofline.techniques import TECHNIQUES
 
 PREFIX = "says."
 # Placeholders that hold a sentence of a worker themselves; the others hold names and numbers.
@@ -20,6 +22,8 @@ COUNTS = (
     *("at", "attempt", "cell", "cells", "number", "of", "repeat", "repeats"),
     *("runs", "threads", "times", "total", "tries"),
 )
+# Names of techniques that are no word of any language.
+_NAMES = re.compile(rf"\b({'|'.join(name for name in TECHNIQUES if '_' in name)})\b")
 
 
 def said(message: str, t: Translate) -> str:
@@ -28,6 +32,11 @@ def said(message: str, t: Translate) -> str:
     if name is None:
         return message
     return t(f"says.{name}", **{key: said(value, t) if key in NESTED else value for key, value in values.items()})
+
+
+def in_words(message: str, t: Translate) -> str:
+    """The same with the titles of techniques for the names that scenarios have for them."""
+    return _NAMES.sub(lambda name: technique_title(name.group(), t), said(message, t))
 
 
 @lru_cache(maxsize=4096)

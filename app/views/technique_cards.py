@@ -11,17 +11,8 @@ from membound.app import text
 from membound.app.engine_choice import EngineChoice
 from membound.app.i18n import Translate
 from membound.app.views.measured import Measured, nearest
-from membound.app.views.verdicts import (
-    MARKS,
-    about,
-    against,
-    drafting_words,
-    in_words,
-    interval,
-    labelled,
-    price,
-    verdict_of,
-)
+from membound.app.views.said import in_words
+from membound.app.views.verdicts import MARKS, about, against, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.techniques import TECHNIQUES
 from membound.roofline.techniques.base import Layer
 from membound.simulator.advice.effects import Effect

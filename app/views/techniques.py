@@ -18,10 +18,11 @@ from membound.app.views.charts import chart
 from membound.app.views.choices import short_count
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
+from membound.app.views.said import in_words
 from membound.app.views.session import translate
 from membound.app.views.technique_cards import technique_cards
 from membound.app.views.technique_sweep import ask_ahead, experts_read, technique_sweep
-from membound.app.views.verdicts import MARKS, drafting_words, in_words, interval, labelled, price, verdict_of
+from membound.app.views.verdicts import MARKS, drafting_words, interval, labelled, price, verdict_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.effects import Effect

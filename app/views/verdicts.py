@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,8 +16,6 @@ from membound.simulator.advice.prices import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}
-# Names of techniques that are no word of any language.
-_NAMES = re.compile(rf"\b({'|'.join(name for name in TECHNIQUES if '_' in name)})\b")
 # A difference below this is none, whatever the interval.
 NOTHING = 0.005
 
@@ -50,11 +47,6 @@ def named(name: str, parameters: Mapping[str, Any], t: Translate) -> str:
     activations, lm_head = parameters.get("activations"), parameters.get("lm_head")
     beside = (f" + {activations}" if activations else "") + (f"{t('sign.comma')}lm_head {lm_head}" if lm_head else "")
     return f"{title}{t('sign.comma')}{proper(str(given))}{beside}"
-
-
-def in_words(reason: str, t: Translate) -> str:
-    """Why something is refused, with the titles of techniques for the names that scenarios have for them."""
-    return _NAMES.sub(lambda name: technique_title(name.group(), t), said(reason, t))
 
 
 def about(technique: Technique, t: Translate) -> str:
