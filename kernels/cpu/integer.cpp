@@ -2,9 +2,9 @@
 //
 // Rows lie 16 at a time, a 32-bit word of each beside the next, so a vector holds the same columns of 16 rows: their
 // scales and minima are vectors too, and nothing is summed across lanes. Codes stay integers: x is rounded to 16 bits
-// (8 for w8a8 and w4a8) with a scale for each step of at most 128 elements, an error of 1/65,000 of the largest of them,
-// a hundredth of what bf16 loses. Integer sums are exact and the steps are added in order, so a row has the same bits
-// whatever else is in the batch, on every processor.
+// (8 for w8a8 and w4a8) with a scale for each step of at most 128 elements, an error of 1/65,000 of the largest of
+// them, a hundredth of what bf16 loses. Integer sums are exact and the steps are added in order, so a row has the same
+// bits whatever else is in the batch, on every processor.
 //
 //   m <= MOST_TOKENS  words are taken apart in registers as they come from memory, and used for all tokens;
 //   more tokens       those of PANEL_VECTORS x LANES rows are taken apart once, into caches, and multiplied by blocks

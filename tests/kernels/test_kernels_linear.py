@@ -37,7 +37,7 @@ def test_linear_is_the_fp64_product_of_the_packed_weight_up_to_its_rounding(cpp,
     # Each of the k / lanes + lanes additions rounds once; k * eps bounds any order of them.
     bound = 2 * (k + 2) * 2**-24 * (x.double().abs() @ dense.abs().T) + 1e-30
     if format in CODED:
-        # x is off by half a step of 1/32,639 of its largest; offsets and codes are summed apart, so what cancels counts too.
+        # x is off by half a step; offsets and codes are summed apart, so what cancels counts too.
         largest = x.double().abs().amax(1, keepdim=True)
         codes = 2 * dense.abs().amax(1) * x.shape[1]
         bound = bound + largest / (2 * 32639) * dense.abs().sum(1) + largest * codes * 2**-22
