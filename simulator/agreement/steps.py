@@ -240,6 +240,7 @@ def deepseek() -> list[Case]:
     decode_why = "halves of a batch that compute and send at once slow each other there, and drafting is not in here"
     day_why = "a mean over a day of service, whose steps are not all full, as those of the profile are"
     prefill_why = "halves of a batch that compute and send at once slow each other there"
+    profile_why = "no table has DeepSeek's own kernels for the attention of prompts: other models' rates stand for them"
     cells = (
         ("deepseek-decode", "decode", "H800-SXM5", 144, StepShape.decode(88.0 * 144, 4989.0), 14_800.0, 1.4, decode_why,
          "EP 144, 4,989 tokens of KV, 88 sequences a GPU (14.8k tokens/s at 21 tokens/s a user)"),
@@ -249,7 +250,8 @@ def deepseek() -> list[Case]:
          day_why, "EP 32, 16k tokens a GPU and step (assumed); 73.7k less the 56.3 % that the cache held"),
         ("lmsys-prefill", "prefill", "H100-SXM5", 32, StepShape.prefill(32.0 * 8, 2048.0), 52_300.0, 1.4, prefill_why,
          "EP 32, prompts of 2,000, 16k tokens a GPU and step"),
-        ("deepseek-profile", "prefill", "H800-SXM5", 32, StepShape.prefill(32.0 * 4, 4096.0), 62_713.0, 1.4, "",
+        ("deepseek-profile", "prefill", "H800-SXM5", 32, StepShape.prefill(32.0 * 4, 4096.0), 62_713.0, 1.4,
+         profile_why,
          "EP 32, prompts of 4,096, 16k tokens a GPU and step: DeepSeek's published profile"),
     )  # fmt: skip
     return [
