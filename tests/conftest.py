@@ -99,14 +99,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def with_kernels() -> Callable[[Path], Path]:
-    """Gives a home of a test's own the kernels that these tests compile: to compile them takes half a minute."""
+def stocked() -> Callable[[Path], Path]:
+    """Gives a home of a test's own what takes a minute to compile and to download."""
 
-    def shared(home: Path) -> Path:
-        (home / "kernels").symlink_to(HOME / "kernels", target_is_directory=True)
+    def stock(home: Path) -> Path:
+        for kept in ("kernels", "weights"):
+            (home / kept).symlink_to(HOME / kept, target_is_directory=True)
         return home
 
-    return shared
+    return stock
 
 
 def _why_no_gpu() -> str | None:

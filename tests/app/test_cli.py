@@ -126,10 +126,10 @@ def test_a_damaged_calibration_is_one_sentence(tmp_path: Path, tiny: str, monkey
 
 
 def test_measuring_what_this_machine_is_not_or_cannot_hold_is_refused(
-    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, with_kernels: Callable[[Path], Path]
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, stocked: Callable[[Path], Path]
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setenv("MEMBOUND_HOME", str(with_kernels(tmp_path)))
+    monkeypatch.setenv("MEMBOUND_HOME", str(stocked(tmp_path)))
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "local.json").write_text(CALIBRATION.read_text())
     assert "only 'local' and 'local-gpu' can be measured here" in refused("measure", tiny, run=started)

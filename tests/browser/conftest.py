@@ -25,9 +25,9 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def dashboard(tmp_path_factory: pytest.TempPathFactory, with_kernels: Callable[[Path], Path]) -> Iterator[Dashboard]:
+def dashboard(tmp_path_factory: pytest.TempPathFactory, stocked: Callable[[Path], Path]) -> Iterator[Dashboard]:
     """A dashboard on a calibrated machine, whose store has what earlier tests asked: the long answers come once."""
-    home = with_kernels(tmp_path_factory.mktemp("home"))
+    home = stocked(tmp_path_factory.mktemp("home"))
     (home / "calibration").mkdir()
     shutil.copy(CALIBRATION, home / "calibration" / "local.json")
     running = _alone(home)
@@ -36,12 +36,12 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory, with_kernels: Callable[[
 
 
 @pytest.fixture
-def uncalibrated(tmp_path: Path, with_kernels: Callable[[Path], Path]) -> Iterator[Callable[..., Dashboard]]:
+def uncalibrated(tmp_path: Path, stocked: Callable[[Path], Path]) -> Iterator[Callable[..., Dashboard]]:
     """Starts a dashboard with this environment on a machine that nobody has measured; all end with the test."""
     started = []
 
     def start(**environment: str) -> Dashboard:
-        started.append(_alone(with_kernels(tmp_path), **environment))
+        started.append(_alone(stocked(tmp_path), **environment))
         return started[-1]
 
     yield start

@@ -25,7 +25,7 @@ Session = Callable[..., Any]
 HERE = Path(__file__).parent
 SHORT = (HERE / "short.yaml").read_text("utf-8")
 LONG = re.sub(r"requests: \d+", "requests: 4000", SHORT).replace("browser-short", "browser-long")
-RUN_TIMEOUT_MS, PAGE_TIMEOUT_MS = 180_000, 60_000
+RUN_TIMEOUT_MS, PAGE_TIMEOUT_MS = 300_000, 60_000
 EN, ZH = Translate("en"), Translate("zh")
 
 

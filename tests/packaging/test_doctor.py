@@ -56,9 +56,9 @@ print(json.dumps(doctor.report()))
 
 
 def test_a_section_that_fails_says_so_and_the_others_stand(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_kernels: Callable[[Path], Path]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stocked: Callable[[Path], Path]
 ) -> None:
-    monkeypatch.setenv("MEMBOUND_HOME", str(with_kernels(tmp_path)))
+    monkeypatch.setenv("MEMBOUND_HOME", str(stocked(tmp_path)))
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "local.json").write_text("{")
     found = doctor.report()
@@ -68,9 +68,9 @@ def test_a_section_that_fails_says_so_and_the_others_stand(
 
 
 def test_a_damaged_index_and_fitted_devices_are_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_kernels: Callable[[Path], Path]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stocked: Callable[[Path], Path]
 ) -> None:
-    monkeypatch.setenv("MEMBOUND_HOME", str(with_kernels(tmp_path)))
+    monkeypatch.setenv("MEMBOUND_HOME", str(stocked(tmp_path)))
     assert doctor.report()["store"]["runs"] == 0
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 100)
     fits = tmp_path / "calibration" / "devices" / "Mine.json"
