@@ -25,7 +25,10 @@ TITLE_CHARACTERS = 40
 
 # What a draft's acceptance is made of, and its sizes.
 _ACCEPTANCE = ("alpha", "decay", "guessable", "rank_exponent", "hit_rate")
-_SIZES = re.compile(r"\b(gamma|depth|heads|tree_size|layers|budget) (\d+)")
+_SIZES = "gamma|depth|heads|tree_size|layers|budget"
+_SIZED = re.compile(rf"({_SIZES}) (\d+)")
+# What stands together in the name of a variant.
+_PARTS = re.compile(rf"(?:{_SIZES}) \d+|\S+ activations|lm_head \S+|\S+")
 _METHODS = {
     name.lower(): name
     for name in ("GPTQ", "AWQ", "RTN", "SmoothQuant", "SparseGPT", "Wanda", "SnapKV", "H2O", "Quest", "StreamingLLM")
@@ -55,8 +58,15 @@ def _given(given: str, t: Translate) -> str:
     """What a technique was given, without how often its guesses are right, which a run's scenario says."""
     for field in _ACCEPTANCE:
         given = re.sub(rf"\b{field} \S+ ?", "", given)
-    sized = _SIZES.sub(lambda found: t(f"given.{found[1]}", value=found[2]), given)
-    return " ".join(map(proper, sized.split()))
+    return t("sign.comma").join(_part(part, t) for part in _PARTS.findall(given))
+
+
+def _part(part: str, t: Translate) -> str:
+    if sized := _SIZED.fullmatch(part):
+        return t(f"given.{sized[1]}", value=sized[2])
+    if part.endswith(" activations"):
+        return t("given.activations", value=part.removesuffix(" activations"))
+    return proper(part)
 
 
 def proper(word: str) -> str:

@@ -69,6 +69,8 @@ def _running(job_id: str, watch_text: bool) -> None:
         st.warning(warning, icon=":material/hourglass:")
     if watch_text and watched.points:
         _live(job, watched, heard)
+    if watch_text:
+        _rows(watched)
 
 
 def _noted() -> None:
@@ -117,6 +119,11 @@ def _live(job: Job, watched: Watched, heard: dict[str, Any]) -> None:
             feed.written(job.id, watched.written, words, heard, TEXT_HEIGHT)
         else:
             _written(watched.written, t)
+
+
+def _rows(watched: Watched) -> None:
+    """What the run has predicted and measured so far."""
+    t = translate()
     gains = [row for row in results.rows_of(watched.rows) if row.technique != "baseline"]
     if gains:
         st.markdown(t("live.rows"))

@@ -223,11 +223,13 @@ def test_a_technique_of_the_registry_has_its_title_with_or_without_a_translation
     assert comparison.technique_title("int8_weights", Translate("zh")) == "8 位权重（8-bit weights）"
     assert comparison.technique_title("baseline", T) == "plain engine"
     measured = "medusa heads 3 tree_size 6 guessable 4096 alpha 0.195 decay 0.54 rank_exponent 0.23"
-    assert comparison.technique_title(measured, T) == "Medusa heads 3 deep tree of 6"
+    assert comparison.technique_title(measured, T) == "Medusa heads 3 deep, tree of 6"
+    narrow = "weight_quantization int4 int8 activations lm_head int8 gptq"
+    assert comparison.technique_title(narrow, T) == "weight quantization int4, int8 activations, lm_head int8, GPTQ"
     assert comparison.technique_title("int8_weights + ngram_speculation gamma 4", T) == (
         "8-bit weights + n-gram speculation 4 guesses"
     )
-    assert comparison.technique_title("weight_quantization int4 gptq", T) == "weight quantization int4 GPTQ"
+    assert comparison.technique_title("weight_quantization int4 gptq", T) == "weight quantization int4, GPTQ"
 
 
 def test_a_long_run_is_thinned_and_keeps_its_newest_point() -> None:
