@@ -38,6 +38,8 @@ class Rollback:
 
     def settle(self, step: Step, paths: Paths, seats: Mapping[int, int]) -> None:
         """A step is computed, and so many of its guesses are accepted as `paths` are long."""
+        if not self.needed:  # a cache of tokens forgets by writing over them
+            return
         rejected: list[int] = []
         for work in step.work:
             self.read_again += work.start - self.start(work)

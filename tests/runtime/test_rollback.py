@@ -102,14 +102,14 @@ class Oracle:
 
 
 def decoder_of(kind: str, kernels: Any) -> Decoder:
-    spec = ModelSpec(**_TINY | KINDS[kind])
+    spec = ModelSpec(**_TINY | KINDS.get(kind, {}))
     return Decoder(spec, random_weights(spec, 3), kernels, "fp32")
 
 
 @pytest.mark.parametrize("blocks", [200, 20])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "attention alone"])
 def test_tokens_and_states_are_those_of_plain_decoding(kind: str, blocks: int) -> None:
-    """With few blocks sequences are preempted, and begin anew."""
+    """With few blocks sequences are preempted, and begin anew. Only states read accepted tokens a second time."""
     decoder, rng = decoder_of(kind, ExactKernels()), random.Random(1)
     prompts = {i: tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(2, 30))) for i in range(5)}
     truth = {i: list(generate_plain(decoder, prompt, TOKENS)) for i, prompt in prompts.items()}
@@ -123,7 +123,7 @@ def test_tokens_and_states_are_those_of_plain_decoding(kind: str, blocks: int) -
     for _ in serve(scheduler, client, Checked(executor, decoder, cache), WallClock(), recorder):
         scheduler.check_integrity()
     assert recorder.outputs == truth
-    assert executor.rollback.read_again > 0
+    assert (executor.rollback.read_again > 0) == (kind in KINDS)
 
 
 class Checked:

@@ -45,6 +45,14 @@ def test_every_drafter_leaves_the_greedy_tokens(runtime, scenario_of, model, pla
     assert result.steps["drafted"].sum() > 0
 
 
+@pytest.mark.parametrize("fields", ALONE.values(), ids=ALONE)
+def test_what_is_guessed_does_not_depend_on_who_shares_the_step(runtime, scenario_of, model, fields):
+    """A drafter that read another sequence's hidden state would be right less often, and nothing else would tell."""
+    drafting, device = technique(fields, model), get_hardware("H100-SXM5")
+    alone, shared = (runtime.run(scenario_of(drafting, batch=batch), device).steps for batch in (1, 4))
+    assert alone["accepted"].sum() == shared["accepted"].sum() > 0
+
+
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("name", ["a quantized copy", "EAGLE tree"])
 def test_no_way_of_serving_changes_them(runtime, scenario_of, model, plain, name, engine):
