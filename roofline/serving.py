@@ -106,10 +106,8 @@ class Deployment:
 
         One in which `batch` sequences of these lengths are served, or each of many.
         """
-        context, together = (
-            mean_context(prompt_tokens, output_tokens),
-            self.together(batch, prompt_tokens, output_tokens),
-        )
+        context = mean_context(prompt_tokens, output_tokens)
+        together = self.together(batch, prompt_tokens, output_tokens)
         others = StepShape.decode(_others(batch), context)
         plain_s, total_s = self.steps_s(others), np.zeros(np.shape(batch))[()]
         for chunk, cached, times in chunks(prompt_tokens, float(self.chunk_tokens)):

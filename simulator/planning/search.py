@@ -194,20 +194,22 @@ class Lateness:
         return self.late > self.allowed
 
 
-def simulate(deployed: Deployed) -> Summary:
+def simulate(deployed: Deployed, enough: Lateness | None = None) -> Summary:
     """One of the replicas with its share of the load, or both pools with all of it, served by the simulator."""
     from membound.simulator.run import run
 
     scenario = deployed.scenario
-    return without_too_long(run(scenario).summary, scenario)
+    return without_too_long(run(scenario, enough=enough).summary, scenario)
 
 
 def without_too_long(summary: Summary, scenario: Scenario) -> Summary:
     """The summary without the requests that every engine refuses, as they are longer than the model's context."""
+    if not summary.rejected:
+        return summary
     too_long = requests_beyond(scenario.workload, resolve_model(scenario.model).max_context)
     too_long = min(too_long, summary.rejected)  # a run that was given up has not seen all
     kept = {"requests": summary.requests - too_long, "rejected": summary.rejected - too_long}
-    return summary.model_copy(update=kept) if too_long else summary
+    return summary.model_copy(update=kept)
 
 
 def simulate_while_hopeful(deployed: Deployed) -> tuple[Summary, bool]:
@@ -215,12 +217,9 @@ def simulate_while_hopeful(deployed: Deployed) -> tuple[Summary, bool]:
 
     A summary of less says, as that of all would, that it misses the objective FAR, and by first tokens.
     """
-    from membound.simulator.run import run
-
-    scenario = deployed.scenario
-    lateness = Lateness(deployed, scenario)
-    summary = run(scenario, enough=lateness).summary
-    return without_too_long(summary, scenario), not lateness.hopeless
+    lateness = Lateness(deployed, deployed.scenario)
+    summary = simulate(deployed, lateness)
+    return summary, not lateness.hopeless
 
 
 def meets(summary: Summary, slo: Slo) -> bool:
