@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.shape import Count
 from membound.roofline.times import efficiency
 from membound.roofline.times.efficiency import Family, kernel_name
+from membound.roofline.validation.routed_loads import DEEPSEEK_GROUPS, RankLoad, drawn, even
 from membound.roofline.validation.statements import noted
 from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 
@@ -88,8 +88,6 @@ _COLLECTIVES = {
 }
 # Messages over a network are fitted on their own: what a cluster's network reaches says nothing of links in a node.
 _NETWORK = "_network"
-# How much more than by chance the busiest rank gets where a table draws its tokens from a power law.
-POWER_LAW_IMBALANCE = 1.5
 # Boost clocks exceed the data sheet a little (RTX 4090: up to 2.75 GHz where 2.52 is promised).
 CLOCK_MARGIN = 1.09
 # Beyond every published mixture of experts (hundreds), and beyond every skew that routers were seen to have.
@@ -240,30 +238,47 @@ def _moe(row: Row) -> dict[str, float]:
         if value is None:
             raise MemboundError(f"line {row.line}: notes lack {name}=..., the experts of a moe_ffn row")
     assert experts is not None and top_k is not None
-    balanced, skew = _routing(row)
+    ep = noted(row, "moe_ep=", "ep=", most=min(experts, MOST_DEVICES), whole=True) or 1.0
+    tokens = row.size("m")
+    load = _rank_load(row, experts, top_k, ep, tokens)
     return {
-        "tokens": row.size("m"),
+        "tokens": tokens,
         "intermediate": row.size("n"),
         "hidden": row.size("k"),
-        "experts": experts,
-        "top_k": top_k,
         "tp": noted(row, "moe_tp=", most=MOST_DEVICES, whole=True) or 1.0,
-        "ep": noted(row, "moe_ep=", "ep=", most=min(experts, MOST_DEVICES), whole=True) or 1.0,
-        "balanced": float(balanced),
-        "skew": skew,
+        "pairs": load.pairs,
+        "active": load.active,
+        "moved_pairs": tokens * top_k if _moves_all_pairs(row) else load.pairs,
     }
 
 
-def _routing(row: Row) -> tuple[bool, float]:
-    """Whether tokens are spread evenly over the experts, and the skew of a power law; by chance where not stated."""
+def _rank_load(row: Row, experts: float, top_k: float, ep: float, tokens: float) -> RankLoad:
+    """The timed rank's share of the tokens: as the row says that they are spread, by chance where it does not."""
     stated = re.search(r"dist=([^\s;]*)", row.text("notes"))
-    law = stated.group(1).rstrip(".,") if stated else "power_law_1"
+    law = stated.group(1).rstrip(".,") if stated else ""
     if law == "balanced":
-        return True, 0.0
-    if not law.startswith("power_law_"):
+        groups = DEEPSEEK_GROUPS if (experts, top_k) == (256.0, 8.0) and _library(row) == "vllm" else None
+        return even(experts, top_k, ep, tokens, groups)
+    if law.startswith("power_law_"):
+        field = row.at("the exponent of power_law_ in notes")
+        exponent = number(law.removeprefix("power_law_"), field, least=0.0, most=_MOST_EXPONENT)
+        if experts % ep:
+            raise MemboundError(f"{row.at('ep= in notes')} is {ep:g}, which does not divide E={experts:g}")
+        return drawn(int(experts), int(top_k), int(ep), int(tokens), exponent)
+    if law:
         raise MemboundError(f"{row.at('dist in notes')} is '{law}'; it must be balanced or power_law_ and an exponent")
-    exponent = law.removeprefix("power_law_")
-    return False, number(exponent, row.at("the exponent of power_law_ in notes"), least=1.0, most=_MOST_EXPONENT) - 1.0
+    if ep == 1.0:
+        return RankLoad(tokens * top_k, float(efficiency.distinct_experts(experts, top_k, tokens)))
+    busiest = busiest_rank(int(experts), int(top_k), int(ep), tokens)
+    return RankLoad(float(busiest.pairs), float(busiest.active))
+
+
+def _moves_all_pairs(row: Row) -> bool:
+    """Whether the layer activates, quantizes and sums the rows of other ranks' pairs too, as vLLM's own kernels do.
+
+    They mark such pairs (`expert_map`) and keep their rows; TensorRT-LLM's kernels, which vLLM may call, drop them.
+    """
+    return _library(row) == "vllm" and "trtllm" not in row.text("notes").lower()
 
 
 @dataclass(frozen=True)
@@ -312,11 +327,6 @@ class KernelBatch:
         """What a collective does, wherever it passes."""
         return self.kernel.removesuffix(_NETWORK)
 
-    @cached_property
-    def busiest(self) -> tuple[Floats, Floats]:
-        """Of experts over ranks: the distinct ones and the pairs of the rank that has most, whatever the parameters."""
-        return _busiest(self)
-
     def only(self, chosen: NDArray[np.bool_]) -> KernelBatch:
         """The batch of the chosen rows alone."""
         return replace(
@@ -360,12 +370,9 @@ def _least_attention(batch: KernelBatch) -> tuple[Floats, Floats]:
 
 
 def _least_moe(batch: KernelBatch) -> tuple[Floats, Floats]:
-    """The experts of one token at least, and of evenly spread tokens no more than chance reads."""
     a = batch.amounts
     elements = 3.0 * a["intermediate"] / a["tp"] * a["hidden"]
-    read = np.minimum(_by_chance(batch), a["tokens"] * a["top_k"] / a["ep"])
-    least = np.where(a["ep"] > 1, 0.0, read)
-    return least * elements * a["weight_bytes"], 2.0 * elements * a["tokens"] * a["top_k"] / a["ep"]
+    return a["active"] * elements * a["weight_bytes"], 2.0 * elements * a["pairs"]
 
 
 def _least_elementwise(batch: KernelBatch) -> tuple[Floats, Floats]:
@@ -384,28 +391,6 @@ _LEAST: dict[Family, Callable[[KernelBatch], tuple[Floats, Floats]]] = {
 def _gemm_bytes(batch: KernelBatch) -> Floats:
     a = batch.amounts
     return a["n"] * a["k"] * a["weight_bytes"] + a["m"] * (a["k"] * a["activation_bytes"] + 2.0 * a["n"])
-
-
-def _by_chance(batch: KernelBatch) -> Floats:
-    """Distinct experts of one rank that tokens read under the table's skew."""
-    a = batch.amounts
-    rows = zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True)
-    return np.array([efficiency.distinct_experts(e, k, t, s) / ep for e, k, t, s, ep in rows], dtype=float)
-
-
-def _busiest(batch: KernelBatch) -> tuple[Floats, Floats]:
-    """Distinct experts and pairs of the rank that has most of them: experts under the table's skew, pairs by chance and
-    the table's imbalance."""
-    a = batch.amounts
-    active, pairs = [], []
-    for experts, top_k, tokens, skew, ep in zip(a["experts"], a["top_k"], a["tokens"], a["skew"], a["ep"], strict=True):
-        if ep <= 1:
-            active.append(efficiency.distinct_experts(experts, top_k, tokens, skew))
-            pairs.append(tokens * top_k)
-            continue
-        active.append(busiest_rank(int(experts), int(top_k), int(ep), tokens, skew).active)
-        pairs.append(busiest_rank(int(experts), int(top_k), int(ep), tokens).pairs * POWER_LAW_IMBALANCE)
-    return np.array(active, dtype=float), np.array(pairs, dtype=float)
 
 
 def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Count:
@@ -442,16 +427,11 @@ def _prefill(p: Mapping[str, float], batch: KernelBatch) -> Count:
 
 def _moe_batch(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
-    local, n = a["experts"] / a["ep"], a["intermediate"] / a["tp"]
-    pairs = a["tokens"] * a["top_k"] / a["ep"]
-    busiest_active, busiest_pairs = batch.busiest
-    balanced = a["balanced"] > 0
-    active = np.where(balanced, np.minimum(local, np.maximum(pairs, 1.0)), np.maximum(busiest_active, 1e-3))
-    pairs = np.where(balanced, pairs, np.minimum(busiest_pairs, pairs * a["ep"]))
+    n = a["intermediate"] / a["tp"]
     elements = 3.0 * n * a["hidden"]
-    routed = pairs * (4.0 * a["hidden"] + 6.0 * n) * 2.0
+    routed = a["moved_pairs"] * (4.0 * a["hidden"] + 6.0 * n) * 2.0
     return efficiency.moe_s(
-        p, hw, _rate(p, batch), pairs, active, 2.0 * elements, elements * a["weight_bytes"], routed
+        p, hw, _rate(p, batch), a["pairs"], a["active"], 2.0 * elements, elements * a["weight_bytes"], routed
     )[0]
 
 
