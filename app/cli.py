@@ -1,396 +1,42 @@
 """The `membound` command: the product without a browser.
 
-Every sub-command that gives a result takes `--json` and then prints exactly one JSON document to standard output;
-progress and words go to standard error. Bad input is one sentence and exit code 2; a question that has no answer ends
-with that code too, after its result says why.
+Nothing is imported before Ctrl-C has an answer, as what the commands need takes a second.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+import threading
 
-import typer
-
-from membound.app.commands import kernels, planning
-from membound.app.commands.calibration import calibrate, ensure_calibrated
-from membound.app.commands.endpoint import EndpointOption, KeyOption, ModelOption, PatienceOption, endpoint_of
-from membound.app.commands.experiment import experiment
-from membound.app.commands.imports import import_results
-from membound.app.commands.outputs import check_output, check_suffix
-from membound.app.commands.terminal import (
-    HardwareOption,
-    JsonOption,
-    ScenarioArgument,
-    SetOption,
-    measuring,
-    need_answer,
-    print_result,
-    progress,
-    scenario_of,
-)
-from membound.app.commands.training import train_draft
-from membound.app.commands.usage import UsageError, misused
-from membound.roofline.errors import MemboundError
-
-if TYPE_CHECKING:
-    from membound.roofline.results.result import RunResult
-    from membound.simulator.scheduling.request import Outcome, Step
-    from membound.simulator.timeline import PhaseLog
-
-app = typer.Typer(
-    name="membound",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        import importlib.metadata
-
-        typer.echo(f"membound {importlib.metadata.version('membound')}")
-        raise typer.Exit
-
-
-@app.callback()
-def common(
-    version: Annotated[
-        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Which LLM serving technique helps at my operating point, by how much, and is that true on my machine?"""
-
-
-TimelineOption = Annotated[
-    Path | None,
-    typer.Option(metavar="OUT", help="write what happened when: .json for Perfetto or Chrome, .csv, .parquet"),
-]
-FromOption = Annotated[float | None, typer.Option("--from", metavar="S", help="seconds at which the timeline begins")]
-ToOption = Annotated[float | None, typer.Option("--to", metavar="S", help="seconds at which the timeline ends")]
-
-
-@app.command()
-def dashboard(
-    host: Annotated[str, typer.Option(help="address to serve on")] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="port; the next free one is taken if it is in use, any free one for 0"),
-    ] = 8501,
-    browser: Annotated[bool, typer.Option(help="open a browser")] = True,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="a further name of this server, such as its proxy's")
-    ] = None,
-    allow_files: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", help="a folder whose models and prompts a scenario on a page may name"),
-    ] = None,
-) -> None:
-    """Serve the dashboard."""
-    from membound.app.server import serve
-
-    for name in allow_host or ():
-        if not name or set(name) & set("*:/ "):
-            raise MemboundError(f"option --allow-host is '{name}'; give one name without scheme, port and wildcard")
-    serve(
-        host=host,
-        port=port,
-        open_browser=browser,
-        allowed_hosts=allow_host or (),
-        allowed_folders=allow_files or (),
-    )
-
-
-@app.command()
-def predict(
-    scenario: ScenarioArgument,
-    batch: Annotated[int, typer.Option(min=1, max=1_000_000, help="sequences in the step")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="tokens of each sequence, the new ones included")] = 512,
-    phase: Annotated[str, typer.Option(help="decode, prefill, or verify with drafts")] = "decode",
-    hardware: HardwareOption = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Roofline of one operating point: its time down to operators, each bound, memory, and where the times are from.
-
-    Exit code 2 where it does not fit in memory, after what would hold it and the step as if it did.
-    """
-    from membound.app.reports import operating_point as report
-    from membound.roofline.operating_point import OperatingPoint
-
-    chosen = scenario_of(scenario, set_, hardware)
-    point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
-    document = {"scenario": chosen.model_dump(mode="json"), **point.to_json()}
-    if (drafts := chosen.setup.drafts) is not None and phase != "verify":
-        document["notes"] = [
-            f"a step without drafts: what speculation by {drafts.kind} gains is a matter of many steps, which "
-            "`membound stack` and `membound simulate` look at; --phase verify is the step that checks the drafts"
-        ]
-    print_result(document, as_json, report.operating_point, answered=document["memory"]["fits"])
-
-
-@app.command()
-def simulate(
-    scenario: ScenarioArgument,
-    hardware: HardwareOption = None,
-    timeline: TimelineOption = None,
-    from_: FromOption = None,
-    to: ToOption = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Discrete-event run of the scenario in virtual time."""
-    from membound.app.reports import run as run_report
-    from membound.app.reports.drafts import drafting
-    from membound.simulator.drafting import with_best_drafts
-    from membound.simulator.run import run
-
-    log = _phase_log(timeline, from_, to)
-    asked = scenario_of(scenario, set_, hardware)
-    check_output("option --timeline", timeline, [scenario, asked.model_dump(mode="json")])
-    chosen, parameters = with_best_drafts(asked)
-    result = run(chosen, observer=log)
-    if parameters is not None and not parameters.get("replayed"):
-        result.provenance.notes.append(drafting(parameters))
-    _write_timeline(result, log, timeline, from_, to)
-    answered = result.summary.completed > 0
-    print_result(run_report.with_energy(result.to_json()), as_json, run_report.run, answered=answered)
-
-
-@app.command()
-def measure(
-    scenario: ScenarioArgument,
-    timeline: TimelineOption = None,
-    from_: FromOption = None,
-    to: ToOption = None,
-    endpoint: EndpointOption = None,
-    endpoint_model: ModelOption = None,
-    api_key_env: KeyOption = None,
-    endpoint_timeout: PatienceOption = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Real run of the scenario on this machine, or at a server with --endpoint."""
-    from membound.app.compare import LiveObserver
-    from membound.app.home import membound_home
-    from membound.app.keeping import keep_run
-    from membound.app.reports import run as run_report
-    from membound.app.store import Store
-    from membound.app.tasks import machine_for
-
-    server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
-    log = _phase_log(timeline, from_, to)
-    chosen = scenario_of(scenario, set_)
-    if server is not None:
-        if log is not None:
-            raise MemboundError("option --timeline shows steps, which a server does not; leave it out with --endpoint")
-        from membound.runtime.endpoint.measure import measure as measure_at
-
-        with measuring("membound measure") as listener:
-            result = measure_at(chosen, server, listener.progress)
-        # Printed first: a full disk must not cost the measurement.
-        print_result(result.to_json(), as_json, run_report.run)
-        keep_run(Store(membound_home()), "measure", chosen, result)
-        need_answer(result.summary.completed > 0)
-        return
-    check_output("option --timeline", timeline, [scenario, chosen.model_dump(mode="json")])
-    ensure_calibrated(chosen)
-    with measuring("membound measure") as listener:
-        hardware, runtime = machine_for(chosen)
-        live = LiveObserver(chosen, runtime, listener, f"measuring {chosen.name}")
-
-        def observer(step: Step, outcome: Outcome, end_s: float) -> None:
-            live(step, outcome, end_s)
-            if log is not None:
-                log(step, outcome, end_s)
-
-        result = runtime.run(chosen, hardware, observer=observer)
-    print_result(result.to_json(), as_json, run_report.run)
-    keep_run(Store(membound_home()), "measure", chosen, result)
-    _write_timeline(result, log, timeline, from_, to)
-    need_answer(result.summary.completed > 0)
-
-
-@app.command()
-def compare(
-    scenario: ScenarioArgument,
-    endpoint: EndpointOption = None,
-    endpoint_model: ModelOption = None,
-    api_key_env: KeyOption = None,
-    endpoint_timeout: PatienceOption = None,
-    set_: SetOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Prediction and measurement side by side, with the error of each; measured at a server with --endpoint."""
-    from membound.app.compare import compare as run_compare
-    from membound.app.home import membound_home
-    from membound.app.keeping import keep_comparison
-    from membound.app.reports import comparison as report
-    from membound.app.store import Store
-    from membound.app.tasks import machine_for
-
-    server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
-    chosen = scenario_of(scenario, set_)
-    if server is not None:
-        from membound.app import endpoint_comparison
-
-        with measuring("membound compare") as listener:
-            at_server = endpoint_comparison.compare(chosen, server, listener)
-        print_result(at_server.to_json(), as_json, endpoint_comparison.comparison)
-        keep_comparison(Store(membound_home()), chosen, at_server)
-        return
-    ensure_calibrated(chosen)
-    with measuring("membound compare") as listener:
-        hardware, runtime = machine_for(chosen)
-        result = run_compare(chosen, hardware, runtime, listener)
-    print_result(result.to_json(), as_json, report.comparison)
-    keep_comparison(Store(membound_home()), chosen, result)
-
-
-@app.command()
-def validate(
-    table: Annotated[Path, typer.Argument(metavar="FILE.csv", help="measured operators, or end-to-end measurements")],
-    rows: Annotated[
-        Path | None, typer.Option(metavar="OUT.csv", help="write every row with its prediction to this file")
-    ] = None,
-    leave_out: Annotated[
-        Literal["device", "source"] | None,
-        typer.Option(help="also fit the operators without each of these in turn, and predict it (minutes)"),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Predictions against a table of published measurements: the error by group, and the worst rows.
-
-    Rows that cannot be predicted are counted with their reasons; exit code 2 where none can.
-    """
-    from membound.app.reports import validation as report
-    from membound.app.validation import document
-    from membound.roofline.validation import generalisation
-    from membound.roofline.validation.report import validate_table
-
-    check_suffix("option --rows", rows, ".csv")
-    parts = generalisation.parts_of(table, leave_out) if leave_out is not None else None
-    found = validate_table(table)
-    if rows is not None:
-        found.write_rows(rows)
-    unseen = None
-    if parts is not None and leave_out is not None:
-        typer.echo(f"fitting without each {leave_out} in turn", err=True)
-        unseen = generalisation.leave_out(parts, leave_out)
-    print_result(document(found, unseen), as_json, report.validation, answered=found.predicted > 0)
-
-
-@app.command()
-def record(
-    prompts: Annotated[Path, typer.Argument(help="a YAML file with a list 'prompts' of id, task and text")],
-    scenario: Annotated[str, typer.Option(help="whose model writes the continuations")] = "live-cpu",
-    output: Annotated[Path | None, typer.Option(help="JSON lines; beside the prompts if not given")] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens to record for each prompt")] = 128,
-) -> None:
-    """Record what a model writes after each prompt: the content that simulations replay."""
-    from membound.app.tasks import need_torch
-
-    written = output or prompts.with_suffix(".jsonl")
-    check_output("option --output", written, [prompts, scenario])
-    need_torch()
-    from membound.runtime.engine import Runtime
-    from membound.runtime.record import record as run_record
-
-    chosen = scenario_of(scenario).with_techniques(())
-    with progress() as listener:
-        count = run_record(prompts, written, Runtime(), chosen, tokens, listener.progress)
-    typer.echo(f"recorded {count} prompts", err=True)
-
-
-@app.command()
-def scenarios(as_json: JsonOption = False) -> None:
-    """List the shipped scenarios."""
-    from membound.app.reports import scenarios as report
-    from membound.roofline.scenario import load_scenario, shipped_scenarios
-
-    listed = [{"name": name, "description": load_scenario(name).description} for name in shipped_scenarios()]
-    print_result({"scenarios": listed}, as_json, report.scenarios)
-
-
-@app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Print what an issue report needs: versions, devices, kernels, store."""
-    from membound.app.commands import doctor as checks
-
-    typer.echo("looking at this machine; the first time kernels are compiled, which takes up to a minute", err=True)
-    found = checks.report()
-    print_result(found, as_json, checks.render)
-
-
-def _phase_log(timeline: Path | None, from_s: float | None, to_s: float | None) -> PhaseLog | None:
-    """What listens to a run whose timeline is asked for; the options are checked before the run."""
-    if timeline is None:
-        if from_s is not None or to_s is not None:
-            raise MemboundError("options --from and --to cut a timeline; give --timeline OUT too, or leave them out")
-        return None
-    from membound.simulator.timeline import PhaseLog, checked_suffix, checked_window
-
-    checked_suffix(timeline)
-    checked_window(from_s, to_s)
-    return PhaseLog()
-
-
-def _write_timeline(
-    result: RunResult, log: PhaseLog | None, path: Path | None, from_s: float | None, to_s: float | None
-) -> None:
-    if path is None:
-        return
-    from membound.simulator.timeline import Timeline
-
-    timeline = Timeline.of(result, log, from_s, to_s)
-    timeline.write(path)
-    for note in (*timeline.notes, f"timeline written to {path}"):
-        typer.echo(note, err=True)
-
-
-planning.add_commands(app)
-app.command()(calibrate)
-app.command("import")(import_results)
-app.command("train-draft")(train_draft)
-app.command()(experiment)
-app.add_typer(kernels.app)
+INTERRUPTED = 130
 
 
 def main() -> None:
-    """The console script: known errors are one sentence on standard error and exit code 2."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # not every terminal has every character
-    with contextlib.suppress(ValueError):  # not in the main thread, where tests call this
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends in order
+    """The console script; Ctrl-C is one word and exit code 130 at any time."""
+    # Not where it is ignored, as in the background of a shell, nor where a thread calls this, which may not.
+    answered = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    )
+    if answered:
+        signal.signal(signal.SIGINT, _leave_at_once)
+    from membound.app.commands.root import run
+
+    if answered:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        code = app(prog_name="membound", standalone_mode=False)
-        if code == 130:  # typer's own answer to Ctrl-C
-            typer.echo("interrupted", err=True)
-        sys.exit(code)
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        sys.exit(130)
-    except UsageError as error:
-        typer.echo(misused(error), err=True)
-        sys.exit(2)
-    except MemboundError as error:
-        typer.echo(f"membound: {error}", err=True)
-        sys.exit(2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except OSError as error:
-        tried = f"'{str(error.filename)[:200]}' cannot be used" if error.filename else "cannot write the result"
-        typer.echo(f"membound: {tried}: {error.strerror or error}", err=True)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(2)
+        sys.exit(run())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _leave_at_once(*_: object) -> None:
+    # Not as an exception, which modules that are half imported take for a reason to do without what they lack.
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

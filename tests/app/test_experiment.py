@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from membound.app import experiments, tasks
 from membound.app.answering import digest_of
-from membound.app.cli import app
 from membound.app.commands import calibration
+from membound.app.commands.root import app
 from membound.app.experiments import EXPERIMENTS, PREDICTED, recorded, run
 from membound.app.experiments.acceptance import Acceptance
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import typer
 
-from membound.app import cli
+from membound.app.commands.root import app
 
 
 def _commands(group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -16,7 +19,7 @@ def _commands(group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         yield from _commands(command, (*path, name))
 
 
-COMMANDS = list(_commands(typer.main.get_command(cli.app)))
+COMMANDS = list(_commands(typer.main.get_command(app)))
 
 
 def test_the_walk_finds_sub_commands() -> None:
@@ -54,3 +57,18 @@ def test_the_version_is_the_distribution_s(membound) -> None:
 def test_a_mistake_is_one_sentence_that_says_what_was_meant(membound, arguments: list[str], says: str) -> None:
     code, out, err = membound(*arguments)
     assert (code, out) == (2, "") and says in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "module", ["membound.app.commands.terminal", "pydantic.main", "membound.app.commands.planning"]
+)
+def test_ctrl_c_is_one_word_while_the_command_is_still_being_imported(module: str) -> None:
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "membound.app.cli", "scenarios"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.split("|")[-1].strip() == module:
+            process.send_signal(signal.SIGINT)
+            break
+    said = [line for line in process.stderr if not line.startswith("import time:")]
+    assert (process.wait(30), said) == (130, ["interrupted\n"])

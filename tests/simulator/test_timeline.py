@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from membound.app.cli import app
+from membound.app.commands.root import app
 from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import BOUNDS, RunResult
 from membound.roofline.scenario import Scenario, parse_scenario

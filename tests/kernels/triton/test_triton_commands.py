@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from membound.app.cli import app  # noqa: E402
 from membound.app.commands import kernels as commands  # noqa: E402
+from membound.app.commands.root import app  # noqa: E402
 from membound.kernels.bench import check as checking  # noqa: E402
 from membound.kernels.bench.benchmark import Ceilings, Failed, Timed  # noqa: E402
 from membound.roofline.errors import MemboundError  # noqa: E402
