@@ -8,6 +8,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal
 
+from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint
@@ -130,6 +131,7 @@ class OperatingPoint:
                 f"{gamma + 1} or more"
             )
         check_parallel(model, setup)
+        check_applicable(model, setup)
         return cls(model, hardware, setup, known, batch, context, gamma, drafting)
 
     @cached_property

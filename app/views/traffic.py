@@ -16,6 +16,7 @@ from membound.app.views import choices, fields, linked, scenario_choice
 from membound.app.views.session import store
 from membound.roofline import hardware, models
 from membound.roofline.errors import MemboundError
+from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario, shipped_scenarios
 from membound.roofline.scenario.cluster import RouterName
 from membound.roofline.scenario.engine import BatchingName, OrderName
@@ -275,7 +276,8 @@ def _others(chosen: Mapping[str, Any]) -> list[str]:
 
 def scenario_of(chosen: Mapping[str, Any]) -> Scenario:
     """The scenario that the choices of the form come to; raises MemboundError where they contradict each other."""
-    formats = list(precisions([chosen["formats"]], hardware.get_hardware(chosen["hw"]), ()))
+    model, device = resolve_model(chosen["model"]), hardware.get_hardware(chosen["hw"])
+    formats = list(precisions([chosen["formats"]], model, device, ()))
     if not formats:
         raise MemboundError(f"'{chosen['hw']}' computes in no 8-bit format; choose other formats or another device")
     techniques: list[Any] = [technique.model_dump(mode="json") for technique in formats[0].techniques]

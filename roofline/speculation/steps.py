@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
@@ -236,8 +237,10 @@ def with_counted_alpha(scenario: Scenario, model: ModelSpec) -> Scenario:
 
 
 def checked_speculation(scenario: Scenario, model: ModelSpec) -> Speculation | None:
-    """The speculation of the scenario's replica; raises MemboundError where it cannot be divided or drafted so."""
+    """The speculation of the scenario's replica; raises MemboundError where it cannot be divided or drafted so, or
+    names something that its model lacks."""
     check_parallel(model, scenario.setup)
+    check_applicable(model, scenario.setup)
     speculation = speculation_of(scenario, model)
     if speculation is not None:
         _ = speculation.drafter_weights_bytes  # a drafter that this model cannot have is refused here

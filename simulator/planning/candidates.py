@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline.applicable import has_kv_cache
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -56,8 +57,10 @@ class Precision(NamedTuple):
         return not self.lossy
 
 
-def precisions(names: Sequence[str], device: HardwareSpec, given: tuple[Technique, ...]) -> Iterator[Precision]:
-    """The named choices that this device has; raises MemboundError for a name that is none."""
+def precisions(
+    names: Sequence[str], model: ModelSpec, device: HardwareSpec, given: tuple[Technique, ...]
+) -> Iterator[Precision]:
+    """The named choices that this model has on this device; raises MemboundError for a name that is none."""
     rest = tuple(technique for technique in given if technique.layer not in ("weights", "kv"))
     for name in names:
         if name == "given":
@@ -65,7 +68,8 @@ def precisions(names: Sequence[str], device: HardwareSpec, given: tuple[Techniqu
         elif name == "8bit":
             eight = "fp8" if device.computes_in("fp8") else "int8"
             if device.computes_in(eight):
-                yield Precision(name, (*rest, W8A8(format=eight), KvQuantization(format=eight)))
+                cache = (KvQuantization(format=eight),) if has_kv_cache(model) else ()
+                yield Precision(name, (*rest, W8A8(format=eight), *cache))
         elif name == "4bit":
             yield Precision(name, (*rest, WeightQuantization(format="int4")))
         else:
@@ -373,7 +377,7 @@ def replicas_on(
     """
     found, reasons = [], []
     model = resolve_model(scenario.model)
-    for precision in precisions(names, hardware, scenario.techniques):
+    for precision in precisions(names, model, hardware, scenario.techniques):
         fits_without_stages = False
         for parallel in parallelisms(model, hardware):
             if parallel.pp > 1 and fits_without_stages:
