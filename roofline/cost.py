@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,9 @@ from membound.roofline.shape import Count, StepShape, is_there
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import BatchOverlap, EngineSetup
 from membound.roofline.times.operator import OperatorTime, Times
+
+# Single steps whose cost is kept, the latest: a page or an answer asks for a few hundred.
+MOST_KNOWN = 1024
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,15 @@ class StepCost:
 def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> StepCost:
     """The cost of one step of `shape`, or of many when the shape's sums are arrays (O(operators) either way).
 
-    In a pipeline that of a micro-batch through all stages.
+    In a pipeline that of a micro-batch through all stages. One step is computed once: engines that differ by a
+    technique, and the parts of a closed form, ask for the same ones again and again.
     """
+    if any(isinstance(part, np.ndarray) for part in vars(shape).values()):
+        return _step_cost(model, setup, times, shape)
+    return _known_cost(model, setup, times, shape)
+
+
+def _step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> StepCost:
     if setup.overlap is None:
         return StepCost(tuple(_costs(model, setup, times, shape)), times)
     halves = setup.overlap.halves(shape, setup.parallel.dp)
@@ -122,6 +132,9 @@ def step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepSha
     if np.all(np.asarray(halves) == 1.0):
         return StepCost(tuple(costs), times)
     return StepCost(tuple(_overlapped(costs, setup.overlap, times, shape, halves)), times)
+
+
+_known_cost = lru_cache(maxsize=MOST_KNOWN)(_step_cost)
 
 
 def pipelined_cost(

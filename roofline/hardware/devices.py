@@ -89,13 +89,28 @@ def is_local(name: str) -> bool:
 
 def local_hardware(name: str = LOCAL) -> HardwareSpec:
     """This machine as it was calibrated; raises MemboundError where it was not, and for the GPU of one without."""
-    calibration = Calibration.load(local_calibration_path())
-    if name == LOCAL_GPU and calibration.kind != "gpu":
+    hardware = _calibrated()
+    if name == LOCAL_GPU and hardware.kind != "gpu":
         raise MemboundError(
             f"hardware is '{LOCAL_GPU}', but what was calibrated on this machine is its CPU; "
             "run `membound calibrate --device cuda` where there is a GPU, or give hardware: local"
         )
-    return hardware_of(calibration)
+    return hardware
+
+
+def _calibrated() -> HardwareSpec:
+    path = local_calibration_path()
+    try:
+        state = path.stat()
+    except OSError:
+        return hardware_of(Calibration.load(path))  # which says what is wrong
+    return _read_calibrated(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=4)
+def _read_calibrated(path: Path, modified_ns: int, size: int) -> HardwareSpec:
+    """The machine of a calibration in one state: it is read again when that changes."""
+    return hardware_of(Calibration.load(path))
 
 
 _ALIASES = re.compile(r"^aliases: \[(.*)\]$", re.MULTILINE)

@@ -34,6 +34,17 @@ class CalibratedTimes:
         self.relative_error = max(calibration.residual, calibration.repeatability)
         self._linears: dict[str, _LinearTimes] = {}
 
+    def __eq__(self, other: object) -> bool:
+        """Of one calibration there is one time of anything."""
+        return type(other) is type(self) and self._same == other._same
+
+    def __hash__(self) -> int:
+        return hash(self._same)
+
+    @property
+    def _same(self) -> tuple[int, int]:
+        return id(self.hardware), id(self.calibration)
+
     def spread_of(self, operator: Operator) -> float:
         return self.relative_error
 

@@ -86,6 +86,17 @@ class KernelTimes:
         # An engine's spread was found on devices that are measured; one that is not may be further off.
         self.relative_error = max(self.profile.spread, self._spread(KernelName("gemm", "bf16")))
 
+    def __eq__(self, other: object) -> bool:
+        """Of one device, engine and set of fits there is one time of anything."""
+        return type(other) is type(self) and self._same == other._same
+
+    def __hash__(self) -> int:
+        return hash(self._same)
+
+    @property
+    def _same(self) -> tuple[int, int, int]:
+        return id(self.hardware), id(self.profile), id(self._fits)
+
     def fit(self, family: Family, kernel: str) -> KernelFit:
         """The fit that a family's kernel takes on this device."""
         key = (family, kernel)

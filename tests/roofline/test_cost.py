@@ -135,3 +135,9 @@ def test_a_step_is_no_surer_than_the_kernels_of_its_time():
         spreads = [H100.spread_of(operator.operator) for operator in cost.operators]
         assert H100.relative_error <= cost.relative_error <= max(H100.relative_error, *spreads)
     assert costs["int4"].relative_error >= costs["bf16"].relative_error
+
+
+def test_of_one_device_and_engine_there_is_one_time_of_anything() -> None:
+    hardware, other = get_hardware("H100-SXM5"), get_hardware("A100-SXM4-80GB")
+    assert times_for(hardware, "vllm") == times_for(hardware, "vllm")
+    assert len({times_for(hardware, "vllm"), times_for(hardware, "sglang"), times_for(other, "vllm")}) == 3
