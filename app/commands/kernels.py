@@ -6,11 +6,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from membound.kernels.bench.benchmark import Ceilings, Failed, Timed
     from membound.kernels.bench.check import Checked
     from membound.kernels.bench.trial import Case
+
+    Row = TypeVar("Row", Checked, Timed | Failed)
+
+_Documented = tuple[dict[str, Any], list[dict[str, str]]]  # a document, and its rows as a table
 
 app = typer.Typer(
     name="kernels", help="Check and time the GPU's kernels, and read what they take.", no_args_is_help=True
@@ -57,30 +61,32 @@ def check(
     if interpret:
         _interpret()
     device = _device(interpreted=interpret)
-    from membound.kernels.bench.check import CASES
-    from membound.kernels.bench.check import check as run_check
+    from membound.kernels.bench import check as checking
 
-    cases = [case for case in _chosen(CASES, kernel) if case.small or not interpret]
+    numbers = [n for n in _chosen(checking.CASES, kernel) if checking.CASES[n].small or not interpret]
     seed = time.time_ns() % 2**31 if seed is None else seed
-    with progress() as listener:
-        found = run_check(cases, device, seed, listener.progress)
     name = INTERPRETER if interpret else _gpu_name(device)
-    wrong = sum(not row.right for row in found)
-    conditions = {**_conditions(device, name), "seed": seed, "cases": len(found), "wrong": wrong}
-    document = {
-        "title": f"Kernels checked on {name}",
-        "conditions": conditions,
-        "rows": [{**asdict(row), "right": row.right} for row in found],
-    }
-    _finish(
-        document,
-        [_checked_row(row) for row in found],
-        f"kernels-check-{'interpreter' if interpret else name}",
-        out,
-        as_json,
-        keep=not interpret,
-    )
-    if wrong:
+    conditions = {**_conditions(device, name), "seed": seed}
+    report = _Report(f"kernels-check-{'interpreter' if interpret else name}", out, kept=not interpret)
+
+    def documented(found: Sequence[Checked]) -> _Documented:
+        counts = {"cases": len(found), "wrong": sum(not row.right for row in found)}
+        left = len(numbers) - len(found)
+        document = {
+            "title": f"Kernels checked on {name}",
+            "conditions": {**conditions, **counts, **({"not yet checked": left} if left else {})},
+            "rows": [{**asdict(row), "right": row.right} for row in found],
+        }
+        return document, [_checked_row(row) for row in found]
+
+    with progress() as listener:
+        if interpret:
+            found = checking.check([checking.CASES[n] for n in numbers], device, seed, listener.progress)
+        else:
+            done = checking.check_apart(numbers, device, seed, _workers(device))
+            found = _gathered(done, numbers, listener.progress, lambda rows: report.keep(*documented(rows)))
+    report.finish(*documented(found), as_json)
+    if any(not row.right for row in found):
         raise typer.Exit(1)
 
 
@@ -90,41 +96,50 @@ def bench(
 ) -> None:
     """Every kernel timed on a GPU: its share of the bandwidth and matmul ceilings, beside what else is installed."""
     device = _device(interpreted=False)
+    import torch
+
     from membound.kernels.bench import benchmark
     from membound.kernels.bench.check import CASES
     from membound.runtime.decode_roof import decode_roof
 
-    cases = [case for case in _chosen(CASES, kernel) if not case.small]
+    numbers = [n for n in _chosen(CASES, kernel) if not CASES[n].small]
     name, before = _gpu_name(device), _conditions(device, _gpu_name(device))
     seed = time.time_ns() % 2**31 if seed is None else seed
-    timer, l2_bytes = benchmark.cuda_timer(device), _l2_bytes(device)
+    timer, report = benchmark.cuda_timer(device), _Report(f"kernels-bench-{name}", out)
     with measuring("membound kernels bench") as listener:
         listener.progress(0.0, "ceilings: copies and matrix products")
         ceilings = benchmark.ceilings(device, timer)
-        rows = list(benchmark.bench(cases, device, seed, timer, l2_bytes, listener.progress))
+
+        def documented(rows: Sequence[Timed | Failed]) -> _Documented:
+            conditions = {
+                **before,
+                "state after": _state(device),
+                "copy": text.bandwidth(ceilings.copy_bytes_per_s),
+                "matmul": {math: text.flop_rate(rate) for math, rate in ceilings.flop_per_s.items()},
+                "seed": seed,
+            }
+            document = {
+                "title": f"Kernels timed on {name}",
+                "conditions": conditions,
+                "ceilings": {"copy_bytes_per_s": ceilings.copy_bytes_per_s, "flop_per_s": dict(ceilings.flop_per_s)},
+                "rows": [_timed_json(row, ceilings) for row in rows],
+            }
+            return document, [_timed_row(row, ceilings) for row in rows]
+
+        torch.cuda.empty_cache()
+        done = benchmark.bench_apart(CASES, numbers, device, seed)
+        rows = _gathered(done, numbers, listener.progress, lambda rows: report.keep(*documented(rows)))
         if not kernel:
             listener.progress(1.0, "decode of Llama-3.1-8B")
             rows.append(decode_roof(device, timer))
-    conditions = {
-        **before,
-        "state after": _state(device),
-        "copy": text.bandwidth(ceilings.copy_bytes_per_s),
-        "matmul": {math: text.flop_rate(rate) for math, rate in ceilings.flop_per_s.items()},
-        "seed": seed,
-    }
-    document = {
-        "title": f"Kernels timed on {name}",
-        "conditions": conditions,
-        "ceilings": {"copy_bytes_per_s": ceilings.copy_bytes_per_s, "flop_per_s": dict(ceilings.flop_per_s)},
-        "rows": [_timed_json(row, ceilings) for row in rows],
-    }
-    _finish(document, [_timed_row(row, ceilings) for row in rows], f"kernels-bench-{name}", out, as_json)
+    report.finish(*documented(rows), as_json)
 
 
 @app.command()
 def resources(
     arch: Annotated[
-        str | None, typer.Option(help="sm80, sm90, sm100 or gfx942; this GPU's, or sm90 where there is none")
+        str | None,
+        typer.Option(help="such as sm90, which it is where there is no GPU; else this GPU's"),
     ] = None,
     kernel: KernelOption = None,
     out: OutOption = None,
@@ -147,18 +162,20 @@ def resources(
     cases = [case for case in CASES if not kernel or case.split()[0] in kernel]
     with progress() as listener:
         found = compile_all(arch, cases, listener.progress)
+    failed = [row for row in found if "problem" in row]
     document = {
         "title": f"Kernels compiled for {arch}",
         "conditions": {
             "created": _now(),
             "versions": _versions(),
-            "spilling": sum(r["spilled_bytes"] > 0 for r in found),
+            "spilling": sum(row.get("spilled_bytes", 0) > 0 for row in found),
+            "not compiled": len(failed),
         },
         "rows": found,
     }
-    columns = ("case", "kernel", "registers", "spilled_bytes", "shared_bytes", "threads")
-    rows = [{column.replace("_", " "): str(row[column]) for column in columns} for row in found]
-    _finish(document, rows, f"kernels-resources-{arch}", out, as_json)
+    _Report(f"kernels-resources-{arch}", out).finish(document, [_resources_row(row) for row in found], as_json)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _interpret() -> None:
@@ -211,9 +228,36 @@ def need_gpu() -> None:
         raise MemboundError(f"option --device is 'cuda', but torch {torch.__version__} finds no GPU; give cpu")
 
 
-def _chosen(cases: Sequence[Case], kernels: list[str] | None) -> list[Case]:
+def _chosen(cases: Sequence[Case], kernels: list[str] | None) -> list[int]:
+    """Their numbers."""
     _known(kernels, {case.kernel for case in cases})
-    return [case for case in cases if not kernels or case.kernel in kernels]
+    return [number for number, case in enumerate(cases) if not kernels or case.kernel in kernels]
+
+
+def _workers(device: Any) -> int:
+    import torch
+
+    from membound.kernels.bench.workers import workers_for
+
+    return workers_for(os.cpu_count() or 1, torch.cuda.mem_get_info(device)[0])
+
+
+def _gathered(
+    done: Iterator[tuple[int, Row]],
+    numbers: Sequence[int],
+    show: Callable[[float, str], None],
+    keep: Callable[[list[Row]], None],
+) -> list[Row]:
+    """The rows of all `numbers` in their order; those that are there are kept whenever one more is done."""
+    rows: dict[int, Row] = {}
+    try:
+        for number, row in done:
+            rows[number] = row
+            show(len(rows) / len(numbers), f"{row.kernel}: {row.case}")
+            keep([rows[n] for n in numbers if n in rows])
+    except RuntimeError as error:
+        raise MemboundError(str(error)) from None
+    return [rows[n] for n in numbers if n in rows]
 
 
 def _known(kernels: list[str] | None, names: set[str]) -> None:
@@ -244,12 +288,6 @@ def _gpu_name(device: Any) -> str:
     return str(torch.cuda.get_device_name(device))
 
 
-def _l2_bytes(device: Any) -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
-
-
 def _state(device: Any) -> str:
     """Clocks and power of a GPU, the load of a CPU."""
     from membound.runtime.nvml import Nvml
@@ -260,22 +298,27 @@ def _state(device: Any) -> str:
     return f"load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown load"
 
 
-def _finish(
-    document: dict[str, Any],
-    rows: list[dict[str, str]],
-    name: str,
-    out: Path | None,
-    as_json: bool,
-    *,
-    keep: bool = True,
-) -> None:
-    """Writes both files where they are asked for or kept, and prints the table last."""
-    from membound.kernels.bench import record
+@dataclass(frozen=True)
+class _Report:
+    """Where a command's document and table go: two files where they are asked for or kept, and the terminal last."""
 
-    if out is not None or keep:
-        for path in record.write(out or _measurements(), record.slug(name), document, rows):
+    name: str
+    out: Path | None
+    kept: bool = True
+
+    def keep(self, document: dict[str, Any], rows: list[dict[str, str]]) -> list[Path]:
+        from membound.kernels.bench import record
+
+        if self.out is None and not self.kept:
+            return []
+        return record.write(self.out or _measurements(), record.slug(self.name), document, rows)
+
+    def finish(self, document: dict[str, Any], rows: list[dict[str, str]], as_json: bool) -> None:
+        from membound.kernels.bench import record
+
+        for path in self.keep(document, rows):
             typer.echo(f"written to {path}", err=True)
-    print_result(record.finite(document), as_json, lambda found: _table(found, rows))
+        print_result(record.finite(document), as_json, lambda found: _table(found, rows))
 
 
 def _measurements() -> Path:
@@ -309,6 +352,14 @@ def _checked_row(row: Checked) -> dict[str, str]:
         "of tolerance": text.percent(row.of_tolerance) if row.problem is None and row.of_tolerance < 1e6 else "-",
         "verdict": verdict,
     }
+
+
+def _resources_row(row: Mapping[str, Any]) -> dict[str, str]:
+    columns = ("case", "kernel", "registers", "spilled_bytes", "shared_bytes", "threads", "resident")
+    shown = {column.replace("_", " "): str(row.get(column, "-")) for column in columns}
+    in_flight = row.get("in_flight_bytes")
+    shown["in flight, KiB"] = "-" if in_flight is None else f"{in_flight / 1024:.0f}"
+    return shown | ({"kernel": row["problem"]} if "problem" in row else {})
 
 
 def _timed_json(row: Timed | Failed, ceilings: Ceilings) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from membound.kernels.bench.capture import warmed_up
 from membound.kernels.bench.trial import Case, Inputs, Math, Run, Trial
+from membound.kernels.bench.workers import answers, command_of
 
 ROWS = 30  # each a sample
 FEWEST_ROWS = 3  # where there is no time for so many
@@ -193,6 +194,18 @@ def bench(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def bench_apart(
+    cases: Sequence[Case], numbers: Sequence[int], device: torch.device, seed: int
+) -> Iterator[tuple[int, Timed | Failed]]:
+    """Those `cases` of these numbers one after the other in a process, which is replaced where one ends it."""
+    for answer in answers(command_of("bench", str(device), seed), numbers, workers=1):
+        case, row = cases[answer.case], answer.row
+        if row is None:
+            yield answer.case, Failed(case.kernel, case.name, answer.problem or "it said nothing")
+        else:
+            yield answer.case, Failed(**row) if "problem" in row else Timed(**row)
 
 
 def _timed(case: Case, inputs: Inputs, timer: Timer, l2_bytes: int) -> Timed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from membound.kernels.bench.attention_cases import CASES as ATTENTION
 from membound.kernels.bench.linear_cases import CASES as LINEAR
 from membound.kernels.bench.pointwise_cases import CASES as POINTWISE
 from membound.kernels.bench.trial import Case, Inputs, poisoned
+from membound.kernels.bench.workers import answers, command_of
 
 CASES: tuple[Case, ...] = (*ATTENTION, *LINEAR, *POINTWISE)
 
@@ -41,6 +42,14 @@ def check(
         progress(done / len(cases), f"{case.kernel}: {case.name}")
         found.append(_checked(case, device, seed))
     return found
+
+
+def check_apart(numbers: Sequence[int], device: torch.device, seed: int, workers: int) -> Iterator[tuple[int, Checked]]:
+    """CASES of these numbers in so many processes, as they are done; one that ends its process is wrong."""
+    for answer in answers(command_of("check", str(device), seed), numbers, workers):
+        case = CASES[answer.case]
+        failed = Checked(case.kernel, case.name, math.inf, math.inf, answer.problem)
+        yield answer.case, failed if answer.row is None else Checked(**answer.row)
 
 
 def _checked(case: Case, device: torch.device, seed: int) -> Checked:

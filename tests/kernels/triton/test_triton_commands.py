@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -53,7 +54,10 @@ def test_without_a_gpu_there_is_one_sentence_that_says_what_can_be_done():
 def test_bad_options_are_named():
     for arguments, message in (
         (("check", "--interpret", "--kernel", "nope"), "option --kernel is 'nope'; give one of block_copy, "),
-        (("resources", "--arch", "sm20"), "option --arch is 'sm20'; give one of sm80, sm90, sm100, gfx942"),
+        (
+            ("resources", "--arch", "sm20"),
+            "--arch is 'sm20'; give one of sm80, sm89, sm90, sm100, sm120, gfx942",
+        ),
     ):
         error = run(*arguments).exception
         assert isinstance(error, MemboundError) and message in str(error)
@@ -71,6 +75,28 @@ def test_resources_are_read_from_what_is_compiled(tmp_path):
     rows = json.loads(done.stdout)["rows"]
     assert {row["arch"] for row in rows} == {"sm80"} and all(row["registers"] > 0 for row in rows)
     assert (tmp_path / "kernels-resources-sm80.md").exists()
+
+
+def test_rows_are_kept_in_their_order_whenever_one_is_done():
+    """What was found before a machine is taken away, or a person stops waiting, is on the disk."""
+    rows = {n: checking.Checked("k", str(n), 0.0, 0.0) for n in (7, 2, 5)}
+    kept: list[list[str]] = []
+    found = commands._gathered(
+        iter(rows.items()), [2, 5, 7], lambda *_: None, lambda rows: kept.append([row.case for row in rows])
+    )
+    assert kept == [["7"], ["2", "7"], ["2", "5", "7"]] and [row.case for row in found] == kept[-1]
+
+
+def test_a_case_that_does_not_compile_is_a_row_and_an_exit_code(monkeypatch, tmp_path):
+    import membound.kernels.bench.resources as compiling
+
+    command = [sys.executable, "-c", "raise SystemExit('ptxas: no')"]
+    monkeypatch.setattr(compiling, "command_of", lambda arch, case: command)
+    done = run("resources", "--kernel", "silu_mul", "--out", str(tmp_path), "--json")
+    assert done.exit_code == 1, done.output
+    document = json.loads(done.stdout)
+    assert document["conditions"]["not compiled"] == len(document["rows"]) > 0
+    assert "does not compile for sm90: ptxas: no" in (tmp_path / "kernels-resources-sm90.md").read_text("utf-8")
 
 
 def test_a_time_is_shown_with_its_shares_and_a_failure_with_its_reason():
