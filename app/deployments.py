@@ -8,9 +8,9 @@ from typing import Any
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario
+from membound.simulator.planning.deployed import Objective
 from membound.simulator.planning.document import to_json
 from membound.simulator.planning.planner import plan
-from membound.simulator.planning.search import Objective
 
 CONFIRMED = 3
 

@@ -151,10 +151,10 @@ def plan(
 ) -> None:
     """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput."""
     from membound.app.reports import plan as report
+    from membound.simulator.planning.deployed import Objective
     from membound.simulator.planning.document import to_json
     from membound.simulator.planning.most import max_rate
     from membound.simulator.planning.planner import plan as make_plan
-    from membound.simulator.planning.search import Objective
 
     chosen = scenario_of(scenario, set_)
     aims: tuple[Objective, ...] = get_args(Objective)

@@ -23,7 +23,7 @@ from membound.roofline.scenario.engine import BatchingName, OrderName
 from membound.roofline.scenario.workload import TraceArrivals
 from membound.roofline.techniques import engine_setup
 from membound.roofline.times.engines import profiles
-from membound.simulator.planning.candidates import precisions
+from membound.simulator.planning.choices import precisions
 from membound.simulator.planning.planner import PRECISIONS
 from membound.simulator.scheduling.workload.traces import read_trace
 

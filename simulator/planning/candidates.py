@@ -7,7 +7,7 @@ load and a rough 99th percentile. The simulator has the last word on the few tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -15,17 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.applicable import has_kv_cache
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.models import ModelSpec
-from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, Slo
 from membound.roofline.scenario.engine import BatchingName
-from membound.roofline.techniques import W8A8, ContinuousBatching, KvQuantization, Technique, WeightQuantization
+from membound.roofline.techniques import ContinuousBatching
 from membound.simulator.load import Lengths
+from membound.simulator.planning.choices import Precision, parallelisms, precisions
 from membound.simulator.steady import deployment_of
 
 Values = NDArray[np.float64]
@@ -38,63 +36,6 @@ USUAL_BATCHING: BatchingName = "chunked_prefill"
 RATES = 64
 # Standard deviations to the 99th percentile of a count.
 TAIL = 2.326
-MOST_DEVICES = 32
-
-
-class Precision(NamedTuple):
-    """A choice of number formats; `given` is what the scenario's techniques say."""
-
-    name: str
-    techniques: tuple[Technique, ...]
-
-    @property
-    def lossy(self) -> tuple[Technique, ...]:
-        """Techniques with which it is no longer the same model in quality."""
-        return tuple(technique for technique in self.techniques if not technique.lossless)
-
-    @property
-    def lossless(self) -> bool:
-        return not self.lossy
-
-
-def precisions(
-    names: Sequence[str], model: ModelSpec, device: HardwareSpec, given: tuple[Technique, ...]
-) -> Iterator[Precision]:
-    """The named choices that this model has on this device; raises MemboundError for a name that is none."""
-    rest = tuple(technique for technique in given if technique.layer not in ("weights", "kv"))
-    for name in names:
-        if name == "given":
-            yield Precision(name, given)
-        elif name == "8bit":
-            eight = "fp8" if device.computes_in("fp8") else "int8"
-            if device.computes_in(eight):
-                cache = (KvQuantization(format=eight),) if has_kv_cache(model) else ()
-                yield Precision(name, (*rest, W8A8(format=eight), *cache))
-        elif name == "4bit":
-            yield Precision(name, (*rest, WeightQuantization(format="int4")))
-        else:
-            raise MemboundError(f"precision '{name}' is unknown; give given, 8bit or 4bit")
-
-
-def parallelisms(model: ModelSpec, device: HardwareSpec) -> Iterator[Parallelism]:
-    """Degrees of tensor, pipeline, data and expert parallelism of a replica, the fewest devices first.
-
-    Tensor parallelism stays where links are direct; stages and experts may go on to other nodes. Dense models are not
-    divided by dp: that is what replicas are.
-    """
-    near = device.scale_up.max_devices if device.scale_up else 1
-    has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
-    found = []
-    for tp, pp, dp in ((2**a, 2**b, 2**c) for a in range(6) for b in range(4) for c in range(6)):
-        devices = tp * pp * dp
-        if devices > MOST_DEVICES or tp > near or (devices > near and device.scale_out is None):
-            continue
-        if dp > 1 and (not has_experts or pp > 1):
-            continue
-        found.append(Parallelism(tp=tp, pp=pp, dp=dp, ep=1))
-        if has_experts and tp * dp > 1:
-            found.append(Parallelism(tp=tp, pp=pp, dp=dp, ep=tp * dp))
-    return iter(sorted(found, key=lambda parallel: (parallel.devices, parallel.pp, parallel.dp)))
 
 
 @dataclass(frozen=True)
@@ -278,17 +219,27 @@ class Replica:
         return float(loads[first_bad - 1])
 
     def pools(self, demand: Demand) -> tuple[int, int] | None:
-        """The fewest engines for prompts and for outputs with which the means meet the objective; None where none do.
+        """The fewest engines for prompts and for outputs that may meet the objective; None where none do.
 
-        Engines that only decode have no prompts between their tokens; those for prompts must keep up with the rate.
+        Engines that only decode have no prompts between their tokens; their means must meet it. Those for prompts must
+        keep up with the rate, and 99 of 100 first tokens must come in time where each prompt has an engine of one queue
+        to itself: prompts that share a step are later.
         """
         if demand.rate_rps is None:
             return None
         decode = self._decoding.replicas(_without_first_tokens(demand), tails=False)
-        own_s = float(self.decode_s[0] + self.prompt_s[0])
-        if decode is None or (demand.slo.ttft_s is not None and own_s > demand.slo.ttft_s):
+        own_s, prompt_s, bound_s = float(self.decode_s[0]), float(self.prompt_s[0]), demand.slo.ttft_s
+        longest, moment = self._spread_of_prompts
+        if decode is None or (bound_s is not None and own_s + longest * prompt_s > bound_s):
             return None
-        return max(1, math.ceil(demand.rate_rps * float(self.prompt_s[0]))), decode
+        engines = max(1, math.ceil(demand.rate_rps * prompt_s))
+        while bound_s is not None:
+            used = min(demand.rate_rps * prompt_s / engines, 0.999)
+            _, late_s = _waiting(used, engines, prompt_s * moment / 2.0)
+            if own_s + prompt_s + float(late_s) <= bound_s:
+                break
+            engines += 1
+        return engines, decode
 
     def most_of_pools(self, demand: Demand, prompt_engines: int, decode_engines: int) -> float:
         """The most requests a second that pools of so many engines serve; the smaller of the two."""
@@ -331,12 +282,20 @@ class Replica:
         return float(np.percentile(self.lengths.outputs, 99))
 
     def _waiting_for_a_seat(self, batch: Values, request_s: Values) -> tuple[Values, Values]:
-        """Mean and 99th percentile: M/M/c with Sakasegawa's approximation of the chance to wait (1977)."""
         seats = self.batches[-1]
-        used = np.minimum(batch / seats, 0.999)
-        chance = used ** (math.sqrt(2.0 * (seats + 1.0)) - 1.0)
-        each = request_s / (seats * (1.0 - used))
-        return chance * each, np.where(chance > 0.01, each * np.log(np.maximum(100.0 * chance, 1.0)), 0.0)
+        return _waiting(np.minimum(batch / seats, 0.999), seats, request_s)
+
+
+def _waiting(used: Values | float, servers: float, service_s: Values | float) -> tuple[Values, Values]:
+    """Mean and 99th percentile of the wait in one queue before `servers` that are `used` so much of the time.
+
+    M/M/c with Sakasegawa's approximation of the chance to wait (1977); where times of service vary
+    otherwise, with the square v of their standard deviation over their mean, `service_s` is the mean times (1 + v) / 2
+    (Pollaczek and Khinchine).
+    """
+    chance = np.asarray(used) ** (math.sqrt(2.0 * (servers + 1.0)) - 1.0)
+    each = service_s / (servers * (1.0 - np.asarray(used)))
+    return chance * each, np.where(chance > 0.01, each * np.log(np.maximum(100.0 * chance, 1.0)), 0.0)
 
 
 def _without_first_tokens(demand: Demand) -> Demand:

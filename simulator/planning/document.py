@@ -11,9 +11,9 @@ from membound.roofline.times.known import times_for
 from membound.roofline.times.origin import origin_of
 from membound.simulator.advice.prices import quality_of
 from membound.simulator.planning.candidates import Replica
+from membound.simulator.planning.deployed import Deployed
 from membound.simulator.planning.front import FrontPoint
 from membound.simulator.planning.planner import Plan, step_of
-from membound.simulator.planning.search import Deployed
 from membound.simulator.planning.sensitivity import Changed, UpperEnd
 
 

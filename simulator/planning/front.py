@@ -9,7 +9,7 @@ import numpy as np
 
 from membound.roofline.scenario import Slo
 from membound.simulator.planning.candidates import Demand, Replica
-from membound.simulator.planning.search import name_of
+from membound.simulator.planning.deployed import name_of
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.simulator.busiest import at_its_busiest
+from membound.simulator.planning.deployed import denser
 from membound.simulator.planning.planner import Progress, demand_of, silent
-from membound.simulator.planning.search import denser, meets
+from membound.simulator.planning.verdict import meets, without_too_long
 
 
 def max_rate(scenario: Scenario, *, tolerance: float = 0.03, progress: Progress = silent) -> tuple[float, Summary]:
@@ -29,8 +30,8 @@ def max_rate(scenario: Scenario, *, tolerance: float = 0.03, progress: Progress 
 
     def good(rate: float) -> bool:
         progress(min(0.95, len(tried) / 20.0), f"{rate:.3g} requests/s")
-        asked = plain.with_value("workload.arrivals", denser(plain, rate / start))
-        tried[rate] = run(at_its_busiest(asked)).summary
+        asked = at_its_busiest(plain.with_value("workload.arrivals", denser(plain, rate / start)))
+        tried[rate] = without_too_long(run(asked).summary, asked)
         return meets(tried[rate], demand.slo)
 
     low, high = start, start

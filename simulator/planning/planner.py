@@ -22,13 +22,9 @@ from membound.roofline.times.known import times_for
 from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
 from membound.simulator.planning.candidates import Demand, Replica, replicas_on
+from membound.simulator.planning.deployed import Deployed, Objective
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
-from membound.simulator.planning.search import (
-    Deployed,
-    Objective,
-    Searching,
-    search,
-)
+from membound.simulator.planning.search import Searching, search
 from membound.simulator.planning.sensitivity import (
     Asking,
     Changed,

@@ -22,23 +22,16 @@ from membound.roofline.serving import SteadyLoad
 from membound.simulator import load as loads
 from membound.simulator.busiest import ENOUGH_REQUESTS
 from membound.simulator.load import Lengths
-from membound.simulator.planning.candidates import Precision, Replica, parallelisms, replica_of, replicas_on
+from membound.simulator.planning.candidates import Replica, replica_of, replicas_on
+from membound.simulator.planning.choices import Precision, parallelisms
+from membound.simulator.planning.deployed import Deployed, on_a_slower_clock, share_of
 from membound.simulator.planning.document import to_json
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.most import max_rate
 from membound.simulator.planning.planner import demand_of, plan
-from membound.simulator.planning.search import (
-    FAR,
-    Deployed,
-    Search,
-    excess,
-    meets,
-    on_a_slower_clock,
-    share_of,
-    simulate,
-    simulate_while_hopeful,
-)
+from membound.simulator.planning.search import Search
 from membound.simulator.planning.sensitivity import Growing, Slower, changes_of
+from membound.simulator.planning.verdict import FAR, excess, meets, simulate_while_hopeful
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.loop import Executor
 from membound.simulator.scheduling.recorder import Recorder
@@ -80,7 +73,7 @@ def planned():
 def test_the_answer_meets_the_objective_in_the_simulator(planned):
     best = planned.best
     assert meets(best.summary, planned.demand.slo) and best.summary.completed >= 600
-    assert simulate(best) == best.summary
+    assert run(best.scenario).summary == best.summary
     document = to_json(planned)["best"]
     assert meets(run(parse_scenario(document["scenario"])).summary, planned.demand.slo)
     assert document["gpus"] == document["deployment"]["replicas"] * document["deployment"]["gpus_per_replica"]
@@ -91,7 +84,7 @@ def test_fewer_replicas_of_the_answer_miss_it():
     best = busy.best
     assert best.replicas > 1
     fewer = Deployed(best.replica, best.replicas - 1, best.demand)
-    assert not meets(simulate(fewer), busy.demand.slo)
+    assert not meets(run(fewer.scenario).summary, busy.demand.slo)
 
 
 def test_pools_for_prompts_and_outputs_are_chosen_where_they_are_cheaper():
@@ -111,12 +104,38 @@ def test_pools_for_prompts_and_outputs_are_chosen_where_they_are_cheaper():
     assert len(smaller) == 3 and all(one.answer.usd_per_h <= both.best.usd_per_h for one in smaller)
 
 
+@pytest.mark.parametrize(("device", "tp", "formats"), [("H100-SXM5", 2, "given"), ("H100-SXM5", 2, "4bit")])
+def test_with_fewer_engines_for_prompts_than_closed_forms_begin_with_first_tokens_are_late(device, tp, formats):
+    asked = load_scenario("plan-70b").with_value("workload.requests", 1000)
+    demand = demand_of(asked)
+    replicas, _ = replicas_on(asked.model_copy(update={"sweep": ()}), get_hardware(device), [formats], demand.lengths)
+    pooled = next(one for one in replicas if one.parallel == Parallelism(tp=tp))
+    engines, decoding = pooled.pools(demand)
+    fewer = Deployed(pooled, decoding, demand, prompt_engines=engines - 1)
+    assert run(fewer.scenario).summary.ttft_s.p99 > demand.slo.ttft_s
+    # and of a bound that is looser, or a rate that is lower, it takes no more of them
+    looser = replace(demand, slo=demand.slo.model_copy(update={"ttft_s": 2.0}))
+    assert pooled.pools(looser)[0] <= engines >= pooled.pools(demand.denser(0.5))[0]
+
+
+def test_pools_that_are_cheap_on_paper_do_not_keep_the_search_from_those_that_hold():
+    """First tokens of small engines are nearly late when nobody waits: those were tried until the search gave up."""
+    asked = load_scenario("plan-70b").with_values({"sweep": [], "workload.requests": 600})
+    demand = demand_of(asked)
+    listed = [replicas_on(asked, get_hardware(name), ["4bit"], demand.lengths)[0] for name in ("L40S", "H100-SXM5")]
+    pairs = [one for replicas in listed for one in replicas if one.parallel == Parallelism(tp=2)]
+    [found] = Search(demand, "cost", 1).among_pools(pairs)
+    assert meets(run(found.scenario).summary, asked.slo)
+    known = Deployed(pairs[-1], 2, demand, prompt_engines=6)
+    assert meets(run(known.scenario).summary, asked.slo) and found.rank("cost") <= known.rank("cost")
+
+
 @pytest.mark.parametrize("prompt_engines", [1, 2, 3])
 def test_who_misses_by_far_is_not_served_to_the_end_and_would_miss_by_far_there(prompt_engines):
     asked = scenario(100.0, slo={"ttft_s": 0.1, "tpot_s": 0.03})
     pools = Deployed(replica(), 2, demand_of(asked), prompt_engines=prompt_engines)
     pools = replace(pools, replica=replace(pools.replica, scenario=asked))
-    whole, (seen, served) = simulate(pools), simulate_while_hopeful(pools)
+    whole, (seen, served) = run(pools.scenario).summary, simulate_while_hopeful(pools)
     too_late = [excess(summary, asked.slo) > FAR for summary in (whole, seen)]
     assert too_late == [not served] * 2 and (seen == whole if served else seen.completed < whole.completed)
     assert served == (prompt_engines > 1)
@@ -127,7 +146,7 @@ def test_a_changed_input_is_answered_by_the_method_of_the_answer(planned):
     changes = {change.name: change for change in changes_of(planned.demand)}
     assert {one.name for one in planned.sensitivity.changed} == set(changes)
     for one in planned.sensitivity.changed:
-        holds = meets(simulate(changes[one.name].of(planned.best)), changes[one.name].demand.slo)
+        holds = meets(run(changes[one.name].of(planned.best).scenario).summary, changes[one.name].demand.slo)
         if one.easier:
             assert one.answer.rank("cost") <= planned.best.rank("cost")
         else:
@@ -327,7 +346,7 @@ def test_clients_who_think_need_fewer_devices():
     think = plain.with_value("workload.arrivals.think", {"kind": "exponential", "mean_s": think_s})
     always, sometimes = plan(plain, **options), plan(think, **options)
     assert sometimes.demand.think_s == think_s and sometimes.best.gpus < always.best.gpus
-    assert meets(simulate(sometimes.best), think.slo)
+    assert meets(run(sometimes.best.scenario).summary, think.slo)
 
 
 @pytest.mark.parametrize("think_s", [0.0, 0.5, 10.0])
@@ -529,3 +548,5 @@ def test_requests_that_no_engine_takes_do_not_count():
     assert longer and found.best is not None and found.best.summary is not None
     assert found.best.summary.rejected == 0 and found.best.summary.requests == 600 - longer
     assert any("every engine refuses them" in note for note in found.notes)
+    _, most = max_rate(asked.with_values({"slo": {"tpot_s": 0.1}, "engine.batching": "chunked_prefill"}), tolerance=0.5)
+    assert most.rejected == 0 and most.requests == 600 - longer
