@@ -41,7 +41,7 @@ from membound.roofline.techniques.steps import (
     Size,
     Speculative,
 )
-from membound.roofline.techniques.weights import W8A8, Int8Weights, Sparsity24, WeightQuantization
+from membound.roofline.techniques.weights import W8A8, Int8Weights, Sparsity24, WeightQuantization, engines_activations
 
 if TYPE_CHECKING:
     from membound.roofline.hardware import HardwareSpec
@@ -148,10 +148,17 @@ def engine_setup(
 
 
 def remarks(setup: EngineSetup, hardware: HardwareSpec) -> tuple[str, ...]:
-    """What a device does otherwise than the set-up's formats suggest, a sentence each."""
+    """What a device does otherwise than the set-up's formats suggest, or engines on it, a sentence each."""
     plan = setup.precision
     compute = compute_dtype(plan.weights, plan.activations, hardware)
     said = []
+    rounded = engines_activations(plan.weights)
+    if rounded and plan.activations.width >= 16 and not compute_dtype(plan.weights, rounded, hardware).emulated:
+        said.append(
+            f"{plan.weights.name} weights are unpacked here and multiplied in 16 bits, as nothing is said of "
+            f"activations; engines on {hardware.name} round those too: "
+            f"{{name: weight_quantization, format: {plan.weights.name}, activations: {rounded.name}}}"
+        )
     if compute.emulated:
         said.append(
             f"{hardware.name} has no matrix unit for {plan.weights.name} weights with {plan.activations.name} "

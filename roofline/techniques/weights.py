@@ -17,6 +17,9 @@ from membound.roofline.techniques.setup import EngineSetup
 # What these weights are multiplied with: scales of activations run along the row, those of the weights may be blocks.
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
 
+# Formats that engines never multiply with 16 bits where the device multiplies them.
+_ROUNDED_WITH = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "nvfp4": "nvfp4"}
+
 # How the codes of a format are chosen, and what is done to the model for it (runtime/quantization).
 QuantizationMethod = Literal["rtn", "gptq", "awq", "smoothquant", "llm_int8", "quarot", "found"]
 PruningMethod = Literal["magnitude", "wanda", "sparsegpt"]
@@ -128,6 +131,12 @@ class WeightQuantization(WeightFormat):
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
         head = {} if self.lm_head is None else {"lm_head": _weight_format(self.lm_head)}
         return _quantized(setup, weights, activations, usual_exceptions(weights, setup.precision.plain) | head)
+
+
+def engines_activations(weights: Precision) -> Precision | None:
+    """What engines round activations to for these weights, where the device multiplies both; None for 16 bits."""
+    name = _ROUNDED_WITH.get(weights.name)
+    return None if name is None else PRECISIONS[name]
 
 
 def weights_in(format: str) -> Int8Weights | WeightQuantization:

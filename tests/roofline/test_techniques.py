@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from membound.roofline.cost import step_cost
@@ -180,6 +181,14 @@ def test_absorption_reads_the_latents_and_not_every_head():
     shape = StepShape.decode(8.0, 4000.0)
     assert step_cost(deepseek, EngineSetup(), H100, shape).time_s < step_cost(deepseek, unpacked, H100, shape).time_s
     assert step_cost(LLAMA, EngineSetup(), H100, DECODE).time_s == step_cost(LLAMA, unpacked, H100, DECODE).time_s
+
+
+def test_fp8_weights_alone_are_not_what_engines_run_where_the_device_multiplies_fp8():
+    alone = engine_setup((WeightQuantization(format="fp8"),))
+    (said,) = remarks(alone, get_hardware("H100-SXM5"))
+    advised = TypeAdapter(AnyTechnique).validate_python(yaml.safe_load(said[said.index("{name") :]))
+    assert remarks(engine_setup((advised,)), get_hardware("H100-SXM5")) == ()
+    assert remarks(alone, get_hardware("A100-SXM4-80GB")) == ()
 
 
 def test_a_device_without_the_matrix_unit_says_that_it_emulates():
