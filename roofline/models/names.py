@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 # Words that follow or interrupt a name without changing a shape: how it was tuned, what it was quantized to, and what
 # a benchmark asked of it (MLPerf's 99 and 99.9 % of the accuracy).
-_TUNING = "instruct|chat|it|base|hf|thinking|reasoning|sft|dpo|pt|preview"
+_TUNING = "instruct|chat|it|base|hf|think|thinking|reasoning|sft|dpo|rl|pt|preview"
 _QUANTIZATION = (
-    r"fp\d+|b?f16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|gguf|bnb|marlin|exl[23]|hqq|qat|"
+    r"fp\d+|b?f16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|actorder|gguf|bnb|marlin|exl[23]|hqq|qat|"
     r"quantized|dynamic|static|pertensor|block|kv|mostly|\d+(\.\d+)?bpw"
 )
 _BENCHMARK = r"99(\.9)?|interactive|edge"

@@ -9,7 +9,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.precision import PRECISIONS, Precision, Role, get_precision, sparse24
 from membound.roofline.precision.plan import PrecisionPlan, plan_of
 
-_UNSTATED = ("", "-", "nan", "none", "auto", "unknown", "n/a", "na")
+_UNSTATED = ("", "-", "nan", "none", "auto", "unknown", "n/a", "na", "default", "model", "same")
 _SPELLINGS = {
     "bfloat16": "bf16",
     **dict.fromkeys(("float16", "half", "f16", "q0f16"), "fp16"),
@@ -29,6 +29,8 @@ _SPELLINGS = {
     **dict.fromkeys(("bnb", "bitsandbytes"), "nf4"),
     "nf4+dq": "nf4_dq",
     **dict.fromkeys(("bitnet", "1.58bit", "1.58"), "ternary"),
+    # Unsloth's dynamic files give some tensors more bits than the file type of the name, which is not counted
+    **{f"q{bits}_k_xl": f"q{bits}_k_m" for bits in (2, 3, 4, 5)},
     # the short names of llama-quantize's file types are also those of block layouts
     **{short: f"{short}_m" for short in ("q2_k", "q3_k", "q4_k", "q5_k")},
 }
@@ -49,7 +51,7 @@ _METHODS = re.compile(r"awq|gptq|exl[23]|hqq|eetq|marlin|machete|autoround|aqlm|
 _REMARKS = re.compile(
     rf"{_METHODS.pattern}|sq|g\d*|act|order|yes|no|sym|asym|symmetric|asymmetric|zero|channel|row|token|tensor|per"
     r"|dynamic|static|2:4|sparse|bpw|block|blockwise|wise|128x128|e4m3|e4m3fn|weight|weights|only|wo"
-    r"|small|medium|large|skip|sliding|window|layers|int8|dot|for|q4|kv|cache|moe|experts|double|quant|qat"
+    r"|e5m2|small|medium|large|skip|sliding|window|layers|int8|dot|for|q4|kv|cache|moe|experts|double|quant|qat"
 )
 # Remarks that leave open whether integers have a scale a group or one a row.
 _OF_NO_GROUP = re.compile(r"weights?|only|wo|kv|cache|moe|experts|sq")
@@ -57,7 +59,7 @@ _IN_BLOCKS = ("block", "blockwise", "128x128")
 _WXAY = re.compile(r"w(\d+)a(\d+)(?:kv(\d+))?")
 # MLC's names: bits of a weight, of an activation, and a variant of the layout; groups of 32 (mlc-llm's documentation,
 # section "Compile Model", from memory).
-_MLC = re.compile(r"q([2348])f(?:16|32)(?:_\d)?")
+_MLC = re.compile(r"q([2348])f(?:16|32)(?:_\d|_ft)?")
 
 
 def parse_precision(text: str, role: Role = "weights") -> Precision | None:
@@ -83,7 +85,11 @@ def parse_precision(text: str, role: Role = "weights") -> Precision | None:
 
 def _words(text: str, role: Role) -> list[str]:
     """The words of a format's name with the one that names the format of `role` first, whatever stood before it."""
-    spelled = re.sub(r"(\d) ?bpw\b", r"\1 bpw", text.lower())
+    spelled = re.sub(r"^(?:torch\.|ud-)", "", text.lower().strip())
+    spelled = re.sub(r"(\d) ?bpw\b", r"\1 bpw", spelled)
+    spelled = re.sub(r"\bblock[ _-]?(?:size)?[ =:_-]?(\d+)\b", "block", spelled)
+    spelled = re.sub(r"\b(int\d_?wo)-(\d+)\b", r"\1 g\2", spelled)  # torchao's int4wo-128
+    spelled = re.sub(r"^kv(\d+)$", r"int\1", spelled)
     spelled = re.sub(r"(?<![.\w])([1-8])[- ]?bits?\b", r"int\1", spelled)
     spelled = re.sub(r"\b(?:g|gs|group)[ _-]?(?:size)?[ =:_-]?(\d+)\b", r"g\1", spelled)
     words = re.findall(r"[\w.:+]+", spelled)
@@ -127,6 +133,8 @@ def _format(name: str, remarks: list[str], role: Role) -> Precision:
         return PRECISIONS[_CACHE_SPELLINGS[name]]
     if "bpw" in remarks:
         return get_precision(f"exl2_{name}")
+    if name == "fp8" and "e5m2" in remarks:
+        return PRECISIONS["fp8_e5m2"]
     if name in ("fp8", "e4m3") and {*_IN_BLOCKS} & {*remarks}:
         return PRECISIONS["fp8_block" if role == "weights" else "fp8_g128"]
     if match := _MLC.fullmatch(name):

@@ -33,7 +33,8 @@ class EngineProfile(BaseModel):
     matrix rate that the tables' kernels do, those for quantized weights `quantized_rate_share` of that, and with
     `fp16_accumulate` they take the doubled rate of GeForce cards. Its kernels for quantized weights with 16-bit
     activations take `weight_only_s` longer to start than plain ones.
-    `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on.
+    `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on, with what
+    teams differ by where they are of a single one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -64,7 +65,7 @@ class EngineProfile(BaseModel):
 
 # vLLM from version 1 on computes prompts in chunks beside decodes by default (docs.vllm.ai, "Optimization and Tuning",
 # section "Chunked Prefill"; Agrawal et al., Sarathi-Serve, OSDI 2024).
-_IN_CHUNKS = ("vllm", "vllm-eager")
+_IN_CHUNKS = ("vllm", "vllm-0.13", "vllm-eager")
 
 
 @cache
@@ -97,49 +98,67 @@ def get_profile(name: str) -> EngineProfile:
 
 
 # What engines become that are told not to capture graphs.
-_EAGER_WAY = {"graphs": "eager", "vllm": "vllm-eager", "vllm-0.6": "vllm-eager", "sglang": "eager"}
+_EAGER_WAY = {
+    "graphs": "eager",
+    "sglang": "eager",
+    **dict.fromkeys(("vllm", "vllm-0.13", "vllm-0.6"), "vllm-eager"),
+}
 # Which profile an engine's name in a table means: the first whose pattern matches, and whose version or year does.
-_VLLM_GRAPHS, _VLLM_V1, _TGI_GRAPHS = (0, 3), (0, 7), (1, 4)
+_VLLM_GRAPHS, _VLLM_V1, _VLLM_ASYNCHRONOUS, _TGI_GRAPHS = (0, 3), (0, 7), (0, 14), (1, 4)
 # Engines whose point is that the host's processor and memory take part.
 _ON_THE_HOST = re.compile(r"ktransformers|powerinfer|flexgen|zero[- ]inference|fiddler|petals|hybridllm")
 
 
 def profile_of_engine(
-    engine: str, version: str = "", year: float | None = None, *, eager: bool = False
+    engine: str, version: str = "", year: float | None = None, *, eager: bool = False, asynchronous: bool = False
 ) -> EngineProfile:
     """The profile of an engine as a table names it; the eager one where `eager` and the engine's own is not.
 
-    vLLM is three engines: eager until 2023 (0.2), captured with a synchronous scheduler until 0.6, and the present one.
-    TensorRT-LLM's first releases have a profile of their own, and so has Text Generation Inference before it captured
-    graphs (1.4, from memory). An engine that no profile is of has the general one. Raises MemboundError for one that
-    computes a part of the model on the host.
+    vLLM is four engines: eager until 2023 (0.2), captured with a synchronous scheduler until 0.6, rewritten from 0.7,
+    and with a scheduler that works beside the device by default from 0.14 (January 2026), before where it is told so
+    (`asynchronous`). TensorRT-LLM's first releases have a profile of their own, and so has Text Generation Inference
+    before it captured graphs (1.4, from memory). An engine that no profile is of has the general one. Raises
+    MemboundError for one that computes a part of the model on the host.
     """
-    profile = get_profile(_profile_name(engine.lower(), version.lower(), year))
+    profile = get_profile(_profile_name(engine.lower(), version.lower(), year, asynchronous))
     if eager and profile.name in _EAGER_WAY:
         return get_profile(_EAGER_WAY[profile.name])
     return profile
 
 
-def _profile_name(engine: str, version: str, year: float | None) -> str:
+def _profile_name(engine: str, version: str, year: float | None, asynchronous: bool) -> str:
     if host := _ON_THE_HOST.search(engine):
         raise MemboundError(f"engine '{host[0]}' computes a part of the model on the host, which no profile is of")
     found = re.search(r"(\d+)\.(\d+)", version) or re.match(r"\D*[ -]v?(\d+)\.(\d+)", engine)
     number = (int(found.group(1)), int(found.group(2))) if found else None
+    if stated := re.search(r"20[12]\d", version):
+        year = float(stated[0])
     if "vllm" in engine or "aphrodite" in engine:
-        if "2023" in version or (number < _VLLM_GRAPHS if number else year is not None and year <= 2023):
-            return "vllm-2023"
-        old = number < _VLLM_V1 if number else year is not None and year <= 2024
-        return "vllm-0.6" if old else "vllm"
-    if re.search(r"tensorrt|trt[-_ ]?llm|\bnim\b|optimum[- ]nvidia", engine):
+        return _vllm(number, year, asynchronous)
+    if re.search(r"tensorrt|\btrt\b|trt[-_ ]?llm|\bnim\b|optimum[- ]nvidia", engine):
         old = number[0] == 0 if number else year is not None and year <= 2024
         return "tensorrt-llm-0" if old else "tensorrt-llm"
     if re.search(r"\btgi\b|text[- ]generation[- ]inference", engine):
         old = number < _TGI_GRAPHS if number else year is not None and year <= 2023
         return "eager" if old else "graphs"
+    if re.search(r"\batom\b", engine):  # AMD's engine of 2025, or the code of the paper Atom of 2023
+        return "graphs" if year is None or year >= 2025 else "transformers"
     for pattern, name in _ENGINES:
         if re.search(pattern, engine):
             return name
     return "graphs"
+
+
+def _vllm(number: tuple[int, int] | None, year: float | None, asynchronous: bool) -> str:
+    """vLLM by its version, or by the year of the run where no version is stated."""
+    for name, until, last_year in (
+        ("vllm-2023", _VLLM_GRAPHS, 2023),
+        ("vllm-0.6", _VLLM_V1, 2024),
+        ("vllm-0.13", _VLLM_ASYNCHRONOUS, 2025),
+    ):
+        if number < until if number else year is not None and year <= last_year:
+            return "vllm" if asynchronous and name == "vllm-0.13" else name
+    return "vllm"
 
 
 _ENGINES: tuple[tuple[str, str], ...] = (
@@ -155,7 +174,7 @@ _ENGINES: tuple[tuple[str, str], ...] = (
     (r"mlc|web-?llm", "mlc"),
     (r"neuron|habana|maxtext|jetstream|\bmlx\b|fastgen|\bmii\b", "graphs"),
     (
-        r"transformers|hugging ?face|\bhf\b|lightning|accelerate|deepspeed|quarot|atom|autogptq|bitsandbytes"
+        r"transformers|hugging ?face|\bhf\b|lightning|accelerate|deepspeed|quarot|autogptq|bitsandbytes"
         r"|pytorch eager",
         "transformers",
     ),

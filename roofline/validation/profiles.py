@@ -12,6 +12,7 @@ third what a model gets that an engine's profile was not fitted on.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from membound.roofline.errors import MemboundError
 from membound.roofline.times import engines
 from membound.roofline.times.engines import EngineProfile
+from membound.roofline.times.fitting import SOURCE_SCATTER
 from membound.roofline.validation.report import NOT_JUDGED
 from membound.roofline.validation.step_cases import StepCase, case_of
 from membound.roofline.validation.tables import Row, read_table
@@ -55,12 +57,15 @@ PRIORS = {
 }
 # Rows further off than this (in ln) count less and less.
 ROBUST_AT = 0.12
+# The 80 % quantile of what two teams differ by with one kernel (a scatter of 0.1 in ln, see `fitting.SOURCE_SCATTER`).
+BETWEEN_SOURCES = 1.28 * SOURCE_SCATTER
 CAPTURED = ("gap_s", "step_s", "sequence_s")
 SERVED = (*CAPTURED, "interleaved")
 EAGER = ("launch_s", "extra_kernels", "step_s", "sequence_s")
 # Which parameters each engine's rows can tell, beside what is fixed.
 ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "vllm": (SERVED, {"library": "vllm"}),
+    "vllm-0.13": (SERVED, {"library": "vllm"}),
     "vllm-0.6": ((*CAPTURED, "weight_only_s"), {"library": "vllm"}),
     "vllm-2023": (EAGER, {"graphs": False}),
     "sglang": (SERVED, {"library": "sglang"}),
@@ -99,7 +104,7 @@ def usable(row: Row) -> bool:
 def fit_profile(
     name: str, cases: Sequence[StepCase], free: Sequence[str], fixed: Mapping[str, object], source: str
 ) -> EngineProfile:
-    """The profile that explains the cases best, with its spread: the 80 % quantile of |ln(predicted / measured)|."""
+    """The profile that explains the cases best, with its spread (`_spread`) of |ln(predicted / measured)|."""
     from scipy.optimize import least_squares
 
     priors = [PRIORS[parameter] for parameter in free]
@@ -123,8 +128,14 @@ def fit_profile(
         least_squares(residuals, start, bounds=bounds, x_scale=width, diff_step=1e-2, max_nfev=25) for start in starts
     ]
     best = profile(min(tries, key=lambda found: found.cost).x)
-    spread = float(np.quantile(np.abs(_errors(cases, best)), 0.8))
+    sources = len({case.row.text("source") for case in cases})
+    spread = _spread(float(np.quantile(np.abs(_errors(cases, best)), 0.8)), sources)
     return best.model_copy(update={"spread": float(f"{spread:.3g}")})
+
+
+def _spread(seen: float, sources: int) -> float:
+    """The spread of another team's rows: what is `seen` of several sources holds that between them, of one it lacks."""
+    return seen if sources > 1 else math.hypot(seen, BETWEEN_SOURCES)
 
 
 def _errors(cases: Sequence[StepCase], profile: EngineProfile) -> Floats:

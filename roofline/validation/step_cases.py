@@ -107,7 +107,9 @@ def case_of(row: Row) -> StepCase:
     if "kv" in plan.assumed and plan.activations.width <= 8 and "tensorrt" in engine.lower():
         plan = replace(plan, kv=parse_plan("fp8", "fp8", "fp8").kv)
     eager = any(flag in row.text("flags") for flag in ("eager", "host_bound")) or "enforce" in row.text("notes").lower()
-    profile = profile_of_engine(f"{engine} {technique}", version, row.number("year"), eager=eager)
+    profile = profile_of_engine(
+        f"{engine} {technique}", version, row.number("year"), eager=eager, asynchronous=_schedules_ahead(row)
+    )
     setup = EngineSetup(precision=plan, policy="continuous", profile=profile.name)
     parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
     deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
@@ -121,6 +123,13 @@ def case_of(row: Row) -> StepCase:
     steady = "online" in row.text("flags") or "queueing" in row.text("flags") or "concurrency" in row.text("notes")
     batch = _batch(row, deployment, replicas, prompt + output / 2.0)
     return StepCase(row, deployment, replicas, batch, prompt, output, row.text("metric"), steady)
+
+
+def _schedules_ahead(row: Row) -> bool:
+    """Whether the scheduler works beside the device: where the row says so, and in InferenceMAX, whose scripts for
+    vLLM ask for it (github.com/InferenceMAX, `benchmarks/*_vllm*.sh`: `async-scheduling: true`)."""
+    text = f"{row.text('technique')} {row.text('notes')} {row.text('source')}".lower()
+    return any(word in text for word in ("async scheduling", "async-scheduling", "inferencex", "inferencemax"))
 
 
 def _weights(row: Row, has_experts: bool) -> str:
@@ -166,7 +175,9 @@ def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallel
         # Attention data-parallel over all ranks, experts spread over them: how DeepSeek's models are disaggregated.
         dp = ep = _degree(row, "decode ranks", ranks.group(1))
         tp, devices = 1, float(dp)
-    if not tp and row.text("metric").startswith("throughput") and devices > 1:
+    if not tp and single.setup.profile == "llama.cpp":  # which gives whole layers to a device where nobody says
+        tp, pp = 1, int(max(devices, pp)) if not row.text("pp") else pp
+    elif not tp and row.text("metric").startswith("throughput") and devices > 1:
         tp = _smallest_tp(single, devices)
     elif not tp:
         tp = int(min(devices, 8.0))

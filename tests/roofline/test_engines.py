@@ -35,7 +35,11 @@ def step_s(shape=None, **changes):
         ("AutoAWQ weight-only int4 awq (gemv kernel)", "", None, "autoawq-gemv"),
         ("HF transformers + bitsandbytes", "", None, "transformers"),
         ("somebody's engine", "1.0", 2026, "graphs"),
-        ("vLLM 0.11.2", "", None, "vllm"),
+        ("vLLM 0.11.2", "", None, "vllm-0.13"),
+        ("vLLM", "0.14.0", 2026, "vllm"),
+        ("vLLM", "", None, "vllm"),
+        ("vLLM", "", 2025, "vllm-0.13"),
+        ("vLLM", "benchmark v3, 2025-26", 2026, "vllm-0.13"),
         ("vLLM", "0.2.1", 2024, "vllm-2023"),
         ("NVIDIA NIM", "1.8", 2025, "tensorrt-llm"),
         ("trtllm", "", 2025, "tensorrt-llm"),
@@ -47,6 +51,12 @@ def step_s(shape=None, **changes):
 )
 def test_a_tables_engine_has_the_profile_of_its_generation(engine, version, year, name):
     assert profile_of_engine(engine, version, year).name == name
+
+
+def test_a_scheduler_that_works_ahead_is_the_present_engines_whatever_the_version_but_no_old_one_has_it():
+    assert profile_of_engine("vLLM", "0.11.2", asynchronous=True).name == "vllm"
+    assert profile_of_engine("vLLM", "", 2025, asynchronous=True).name == "vllm"
+    assert profile_of_engine("vLLM", "0.6.3", asynchronous=True).name == "vllm-0.6"
 
 
 def test_an_engine_that_computes_on_the_host_is_refused():
