@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from membound.roofline.errors import MemboundError
 
+Filling = Literal["chunked_prefill", "prefill_first"]
+
 
 class EngineProfile(BaseModel):
     """Times that a step has beside its kernels, on the host that they were fitted on.
@@ -58,14 +60,21 @@ class EngineProfile(BaseModel):
     source: str = Field(min_length=1)
 
     @property
-    def batching(self) -> Literal["chunked_prefill"] | None:
+    def batching(self) -> Filling | None:
         """How an engine that batches continuously fills its steps where nobody says; None where no source does."""
-        return "chunked_prefill" if self.name in _IN_CHUNKS else None
+        return _FILLING.get(self.name)
 
 
 # vLLM from version 1 on computes prompts in chunks beside decodes by default (docs.vllm.ai, "Optimization and Tuning",
-# section "Chunked Prefill"; Agrawal et al., Sarathi-Serve, OSDI 2024).
-_IN_CHUNKS = ("vllm", "vllm-0.13", "vllm-eager")
+# section "Chunked Prefill"; Agrawal et al., Sarathi-Serve, OSDI 2024). SGLang's scheduler runs a batch of prompts
+# whenever it can form one, and decodes where it cannot (python/sglang/srt/managers/scheduler.py, get_next_batch_to_run:
+# "Run prefill first if possible"); both share a step only with --enable-mixed-chunk.
+_FILLING: dict[str, Filling] = {
+    "vllm": "chunked_prefill",
+    "vllm-0.13": "chunked_prefill",
+    "vllm-eager": "chunked_prefill",
+    "sglang": "prefill_first",
+}
 
 
 @cache

@@ -136,6 +136,17 @@ def test_first_tokens_come_about_when_a_run_says(users, batching, spread):
     assert closed_s == pytest.approx(run_s, rel=0.2)
 
 
+@pytest.mark.parametrize(("profile", "alone"), [("sglang", True), ("vllm", False), ("tensorrt-llm", False)])
+def test_an_engine_fills_its_steps_as_its_scheduler_does(profile, alone):
+    """SGLang computes prompts in steps of their own: 45 first tokens of 2 models that its silicon table has are 0.88
+    times those measured in the median, where prompts beside decodes would come to 0.17 of them."""
+    asked = scenario(32, 1024, 256, batching=None, profile=profile).with_value("workload.requests", 256)
+    steps = run(asked).steps
+    assert alone != bool(np.any((steps["prefill_sequences"] > 0) & (steps["sequences"] > steps["prefill_sequences"])))
+    closed_s, run_s = first_token_s(asked)
+    assert closed_s == pytest.approx(run_s, rel=0.2)
+
+
 @pytest.mark.parametrize("rate", [0.05, 2.0, 8.0])
 def test_who_comes_at_random_waits_for_the_end_of_a_step(rate):
     arrivals = {"kind": "poisson", "rate_rps": rate}
