@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
@@ -28,6 +29,9 @@ from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.known import times_for
 from membound.roofline.times.operator import Times
 from membound.roofline.times.origin import Origin, origin_of
+
+if TYPE_CHECKING:
+    from membound.roofline.speculation.steps import Speculation
 
 Phase = Literal["decode", "prefill", "verify"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "verify")
@@ -83,10 +87,24 @@ class Ridge:
         return self.intensity / self.flops_per_byte
 
 
+class EmittedToken(NamedTuple):
+    """What a token of speculation takes: seconds of a step that drafts and verifies over the tokens that it emits.
+
+    The interval is that of the times with that of how many guesses are accepted: both are independent, so that their
+    logarithms add in squares.
+    """
+
+    per_step: float
+    acceptance_error: float
+    time_s: float
+    low_s: float
+    high_s: float
+
+
 @dataclass(frozen=True)
 class OperatingPoint:
-    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts guesses in verify, and
-    `drafting` says why so many.
+    """A step of a model on a device. `context` is the prompt's length in prefill; `gamma` counts guesses in verify,
+    `drafting` says why so many, and `speculation` who makes them.
 
     Of a deployment on several devices the operators, bytes and memory are those of one of them.
     """
@@ -99,6 +117,7 @@ class OperatingPoint:
     context: int
     gamma: int = USUAL_GUESSES
     drafting: str | None = None
+    speculation: Speculation | None = None
 
     @classmethod
     def of(cls, scenario: Scenario, *, batch: int, context: int, phase: str) -> OperatingPoint:
@@ -114,12 +133,14 @@ class OperatingPoint:
             if not isinstance(value, Integral) or value < 1:
                 raise MemboundError(f"{name} is {value!r}; give a whole number, 1 or more")
         model, hardware = resolve_model(scenario.model), get_hardware(scenario.hardware)
-        drafting = None
+        drafting = speculation = None
         if known == "verify":
             # What only a verify step needs is imported for it alone.
             from membound.roofline.speculation.draft_choice import with_drafts
+            from membound.roofline.speculation.steps import speculation_of
 
             scenario, drafting = with_drafts(scenario, model, hardware, StepShape.decode(batch, context))
+            speculation = speculation_of(scenario, model)
             drafting = drafting or f"{USUAL_GUESSES} guesses are verified, since the scenario names no speculation"
         setup = scenario.setup
         gamma = setup.drafts.tokens if setup.drafts else USUAL_GUESSES
@@ -132,7 +153,7 @@ class OperatingPoint:
             )
         check_parallel(model, setup)
         check_applicable(model, setup)
-        return cls(model, hardware, setup, known, batch, context, gamma, drafting)
+        return cls(model, hardware, setup, known, batch, context, gamma, drafting, speculation)
 
     @cached_property
     def times(self) -> Times:
@@ -251,7 +272,8 @@ class OperatingPoint:
     @cached_property
     def _terms(self) -> MemoryTerms:
         activations = activation_terms(self.model, self.setup, self.times.activation_bytes)
-        return MemoryTerms(self._footprint.weights_bytes, self._footprint.cache, activations)
+        held = self._footprint
+        return MemoryTerms(held.weights_bytes, held.cache, activations, held.ranks)
 
     @cached_property
     def _footprint(self) -> Footprint:
@@ -272,9 +294,14 @@ class OperatingPoint:
         return self._memory(self.batch, self.context)
 
     @property
+    def _batch_of_rank(self) -> int:
+        """Sequences on the data-parallel rank that has most of them."""
+        return -(-self.batch // self.setup.parallel.dp)
+
+    @property
     def state_bytes(self) -> float:
         """The part of the cache that does not grow with the context: recurrent states."""
-        return self._terms.cache.state_bytes * self.batch
+        return self._terms.cache.state_bytes * self._batch_of_rank
 
     @property
     def fits(self) -> bool:
@@ -292,7 +319,7 @@ class OperatingPoint:
         activations, fewer = self.memory.activation_bytes, self.largest_batch()
 
         def beside(held: Footprint) -> float:
-            return held.sequence_bytes(float(self.context)) * self.batch + activations
+            return held.sequence_bytes(float(self.context)) * self._batch_of_rank + activations
 
         more = remedies(self.model, self.setup, self.usable_bytes, beside).removeprefix("; give ")
         return " or ".join(filter(None, (f"a batch of at most {fewer:,}" if fewer else "", more)))
@@ -335,6 +362,18 @@ class OperatingPoint:
             if point.batch > self.batch and point.bottleneck != self.bottleneck:
                 return point.batch, point.bottleneck
         return None
+
+    def emitted_token(self) -> EmittedToken | None:
+        """A sequence's token where the scenario speculates, and None where it does not."""
+        if self.phase != "verify" or self.speculation is None:
+            return None
+        found, shape = self.speculation, StepShape.decode(self.batch, self.context)
+        tokens, error = found.expected_tokens, found.acceptance_error
+        guessed = shape.with_guesses(found.verified_tokens)
+        verify_s = pipelined_cost(self.model, found.plain, self.times, guessed).time_s
+        time_s = float(verify_s + found.draft_s(self.times, shape)) / tokens
+        within = math.exp(math.hypot(math.log1p(float(self.cost.relative_error)), math.log1p(error)))
+        return EmittedToken(tokens, error, time_s, time_s / within, time_s * within)
 
     def breakeven_tokens(self) -> float:
         """Tokens that a verify step must yield for each sequence to be worth its time against plain decoding.

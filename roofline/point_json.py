@@ -34,6 +34,8 @@ def point_json(point: OperatingPoint) -> dict[str, Any]:
     }
     if point.phase == "verify":
         step |= {"breakeven_tokens": point.breakeven_tokens(), "most_tokens": point.most_tokens}
+        if (token := point.emitted_token()) is not None:
+            step["emitted_token"] = token._asdict()
     groups = point.groups
     group_of = {id(item): group.name for group in groups for item in group.operators}
     return {

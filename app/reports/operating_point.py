@@ -112,6 +112,12 @@ def _step_words(document: dict[str, Any]) -> Iterator[str]:
             f"speculation pays, besides what drafting takes, once a step yields more than "
             f"{step['breakeven_tokens']:.2f} tokens a sequence, of {step['most_tokens']} at most"
         )
+    if token := step.get("emitted_token"):
+        doubt = f" (±{token['acceptance_error']:.0%})" if token["acceptance_error"] else ""
+        yield (
+            f"with drafting a sequence's token takes {text.seconds(token['time_s'])} [{text.seconds(token['low_s'])}, "
+            f"{text.seconds(token['high_s'])}], at {token['per_step']:.2f} tokens a step{doubt}"
+        )
     yield from document["remarks"]
 
 

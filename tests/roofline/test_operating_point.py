@@ -204,6 +204,23 @@ def test_a_verify_step_checks_the_drafts_that_gain_most_unless_the_scenario_name
     assert "names no speculation" in plain.to_json()["remarks"][0]
 
 
+def test_a_token_of_speculation_is_as_uncertain_as_its_step_and_its_acceptance() -> None:
+    given, counted = ({"name": "eagle", "depth": 4, **more} for more in ({"alpha": 0.7}, {}))
+    sure, guessed = (
+        OperatingPoint.of(SCENARIO.with_value("techniques", [named]), batch=2, context=1024, phase="verify")
+        for named in (given, counted)
+    )
+    known, counted_token = sure.emitted_token(), guessed.emitted_token()
+    assert known is not None and counted_token is not None
+    error = 1 + float(sure.cost.relative_error)
+    assert known.acceptance_error == 0.0
+    assert (known.low_s * error, known.high_s / error) == pytest.approx((known.time_s, known.time_s))
+    assert counted_token.high_s / counted_token.time_s > 1 + float(guessed.cost.relative_error)
+    assert guessed.to_json()["step"]["emitted_token"]["per_step"] == pytest.approx(counted_token.per_step)
+    plain = OperatingPoint.of(SCENARIO.with_value("techniques", []), batch=2, context=512, phase="verify")
+    assert plain.emitted_token() is None and "emitted_token" not in plain.to_json()["step"]
+
+
 def test_sizes_unlike_those_that_were_measured_are_named() -> None:
     def remarks_of(**sizes: int) -> str:
         spec = get_model("Llama-3.1-8B")
