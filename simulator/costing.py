@@ -6,15 +6,17 @@ Stacks and advice ask this of many engines that differ by a technique or two; ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.ratio_error import Timed, kernels_of, ratio_error
 from membound.roofline.results.comparison import bottleneck, metric_value
 from membound.roofline.results.result import Column, RunResult
 from membound.roofline.scenario import Scenario
@@ -29,7 +31,8 @@ class Served(NamedTuple):
     """Both metrics, sequences that decode together, and what binds: shares of the time of prompts and decode steps.
 
     `drafting` has the parameters that it speculates with. `prompt_share` is the share of the time that prompts take;
-    of a run it is None where no step decodes alone, so that nobody can tell.
+    of a run it is None where no step decodes alone, so that nobody can tell. `kernels` are what each bound's time
+    depends on.
     """
 
     tpot_s: float
@@ -39,6 +42,7 @@ class Served(NamedTuple):
     shares: dict[str, float]
     drafting: dict[str, Any] | None = None
     prompt_share: float | None = None
+    kernels: Mapping[str, Hashable] = MappingProxyType({})
 
     def better(self, than: Served, metric: GainMetric) -> float:
         """How many times better than another: a time falls, a rate rises."""
@@ -49,7 +53,13 @@ class Served(NamedTuple):
     def gain_error(self, than: Served, error: float) -> float:
         """The relative interval of the gain over another, where times are within `error`: with how far the acceptance
         may be off that only one of them depends on. Both are independent, so that their logarithms add in squares."""
-        return math.expm1(math.hypot(math.log1p(error), math.log1p(abs(self._acceptance - than._acceptance))))
+        gain = max((self.better(than, metric) for metric in get_args(GainMetric)), key=lambda gain: abs(math.log(gain)))
+        kernels = ratio_error(error, than._timed, self._timed, gain)
+        return math.expm1(math.hypot(math.log1p(kernels), math.log1p(abs(self._acceptance - than._acceptance))))
+
+    @property
+    def _timed(self) -> Timed:
+        return Timed(self.shares, self.kernels, self.batch)
 
     @property
     def _acceptance(self) -> float:
@@ -77,6 +87,7 @@ class ClosedForm:
             steady.shares,
             drafting,
             steady.prompt_share,
+            _kernels(scenario),
         )
 
 
@@ -97,7 +108,13 @@ def simulated(scenario: Scenario) -> Served:
     batch = float((decoding * decoding_s).sum() / max(decoding_s.sum(), 1e-12))
     tpot_s, rate = metric_value(summary, "tpot_s"), summary.output_tokens_per_s
     share = _prompt_share(steps)
-    return Served(tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share, drafting, share)
+    return Served(
+        tpot_s, rate, batch, bottleneck(summary), summary.bottleneck_share, drafting, share, _kernels(scenario)
+    )
+
+
+def _kernels(scenario: Scenario) -> dict[str, Hashable]:
+    return kernels_of(scenario.setup, scenario.model, scenario.hardware)
 
 
 def _prompt_share(steps: Mapping[str, Column]) -> float | None:

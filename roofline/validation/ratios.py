@@ -19,8 +19,10 @@ import numpy as np
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision.names import parse_precision
+from membound.roofline.ratio_error import Timed, kernels_of, ratio_error
+from membound.roofline.shape import StepShape
 from membound.roofline.validation.report import NOT_JUDGED, RowResult, ValidationReport, validate_table
-from membound.roofline.validation.step_cases import case_of
+from membound.roofline.validation.step_cases import StepCase, case_of
 
 # A measured ratio this near to 1 says neither faster nor slower.
 NO_SIGN = 0.03
@@ -46,6 +48,14 @@ class Ratio:
     change: str
     predicted: float
     measured: float
+    interval: float | None = None
+
+    @property
+    def within(self) -> bool | None:
+        """Whether the measured ratio lies in the predicted one's interval; None for a ratio that a row states."""
+        if self.interval is None:
+            return None
+        return abs(math.log(self.predicted / self.measured)) <= math.log1p(self.interval)
 
     @property
     def error(self) -> float:
@@ -62,7 +72,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class RatioGroup:
-    """Ratios of one kind: how many have a sign and in which share it is right, and their errors."""
+    """Ratios of one kind: how many have a sign and in which share it is right, their errors, and the share of those
+    with an interval that lie in it."""
 
     kind: str
     phase: str
@@ -71,13 +82,17 @@ class RatioGroup:
     right_sign: float
     median_ape: float
     p90_ape: float
+    within: float | None
 
     @classmethod
     def of(cls, kind: str, phase: str, ratios: Sequence[Ratio]) -> RatioGroup:
         signed = [ratio.sign_is_right for ratio in ratios if ratio.has_sign]
         off = np.abs([ratio.error for ratio in ratios])
         right = float(np.mean(signed)) if signed else 1.0
-        return cls(kind, phase, len(ratios), len(signed), right, float(np.median(off)), float(np.quantile(off, 0.9)))
+        held = [ratio.within for ratio in ratios if ratio.within is not None]
+        within = float(np.mean(held)) if held else None
+        median, p90 = (float(np.quantile(off, share)) for share in (0.5, 0.9))
+        return cls(kind, phase, len(ratios), len(signed), right, median, p90, within)
 
 
 def ratios(report: ValidationReport) -> list[Ratio]:
@@ -127,15 +142,34 @@ def _ratio(kind: str, baseline: RowResult, changed: RowResult) -> Ratio | None:
     column = {"weights": "weight_dtype", "kv cache": "kv_dtype"}.get(kind, "tp")
     rate = any(unit in changed.row.text("metric") for unit in ("tok_s", "req_s"))
     exponent = 1.0 if rate else -1.0
+    predicted = (changed.predicted / baseline.predicted) ** exponent
     return Ratio(
         kind,
         changed.phase,
         (baseline.row.line, changed.row.line),
         changed.row.text("source"),
         f"{baseline.row.text(column)} to {changed.row.text(column)}",
-        (changed.predicted / baseline.predicted) ** exponent,
+        predicted,
         (changed.row.measured / baseline.row.measured) ** exponent,
+        _interval(baseline, changed, predicted),
     )
+
+
+def _interval(baseline: RowResult, changed: RowResult, ratio: float) -> float:
+    """The relative interval of a predicted ratio, by the steps that most of both runs are made of."""
+    (before, first), (after, second) = (_timed(case_of(result.row)) for result in (baseline, changed))
+    return ratio_error(max(first, second), before, after, ratio)
+
+
+def _timed(case: StepCase) -> tuple[Timed, float]:
+    deployment, batch = case.deployment, max(case.batch, 1.0)
+    if case.phase == "prefill":
+        shape = StepShape.prefill(batch, case.prompt_tokens, 0.0)
+    else:
+        shape = StepShape.decode(batch, case.prompt_tokens + case.output_tokens / 2)
+    cost = deployment.step(shape)
+    shares = {bound: float(share) for bound, share in cost.shares().items()}
+    return Timed(shares, kernels_of(deployment.setup), batch), cost.relative_error
 
 
 def _beside_tp(result: RowResult) -> tuple[float, int, int, bool]:
@@ -175,13 +209,15 @@ def groups(found: Sequence[Ratio]) -> list[RatioGroup]:
 def markdown(found: Sequence[Ratio]) -> str:
     """The groups as a table."""
     lines = [
-        "| change | phase | ratios | with a sign | sign right | median error | 90 % within |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| change | phase | ratios | with a sign | sign right | median error | 90 % within | in the interval |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for g in groups(found):
         right = f"{g.right_sign:.1%}" if g.signed else "-"
         phase = g.phase or "any"
-        lines.append(f"| {g.kind} | {phase} | {g.n} | {g.signed} | {right} | {g.median_ape:.1%} | {g.p90_ape:.1%} |")
+        held = "-" if g.within is None else f"{g.within:.0%}"
+        errors = f"{g.median_ape:.1%} | {g.p90_ape:.1%}"
+        lines.append(f"| {g.kind} | {phase} | {g.n} | {g.signed} | {right} | {errors} | {held} |")
     return "\n".join(lines)
 
 

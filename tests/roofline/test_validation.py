@@ -488,6 +488,13 @@ def test_the_median_error_of_ratios(changes: dict[str, RatioGroup], kind: str) -
 
 
 @needs_facts
+@pytest.mark.parametrize("kind", ["all", "weights", "tensor parallelism"])  # of KV caches there are seven
+def test_intervals_of_ratios_hold_what_they_are_meant_to(changes: dict[str, RatioGroup], kind: str) -> None:
+    within = changes[kind].within
+    assert within is not None and within >= 0.8
+
+
+@needs_facts
 @pytest.mark.parametrize("kind", [k if k != "weights" else pytest.param(k, marks=WRONG_SIGNS) for k in KINDS[1:]])
 def test_ratios_have_the_right_sign(changes: dict[str, RatioGroup], kind: str) -> None:
     assert changes[kind].right_sign == 1.0
