@@ -26,35 +26,39 @@ def cache_room(memory_bytes: float, profile: str) -> float:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of the model's weights and caches on one device, with those of the drafter that it has."""
+    """Bytes of the model's weights and caches on one device, with those of the drafter that it has.
+
+    A sequence lives on one of the data-parallel `ranks`, whose caches are each other's equals and not shared.
+    """
 
     weights_bytes: float
     cache: CacheTerms
     profile: str
     drafter_weights_bytes: float = 0.0
+    ranks: int = 1
 
     @classmethod
     def of(cls, model: ModelSpec, setup: EngineSetup) -> Footprint:
         """Raises MemboundError where the model cannot have the set-up's drafter."""
-        weights, cache = weights_bytes(model, setup), cache_terms(model, setup)
+        weights, cache, ranks = weights_bytes(model, setup), cache_terms(model, setup), setup.parallel.dp
         if setup.drafts is None:
-            return cls(weights, cache, setup.profile)
+            return cls(weights, cache, setup.profile, ranks=ranks)
         # Only set-ups that draft import what drafters cost.
         from membound.roofline.speculation.drafters import drafter_of
 
         drafter = drafter_of(model, setup.drafts, replace(setup, drafts=None))
         own = drafter.weights_bytes()
-        return cls(weights + own, cache + drafter.cache_terms(), setup.profile, own)
+        return cls(weights + own, cache + drafter.cache_terms(), setup.profile, own, ranks)
 
     def room(self, memory_bytes: float) -> float:
         """Bytes that the weights leave for caches; below 0 where they do not fit."""
         return cache_room(memory_bytes, self.profile) - self.weights_bytes
 
     def sequence_bytes(self, tokens: float) -> float:
-        """Bytes of the caches of one sequence."""
+        """Bytes of the caches of one sequence on each device of its rank."""
         return float(self.cache.bytes(tokens))
 
     def sequences(self, memory_bytes: float, tokens: float) -> float:
-        """Sequences of so many tokens whose caches fit; 0 where the weights do not."""
+        """Sequences of so many tokens whose caches fit, whole ones on each rank; 0 where the weights do not."""
         each = self.sequence_bytes(tokens)
-        return max(0.0, self.room(memory_bytes) // each) if each > 0 else math.inf
+        return self.ranks * max(0.0, self.room(memory_bytes) // each) if each > 0 else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,16 +106,16 @@ def _at_most(value: Count, bound: Count) -> Count:
 
 
 def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
-    """The bytes of caches and states on one device.
+    """The bytes of caches and states of sequences on each device of the data-parallel rank that they live on.
 
     A sliding window keeps at most its length of each sequence, and so does a budget that evicts. A format with a window
     has the newest tokens in 16 bits; Quest has the least and the largest key of each page, in 16 bits too. Latents of
-    MLA and KV heads that tensor parallelism cannot split lie on each of its devices; data and pipeline parallelism
-    divide the cache, context parallelism its tokens, and not states, which have none.
+    MLA and KV heads that tensor parallelism cannot split lie on each of its devices; pipeline parallelism divides the
+    cache, context parallelism its tokens, and not states, which have none. Data parallelism divides the sequences: all
+    of one lies on one rank.
     """
     plan, parallel = setup.precision, setup.parallel
-    divided = parallel.pp * parallel.cp * parallel.dp
-    states_divided = parallel.pp * parallel.dp
+    divided = parallel.pp * parallel.cp
     by_window: dict[int | None, float] = {}
     states = 0.0
     for group in model.groups():
@@ -132,7 +133,7 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
             if budget is not None and isinstance(mixer, GroupedQueryAttention) and not budget.evicts:
                 by_window[seen] += page_bytes(mixer, parallel.tp) / budget.page * layers
         state = mixer.state_elements_on_gpu(parallel.tp) * mixer.state_bits / 8
-        states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / states_divided
+        states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / parallel.pp
     if index := model.index_bytes_per_token:
         by_window[None] = by_window.get(None, 0.0) + index / divided
     return CacheTerms(tuple((each, window) for window, each in by_window.items()), states)
@@ -156,7 +157,8 @@ def _shorter(one: int | None, other: int | None) -> int | None:
 
 
 def kv_bytes(model: ModelSpec, setup: EngineSetup, kv_tokens: Count, sequences: Count = 1.0) -> Count:
-    """Bytes on one device of the caches of `kv_tokens` tokens in `sequences` sequences, and of their states."""
+    """Bytes on each device of a rank of the caches of its `kv_tokens` tokens in `sequences` sequences, and of their
+    states."""
     return cache_terms(model, setup).bytes(kv_tokens, sequences)
 
 
@@ -174,7 +176,7 @@ class ActivationTerms:
 def activation_terms(model: ModelSpec, setup: EngineSetup, width: float) -> ActivationTerms:
     """With `width` bytes an activation: the residual and normed hidden states, the widest intermediate; fp32 logits.
 
-    The largest step is one with prompts, whose tokens data and context parallelism divide.
+    The largest step is one with prompts, whose tokens context parallelism divides; the tokens are those of one rank.
     """
     tp = setup.parallel.tp
     widest = 0
@@ -184,19 +186,24 @@ def activation_terms(model: ModelSpec, setup: EngineSetup, width: float) -> Acti
         if isinstance(ffn, MoeFfn):
             widest = max(widest, 2 * ffn.top_k * ffn.intermediate // setup.parallel.moe_tp)
         widest = max([widest, *(3 * n // 2 for _, n, _ in ffn.linears(model.hidden, tp))])
-    divided = setup.parallel.dp * setup.parallel.cp
-    return ActivationTerms((2 * model.hidden + widest) * width / divided, 4.0 * model.vocab / tp)
+    return ActivationTerms((2 * model.hidden + widest) * width / setup.parallel.cp, 4.0 * model.vocab / tp)
 
 
 @dataclass(frozen=True)
 class MemoryTerms:
-    """What one device of a deployment holds at any operating point."""
+    """What one device of a deployment holds at any operating point, whose sequences are spread over `ranks`."""
 
     weights_bytes: float
     cache: CacheTerms
     activations: ActivationTerms
+    ranks: int = 1
 
     def at(self, kv_tokens: float, step_tokens: float, sequences: float) -> MemoryBreakdown:
-        """With `kv_tokens` tokens of `sequences` sequences cached and `step_tokens` in the largest step."""
-        cached = float(self.cache.bytes(kv_tokens, sequences))
-        return MemoryBreakdown(self.weights_bytes, cached, self.activations.bytes(step_tokens))
+        """With `kv_tokens` tokens of `sequences` sequences cached and `step_tokens` in the largest step.
+
+        On the rank with most of the sequences, which are taken to be equally long.
+        """
+        here = math.ceil(sequences / self.ranks)
+        share = here / max(sequences, 1.0)
+        cached = float(self.cache.bytes(kv_tokens * share, here))
+        return MemoryBreakdown(self.weights_bytes, cached, self.activations.bytes(step_tokens * share))

@@ -35,7 +35,7 @@ class RooflineExecutor:
         self._drafter_reads = times.setup.drafts is not None and times.guesses.reads
 
     def run(self, step: Step, sequences: dict[int, Sequence]) -> Outcome:
-        moved_s = self._moved_s(step.moved_blocks) if step.moved_blocks else 0.0
+        moved_s = self._moved_s(step.moved_by_one) if step.moved_by_one else 0.0
         if step.guesses:
             assert isinstance(self.content, ModelledContent), "drafts that are known are listed"
             return Outcome(self._working_s(step) + moved_s, accepted=self.content.accepted(step.guesses))

@@ -88,7 +88,7 @@ class Engine(Part):
     max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most, of all dp ranks")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
     num_blocks: int | None = Field(
-        None, ge=1, le=1_000_000_000, description="KV blocks; from memory where it is not given"
+        None, ge=1, le=1_000_000_000, description="KV blocks of all dp ranks; from memory where it is not given"
     )
     profile: str = Field("graphs", description="what the engine adds to its kernels: a profile of data/engines/")
     batching: BatchingName | None = None

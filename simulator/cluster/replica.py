@@ -109,14 +109,17 @@ class Replica:
         return self.scheduler.refusal(request) is not None
 
     def cached_blocks(self, hashes: list[int]) -> int:
-        """How many of a prompt's blocks, from the first on, would be found in the prefix cache here."""
-        pool = self.scheduler.pool
-        if pool.cache is None or not hashes:
+        """How many of a prompt's blocks, from the first on, would be found here in a prefix cache, a rank's at best."""
+        scheduler, begun = self.scheduler, self._begun
+        if scheduler.pool.cache is None or not hashes:
             return 0
-        if self._begun is not None and self.scheduler.decoders.growth_over(1, self._begun.outcome.steps) > pool.free:
+        if begun is not None and any(
+            scheduler.decoders.growth_over(1, begun.outcome.steps, rank) > pool.free
+            for rank, pool in enumerate(scheduler.pools)
+        ):
             self.catch_up()  # steps that are over may have taken memory from the cache
-        here, _, there = pool.cache.found(hashes)
-        return here + there
+        found = [pool.cache.found(hashes) for pool in scheduler.pools if pool.cache is not None]
+        return max(here + there for here, _, there in found)
 
     def serves(self, now_s: float) -> None:
         """It takes requests from now on."""

@@ -70,13 +70,15 @@ def build_scheduler(
     elif drafter is None and setup.drafts is not None:
         modelled = _modelled_drafter(scenario.workload, setup.drafts)
     seconds_per_token = _seconds_per_token(scenario, model, times)
+    pool, *others = memory.pools()
     return Scheduler(
         batching,
-        memory.pool(),
+        pool,
         memory.seats,
         engine.max_batched_tokens,
         drafter or modelled,
         AdaptiveLength(setup.drafts) if setup.drafts is not None and setup.drafts.adaptive else None,
+        others=tuple(others),
         order=_order(engine, seconds_per_token),
         admission=_admission(engine, seconds_per_token),
         classify=_classify(scenario),

@@ -14,18 +14,20 @@ class Decoders:
 
     `steps` is their common clock. Nothing is done for a single sequence in a step: its tokens follow from the clock,
     the sum of all their tokens grows by their number, the next to end is on top of a heap, and those that need a new
-    block are counted by the remainder of their tokens at step 0. With `grow` false, blocks were reserved before. Where
-    some are `drafting` nobody knows when they end, and they are looked through after each step.
+    block are counted, on each of the data-parallel `ranks`, by the remainder of their tokens at step 0. With `grow`
+    false, blocks were reserved before. Where some are `drafting` nobody knows when they end, and they are looked
+    through after each step.
     """
 
-    def __init__(self, block_size: int, grow: bool = True, drafting: bool = False) -> None:
+    def __init__(self, block_size: int, grow: bool = True, drafting: bool = False, ranks: int = 1) -> None:
         self.steps = 0
         self.members: dict[int, Sequence] = {}
         self._block_size = block_size
         self._grow = grow
         self._drafting = drafting
         self._standing = 0
-        self._phases = [0] * block_size
+        self._phases = [[0] * block_size for _ in range(ranks)]
+        self.on_rank = [0] * ranks  # members
         self._ends: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -42,14 +44,16 @@ class Decoders:
         sequence.clock = self
         self.members[sequence.number] = sequence
         self._standing += sequence.standing
-        self._phases[sequence.standing % self._block_size] += 1
+        self._phases[sequence.rank][sequence.standing % self._block_size] += 1
+        self.on_rank[sequence.rank] += 1
         self._schedule_end(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """`sequence` no longer decodes; its tokens stand still."""
         del self.members[sequence.number]
         self._standing -= sequence.standing
-        self._phases[sequence.standing % self._block_size] -= 1
+        self._phases[sequence.rank][sequence.standing % self._block_size] -= 1
+        self.on_rank[sequence.rank] -= 1
         sequence.standing += self.steps
         sequence.standing_computed = sequence.standing - 1
         sequence.clock = None
@@ -57,60 +61,64 @@ class Decoders:
 
     def emit_more(self, sequence: Sequence, tokens: int) -> None:
         """`sequence` has emitted `tokens` tokens beyond the one of the step: accepted drafts."""
-        self._phases[sequence.standing % self._block_size] -= 1
+        phases = self._phases[sequence.rank]
+        phases[sequence.standing % self._block_size] -= 1
         self._standing += tokens
         sequence.standing += tokens
-        self._phases[sequence.standing % self._block_size] += 1
+        phases[sequence.standing % self._block_size] += 1
         sequence.ends_at -= tokens
 
-    def emit_guessed(self, guesses: tuple[Guess, ...], accepted: tuple[int, ...]) -> int:
-        """Of each sequence's guesses those that were accepted, beyond the token of the step; the blocks that they fill.
+    def emit_guessed(self, guesses: tuple[Guess, ...], accepted: tuple[int, ...]) -> list[int]:
+        """Of each sequence's guesses those that were accepted, beyond the token of the step; the blocks that they fill
+        on each rank.
 
         One loop, since a step of speculation is little else.
         """
-        phases, size, before, blocks, emitted = self._phases, self._block_size, self.steps - 2, 0, 0
+        size, before, emitted, blocks = self._block_size, self.steps - 2, 0, [0] * len(self._phases)
         for (sequence, _), tokens in zip(guesses, accepted, strict=True):
             if tokens:
-                standing = sequence.standing
+                standing, rank = sequence.standing, sequence.rank
+                phases = self._phases[rank]
                 later = sequence.standing = standing + tokens
                 phases[standing % size] -= 1
                 phases[later % size] += 1
                 sequence.ends_at -= tokens
-                blocks += (later + before) // size - (standing + before) // size
+                blocks[rank] += (later + before) // size - (standing + before) // size
                 emitted += tokens
         self._standing += emitted
-        return blocks if self._grow else 0
+        return blocks if self._grow else [0] * len(blocks)
 
-    def growth(self, steps_ahead: int = 0) -> int:
-        """New blocks that the step after `steps_ahead` more needs: one for each member whose blocks are full."""
-        return self._phases[(1 - self.steps - steps_ahead) % self._block_size] if self._grow else 0
+    def growth(self, rank: int = 0, steps_ahead: int = 0) -> int:
+        """New blocks of a rank that the step after `steps_ahead` more needs: one for each whose blocks are full."""
+        return self._phases[rank][(1 - self.steps - steps_ahead) % self._block_size] if self._grow else 0
 
-    def growth_over(self, first: int, end: int) -> int:
-        """New blocks that the steps `first` to `end - 1` from now on need."""
+    def growth_over(self, first: int, end: int, rank: int = 0) -> int:
+        """New blocks of a rank that the steps `first` to `end - 1` from now on need."""
         if not self._grow:
             return 0
-        size = self._block_size
+        size, phases = self._block_size, self._phases[rank]
         rounds, rest = divmod(end - first, size)
         last = (1 - self.steps - first) % size + 1
         begin = last - rest
-        grown = sum(self._phases[max(begin, 0) : last])
+        grown = sum(phases[max(begin, 0) : last])
         if begin < 0:
-            grown += sum(self._phases[begin + size :])
-        return rounds * len(self.members) + grown
+            grown += sum(phases[begin + size :])
+        return rounds * self.on_rank[rank] + grown
 
     def growth_seconds(self, outcome: Outcome) -> float:
         """Block-seconds of the blocks that the steps of `outcome` after the first add."""
         if not self._grow:
             return 0.0
         first_s, slope_s, size = outcome.first_s, outcome.slope_s, self._block_size
+        phases = self._phases[0] if len(self._phases) == 1 else [sum(each) for each in zip(*self._phases, strict=True)]
         if outcome.steps <= 3 * size:
             grown_s, left_s = 0.0, outcome.time_s - first_s
             for step in range(1, outcome.steps):
-                grown_s += self._phases[(1 - self.steps - step) % size] * left_s
+                grown_s += phases[(1 - self.steps - step) % size] * left_s
                 left_s -= first_s + slope_s * step
             return grown_s
         later = np.arange(1, outcome.steps)
-        blocks = np.asarray(self._phases)[(1 - self.steps - later) % size]
+        blocks = np.asarray(phases)[(1 - self.steps - later) % size]
         before_s = later * (first_s + slope_s * (later - 1) / 2)
         return float(blocks @ (outcome.time_s - before_s))
 
@@ -122,14 +130,15 @@ class Decoders:
                 return ends_at - self.steps
             heappop(self._ends)
 
-    def steps_within(self, blocks: int, most: int) -> int:
-        """How many steps beyond the next one, up to `most`, `blocks` new blocks suffice for."""
-        enough = len(self.members) * (1 + most // self._block_size)
-        if not self._grow or blocks >= enough or blocks >= self.growth_over(1, 1 + most):
+    def steps_within(self, blocks: int, most: int, rank: int = 0) -> int:
+        """How many steps beyond the next one, up to `most`, `blocks` new blocks of a rank suffice for."""
+        members = self.on_rank[rank]
+        enough = members * (1 + most // self._block_size)
+        if not self._grow or blocks >= enough or blocks >= self.growth_over(1, 1 + most, rank):
             return most
-        rounds = blocks // len(self.members)
-        steps, left = rounds * self._block_size, blocks - rounds * len(self.members)
-        while steps < most and (needed := self.growth(steps + 1)) <= left:
+        rounds = blocks // members
+        steps, left = rounds * self._block_size, blocks - rounds * members
+        while steps < most and (needed := self.growth(rank, steps + 1)) <= left:
             left -= needed
             steps += 1
         return steps

@@ -43,12 +43,12 @@ class ModelledDrafter:
 
 
 class Guesses(NamedTuple):
-    """Guesses of a step: of each sequence that has any, in all, the blocks that they need, and the pairs of tokens that
-    attention has more than without them."""
+    """Guesses of a step: of each sequence that has any, in all, the blocks that they need on each rank, and the pairs
+    of tokens that attention has more than without them."""
 
     each: tuple[Guess, ...] = ()
     total: int = 0
-    blocks: int = 0
+    blocks: tuple[int, ...] = ()
     attended: float = 0.0
 
 
@@ -56,17 +56,17 @@ NO_GUESSES = Guesses()
 
 
 def guesses_of(
-    decoders: Decoders, drafter: ModelledDrafter, longest: int, spare: int, pool: BlockPool | None
+    decoders: Decoders, drafter: ModelledDrafter, longest: int, spare: int, pools: tuple[BlockPool, ...]
 ) -> Guesses:
     """Up to `longest` guesses for each sequence that decodes, with the tokens and blocks that others have left.
 
-    The step emits one token beyond the accepted guesses, so that the last token is never worth one. Without `pool` a
-    sequence has its blocks already.
+    The step emits one token beyond the accepted guesses, so that the last token is never worth one. Without `pools`,
+    one of each rank, a sequence has its blocks already.
     """
     each: list[Guess] = []
-    steps, size, attended = decoders.steps, 1 if pool is None else pool.block_size, 0.0
-    tokens_left, free = spare, 0 if pool is None else pool.available
-    blocks_left = free
+    steps, size, attended = decoders.steps, pools[0].block_size if pools else 1, 0.0
+    tokens_left, free = spare, [pool.available for pool in pools]
+    blocks_left = free.copy()
     for sequence in decoders.members.values():
         count = min(longest, sequence.ends_at - steps - 1, tokens_left)
         if count <= 0:
@@ -74,15 +74,16 @@ def guesses_of(
         tokens = sequence.standing + steps
         if not drafter.finds(sequence, tokens):
             continue
-        if pool is not None:
+        if pools:
             blocks = (tokens + count - 1) // size - (tokens - 1) // size
-            if blocks > blocks_left:
+            if blocks > blocks_left[sequence.rank]:
                 continue
-            blocks_left -= blocks
+            blocks_left[sequence.rank] -= blocks
         tokens_left -= count
         each.append((sequence, count))
         attended += count * (tokens - 1) + (count * count + 3 * count) / 2
-    return Guesses(tuple(each), spare - tokens_left, free - blocks_left, attended)
+    taken = tuple([before - left for before, left in zip(free, blocks_left, strict=True)])
+    return Guesses(tuple(each), spare - tokens_left, taken, attended)
 
 
 class Proposing:
@@ -92,14 +93,14 @@ class Proposing:
     def __init__(
         self,
         decoders: Decoders,
-        pool: BlockPool,
+        pools: tuple[BlockPool, ...],
         max_batched_tokens: int,
         lengths: AdaptiveLength | None,
         tables: BlockTables | None,
         reserving: Reserving,
     ) -> None:
         self.decoders = decoders
-        self.pool = pool
+        self.pools = pools
         self.max_batched_tokens = max_batched_tokens
         self.lengths = lengths
         self.tables = tables
@@ -115,15 +116,16 @@ class Proposing:
         if self.lengths is not None:
             longest = min(longest, self.lengths.choose(list(members.values())))
         spare = self.max_batched_tokens - len(members)
-        guesses = guesses_of(self.decoders, drafter, longest, spare, self.pool if self._grows else None)
-        self.pool.take(guesses.blocks)
+        guesses = guesses_of(self.decoders, drafter, longest, spare, self.pools if self._grows else ())
+        for pool, blocks in zip(self.pools, guesses.blocks, strict=False):
+            pool.take(blocks)
         return guesses
 
     def listed(self, drafter: Drafter) -> tuple[dict[int, Draft], Guesses]:
         """Drafts by sequence, and how many guesses and blocks they are."""
         drafts: dict[int, Draft] = {}
         members = list(self.decoders.members.values())
-        tokens_left, taken = self.max_batched_tokens - len(members), 0
+        tokens_left, taken = self.max_batched_tokens - len(members), [0] * len(self.pools)
         spare = tokens_left
         rooms = [Room(sequence.remaining - 1, spare) for sequence in members]
         if self.lengths is not None:
@@ -133,21 +135,21 @@ class Proposing:
             rooms = self._with_blocks(drafter, members, rooms, self.tables)
         for sequence, found in zip(members, drafter.draft(members, rooms), strict=True):
             found = found.first(tokens_left)
-            count, blocks = len(found.tokens), 0
+            count, blocks, pool = len(found.tokens), 0, self.pools[sequence.rank]
             if self._grows:
-                blocks = self.pool.blocks_for(sequence.tokens + count) - self.pool.blocks_for(sequence.tokens)
-            if count and blocks <= self.pool.available:
-                self.pool.take(blocks)
-                taken += blocks
+                blocks = pool.blocks_for(sequence.tokens + count) - pool.blocks_for(sequence.tokens)
+            if count and blocks <= pool.available:
+                pool.take(blocks)
+                taken[sequence.rank] += blocks
                 drafts[sequence.id] = found
                 tokens_left -= count
-        return drafts, Guesses((), spare - tokens_left, taken)
+        return drafts, Guesses((), spare - tokens_left, tuple(taken))
 
     def _with_blocks(
         self, drafter: Drafter, members: list[Sequence], rooms: list[Room], tables: BlockTables
     ) -> list[Room]:
         """Numbers the blocks of what may be drafted, as far as free ones reach; the step's plan takes the rest back."""
-        size = self.pool.block_size
+        size = self.pools[0].block_size
         for sequence in members:
             tables.hold(sequence, self.reserving.held(sequence.request, sequence.tokens))
         bounded = []

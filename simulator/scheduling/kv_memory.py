@@ -17,10 +17,11 @@ from membound.simulator.scheduling.prefix_cache import PrefixCache
 
 @dataclass(frozen=True)
 class KvMemory:
-    """The KV memory of one engine: blocks of `block_bytes` on each of its devices, and on the host.
+    """The KV memory of one engine: blocks of `block_bytes` on each device of one of its data-parallel `ranks`, as many
+    on each rank, and `host_blocks` beside each on the host.
 
     What does not grow with a sequence, recurrent states and windows that requests fill, takes `fixed_blocks` of them.
-    Where nothing grows, memory limits the sequences to `seats` instead.
+    Where nothing grows, memory limits the sequences to `seats` instead. Blocks and seats are those of all ranks.
     """
 
     num_blocks: int
@@ -30,11 +31,15 @@ class KvMemory:
     fixed_blocks: int = 0
     host_blocks: int = 0
     prefix_caching: bool = False
+    ranks: int = 1
 
-    def pool(self) -> BlockPool:
-        """All blocks, free."""
+    def pools(self) -> tuple[BlockPool, ...]:
+        """The blocks of each rank, all free."""
+        return tuple(self._pool() for _ in range(self.ranks))
+
+    def _pool(self) -> BlockPool:
         cache = PrefixCache(self.host_blocks) if self.prefix_caching else None
-        return BlockPool(self.num_blocks, self.block_size, cache, self.host_blocks, self.fixed_blocks)
+        return BlockPool(self.num_blocks // self.ranks, self.block_size, cache, self.host_blocks, self.fixed_blocks)
 
 
 def kv_memory(
@@ -65,18 +70,23 @@ def kv_memory(
             f"{remedies(model, setup, room, least_cache)}"
         )
     block_bytes = token_bytes * engine.block_size
-    seats, fixed_blocks = scenario.seats, 0
+    seats, fixed_blocks, ranks = scenario.seats, 0, setup.parallel.dp
     useful_of_one = -(-_most_held(engine, reach, model.max_context) // engine.block_size)
     if block_bytes:
         fitting = int(spare // block_bytes)
         fixed_blocks = int(-(-fixed_bytes // block_bytes))
     else:
-        seats = min(seats, int(spare // fixed_bytes)) if fixed_bytes else seats
-        fitting = seats * useful_of_one
-    if engine.num_blocks is not None and engine.num_blocks > fitting:
+        seats = min(seats, ranks * int(spare // fixed_bytes)) if fixed_bytes else seats
+        fitting = -(-seats // ranks) * useful_of_one
+    if engine.num_blocks is not None and engine.num_blocks < ranks:
         raise MemboundError(
-            f"field 'engine.num_blocks' is {engine.num_blocks}, but '{scenario.hardware}' holds at most {fitting} "
-            f"blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
+            f"field 'engine.num_blocks' is {engine.num_blocks}, but each of the {ranks} ranks of parallel.dp needs "
+            f"blocks of its own; give at least {ranks}"
+        )
+    if engine.num_blocks is not None and engine.num_blocks > ranks * fitting:
+        raise MemboundError(
+            f"field 'engine.num_blocks' is {engine.num_blocks}, but '{scenario.hardware}' holds at most "
+            f"{ranks * fitting} blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
         )
     lossy = "kv_eviction" if setup.kv_budget is not None and setup.kv_budget.evicts else setup.kv.name
     if engine.prefix_caching and (lossy == "kv_eviction" or setup.kv.window):
@@ -89,11 +99,20 @@ def kv_memory(
             f"field 'engine.prefix_caching' is true, but '{model.name}' has recurrent states or windows, which blocks "
             "of tokens do not hold; set it to false"
         )
-    blocks = engine.num_blocks or fitting
+    blocks = engine.num_blocks // ranks if engine.num_blocks is not None else fitting
     if engine.num_blocks is None and longest is not None and not engine.prefix_caching:
-        blocks = min(fitting, seats * (useful_of_one + fixed_blocks))
+        blocks = min(fitting, -(-seats // ranks) * (useful_of_one + fixed_blocks))
     host_blocks = int(engine.host_kv_gib * 2**30 // block_bytes) if block_bytes else 0
-    return KvMemory(blocks, engine.block_size, block_bytes, seats, fixed_blocks, host_blocks, engine.prefix_caching)
+    return KvMemory(
+        ranks * blocks,
+        engine.block_size,
+        block_bytes,
+        seats,
+        fixed_blocks,
+        host_blocks,
+        engine.prefix_caching,
+        ranks,
+    )
 
 
 def _most_held(engine: Engine, longest: int, max_context: int) -> int:

@@ -76,6 +76,7 @@ class Sequence:
         "number",
         "preemptions",
         "priority",
+        "rank",
         "reason",
         "request",
         "service_class",
@@ -102,6 +103,7 @@ class Sequence:
         self.blocks: list[int] = []  # ids, where somebody needs them
         self.cached: list[int] = []  # hashes of the blocks that it shares with the prefix cache
         self.cached_tokens: int | None = None  # of its prompt, found there when it first joined
+        self.rank = 0  # the data-parallel rank that holds its K and V
         self.swapped_blocks = 0  # on the host
         self.loaded = False  # its K and V exist elsewhere and come without being computed
         self.ends_at = 0
@@ -209,7 +211,8 @@ class Step(NamedTuple):
     prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a sequence.
     `work` lists all parts where the scheduler was asked for it, else it is empty; `guesses` are those of which only the
     number is known. `resumed` sequences go on with K and
-    V that exist elsewhere; `moved_blocks` cross the link to the host, in either direction. `cached_tokens` were found,
+    V that exist elsewhere; `moved_blocks` cross links to the host, in either direction, `moved_by_one` of them that of
+    the data-parallel rank with most. `cached_tokens` were found,
     not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums` are
     the fields of `StepShape`, which decide the step's cost.
     """
@@ -229,6 +232,7 @@ class Step(NamedTuple):
     steady: int
     sums: tuple[float, ...]
     guesses: tuple[Guess, ...] = ()
+    moved_by_one: int = 0
 
     @property
     def sequences(self) -> int:
@@ -256,7 +260,7 @@ def step_sums(decoding: int, kv_tokens: int, listed: tuple[Work, ...]) -> tuple[
     """The fields of `StepShape` of sequences that decode a token each, and of the `listed` work."""
     n = float(decoding)
     if not listed:
-        return (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0)
+        return (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     return shape_sums([(work.start, work.tokens, work.logits_rows) for work in listed], decoding, kv_tokens)
 
 

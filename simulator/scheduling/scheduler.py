@@ -6,7 +6,7 @@ pool it makes the same decisions, whatever the clock that it never sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
 from membound.roofline.scenario.engine import Reservation
@@ -40,6 +40,11 @@ class Scheduler:
     With `reserved_tokens` a request takes all its blocks at once, in `chunks` those of the next power of two tokens.
     `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the
     class, priority and deadline of one that arrives.
+
+    With data parallelism `pool` is the first rank's and `others` those of the rest, equally large. A sequence that
+    joins takes a seat and all its blocks on one rank, that with the fewest sequences among those that have room, and
+    stays there until it ends or is recomputed: as TensorRT-LLM spreads what waits (its adp_router.py, which evens out
+    requests before tokens). Prefixes are found on that rank alone.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Scheduler:
         drafter: Drafter | ModelledDrafter | None = None,
         lengths: AdaptiveLength | None = None,
         *,
+        others: tuple[BlockPool, ...] = (),
         order: Order = FIRST_COME,
         admission: Admission = EVERYBODY,
         classify: Classify | None = None,
@@ -63,11 +69,13 @@ class Scheduler:
     ) -> None:
         counted = isinstance(drafter, ModelledDrafter)
         assert itemized or tables is None, "block tables need each sequence's work"
+        assert tables is None or not others, "blocks of a single rank are numbered"
         assert drafter is None or itemized != counted, "drafts need each sequence's work, guesses that are counted none"
         self.batching = batching
         self.order = order
         self.admission = admission
         self.pool = pool
+        self.pools = pool, *others
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.drafter = drafter
@@ -78,18 +86,21 @@ class Scheduler:
         self.reserving = Reserving(reserved_tokens, chunks, max_context)
         self.itemized = itemized
         self.tables = tables
-        if pool.cache is not None:
-            pool.cache.keeper = tables
+        for each in self.pools:
+            if each.cache is not None:
+                each.cache.keeper = tables
         self.max_context = max_context
-        self.decoders = Decoders(pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None)
-        self._proposing = Proposing(self.decoders, pool, max_batched_tokens, lengths, tables, self.reserving)
+        self.decoders = Decoders(
+            pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None, ranks=len(self.pools)
+        )
+        self._proposing = Proposing(self.decoders, self.pools, max_batched_tokens, lengths, tables, self.reserving)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
         self._queue: list[tuple[float, int]] = []
         self._waiting: dict[int, Sequence] = {}
         self._arrivals = 0
-        self._draft_blocks = 0
-        self._moved_blocks = 0
+        self._draft_blocks: tuple[int, ...] = ()  # on each rank
+        self._moved_blocks = [0] * len(self.pools)
         self._cached_tokens = 0
         self._prompt_tokens = 0
         self._begun = False  # whether the batch has decoded since it was last empty
@@ -158,7 +169,8 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when nothing can be computed. Blocks for all its tokens are taken."""
         alone = self.batching.prompts_alone
-        self._moved_blocks = self._cached_tokens = 0
+        self._moved_blocks = [0] * len(self.pools)
+        self._cached_tokens = 0
         self._grown = False
         self._begun = self._begun and self.num_running > 0
         preempted: list[int] = []
@@ -176,7 +188,7 @@ class Scheduler:
                 guesses = self._proposing.counted(self.drafter)
             elif self.drafter is not None:
                 drafts, guesses = self._proposing.listed(self.drafter)
-            self._draft_blocks += guesses.blocks
+            self._draft_blocks = guesses.blocks
         if not alone:
             budget = self.max_batched_tokens - len(self.decoders.members) - guesses.total
             prompts = self._plan_prompts(budget, joined, join=not preempted)
@@ -200,16 +212,19 @@ class Scheduler:
         self._grown = False
         if step.decoding:
             if outcome.steps > 1:
-                self.pool.take(self.decoders.growth_over(1, outcome.steps))
-            if self._draft_blocks:
-                self.pool.give(self._draft_blocks)
-                self._draft_blocks = 0
+                for rank, pool in enumerate(self.pools):
+                    pool.take(self.decoders.growth_over(1, outcome.steps, rank))
+            for pool, blocks in zip(self.pools, self._draft_blocks, strict=False):
+                pool.give(blocks)
+            self._draft_blocks = ()
             members = [] if outcome.emitted is None else list(self.decoders.members.values())
             self.decoders.advance(outcome.steps)
             for sequence in members:
                 self._accept(sequence, outcome)
             if step.guesses:  # of the blocks for guesses, those of accepted ones stay
-                self.pool.take(self.decoders.emit_guessed(step.guesses, outcome.accepted))
+                filled = self.decoders.emit_guessed(step.guesses, outcome.accepted)
+                for pool, blocks in zip(self.pools, filled, strict=True):
+                    pool.take(blocks)
             ended = self.decoders.take_ended()
         for work in step.prompts:
             self._advance_prompt(work, outcome, ended)
@@ -224,13 +239,16 @@ class Scheduler:
         ids = [sequence.id for sequence in everybody]
         assert len(ids) == len(set(ids)), "a sequence is in two places"
         assert len(self._queue) == len(self._waiting), "the queue and those who wait differ"
-        cache = self.pool.cache
-        shared = 0 if cache is None else cache.used + cache.unused
-        held = sum(self._blocks(sequence) - len(sequence.cached) for sequence in self.running)
-        assert held + self._draft_blocks + shared == self.pool.used, "a block was lost or is counted twice"
         assert self._prompt_tokens == sum(sequence.tokens for sequence in self.prompts.values())
-        if cache is not None:
-            cache.check_integrity([sequence.cached for sequence in everybody])
+        for rank, pool in enumerate(self.pools):
+            here = [sequence for sequence in self.running if sequence.rank == rank]
+            assert len(here) <= self._seats_of_rank, "a rank has more sequences than seats"
+            shared = 0 if pool.cache is None else pool.cache.used + pool.cache.unused
+            held = sum(self._blocks(sequence) - len(sequence.cached) for sequence in here)
+            guessed = self._draft_blocks[rank] if self._draft_blocks else 0
+            assert held + guessed + shared == pool.used, "a block was lost or is counted twice"
+            if pool.cache is not None:
+                pool.cache.check_integrity([sequence.cached for sequence in here])
         if self.tables is not None:
             self.tables.check_integrity(everybody)
             assert self.tables.used == self.pool.used, "counted and numbered blocks differ"
@@ -249,7 +267,7 @@ class Scheduler:
             return planned
         while self._queue and budget > 0 and self.num_running < self.max_num_seqs:
             sequence = self._waiting[self._queue[0][1]]
-            if not self._join(sequence, budget):
+            if not any(self._join(sequence, budget, rank) for rank in self._ranks_for(sequence)):
                 break
             joined.append(sequence)
             if sequence.clock is not None:
@@ -263,11 +281,26 @@ class Scheduler:
         start, left = sequence.standing_computed, sequence.standing - sequence.standing_computed
         return Work(sequence.id, start, min(left, budget), (), left <= budget)
 
-    def _join(self, sequence: Sequence, budget: int) -> bool:
-        """Takes the first who waits out of the queue, with all blocks of its tokens; False where it must wait on."""
-        pool, cache = self.pool, self.pool.cache
+    @property
+    def _seats_of_rank(self) -> int:
+        return -(-self.max_num_seqs // len(self.pools))
+
+    def _ranks_for(self, sequence: Sequence) -> Iterable[int]:
+        """Ranks with a seat, that with the fewest sequences first; of those with equally many that with more room."""
+        if len(self.pools) == 1:
+            return (0,)
+        taken = self.decoders.on_rank.copy()
+        for prompt in self.prompts.values():
+            taken[prompt.rank] += 1
+        ranks = [sequence.rank] if sequence.swapped_blocks else range(len(self.pools))
+        free = [rank for rank in ranks if taken[rank] < self._seats_of_rank]
+        return sorted(free, key=lambda rank: (taken[rank], -self.pools[rank].available))
+
+    def _join(self, sequence: Sequence, budget: int, rank: int) -> bool:
+        """Takes the first who waits out of the queue, with all blocks of its tokens; False where `rank` lacks them."""
+        pool, cache = self.pools[rank], self.pools[rank].cache
         if sequence.loaded:
-            return self._resume(sequence)
+            return self._resume(sequence, rank)
         here = idle = there = computed = last = 0
         hashes: list[int] = []
         if cache is not None and sequence.request.prefix is not None:
@@ -284,13 +317,14 @@ class Scheduler:
         if needed > pool.available - idle:
             return False
         self._leave_queue()
+        sequence.rank = rank
         if cache is not None:
             cache.use(hashes[:here])
             sequence.cached = hashes[:here]
             if self.tables is not None:
                 copied = self.tables.block_of(hashes[last]) if computed > (here + there) * pool.block_size else None
                 self.tables.share(sequence, hashes[:here], hashes[here : here + there], copied)
-            self._moved_blocks += there
+            self._moved_blocks[rank] += there
             self._cached_tokens += computed
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = computed
@@ -301,20 +335,22 @@ class Scheduler:
         self._prompt_tokens += sequence.standing
         return True
 
-    def _resume(self, sequence: Sequence) -> bool:
+    def _resume(self, sequence: Sequence, rank: int) -> bool:
         """A sequence whose K and V exist elsewhere decodes at once: it comes back from the host, or from a prefill."""
         # Where steps of prompts go alone, the blocks of the next token are taken after this.
         tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
-        needed = self.pool.blocks_for(self.reserving.held(sequence.request, tokens))
-        if needed > self.pool.available:
+        pool = self.pools[rank]
+        needed = pool.blocks_for(self.reserving.held(sequence.request, tokens))
+        if needed > pool.available:
             return False
         self._leave_queue()
-        self.pool.take(needed)
+        sequence.rank = rank
+        pool.take(needed)
         if self.tables is not None:
             self.tables.swap_in(sequence)
         if sequence.swapped_blocks:
-            self._moved_blocks += sequence.swapped_blocks
-            self.pool.host_free += sequence.swapped_blocks
+            self._moved_blocks[rank] += sequence.swapped_blocks
+            pool.host_free += sequence.swapped_blocks
             sequence.swapped_blocks = 0
         sequence.loaded = False
         sequence.status = "running"
@@ -345,11 +381,13 @@ class Scheduler:
 
     def _make_room(self, preempted: list[int]) -> None:
         """Takes a block for everybody who needs one for the next token, from those last in order if need be."""
-        while (needed := self.decoders.growth()) > self.pool.available:
-            victim = max(self.running, key=lambda sequence: (sequence.key, sequence.number))
-            self._preempt(victim)
-            preempted.append(victim.id)
-        self.pool.take(needed)
+        for rank, pool in enumerate(self.pools):
+            while (needed := self.decoders.growth(rank)) > pool.available:
+                here = (sequence for sequence in self.running if sequence.rank == rank)
+                victim = max(here, key=lambda sequence: (sequence.key, sequence.number))
+                self._preempt(victim)
+                preempted.append(victim.id)
+            pool.take(needed)
         self._grown = True
 
     def _accept(self, sequence: Sequence, outcome: Outcome) -> None:
@@ -363,20 +401,21 @@ class Scheduler:
             before = sequence.computed
             self.decoders.emit_more(sequence, min(len(emitted), wanted) - 1)
             if self.reserved_tokens is None:  # of the blocks for drafts, those of accepted ones stay
-                self.pool.take(self.pool.blocks_for(sequence.computed) - self.pool.blocks_for(before))
+                pool = self.pools[sequence.rank]
+                pool.take(pool.blocks_for(sequence.computed) - pool.blocks_for(before))
         if self.tables is not None:
             self.tables.hold(sequence, self.reserving.held(sequence.request, sequence.computed))
 
     def _preempt(self, sequence: Sequence) -> None:
-        held = self._blocks(sequence)
+        held, pool = self._blocks(sequence), self.pools[sequence.rank]
         if sequence.clock is None:
             del self.prompts[sequence.id]
             self._prompt_tokens -= sequence.standing
         else:
             self.decoders.remove(sequence)
-            if self.swap and held <= self.pool.host_free and not sequence.cached:
-                self.pool.host_free -= held
-                self._moved_blocks += held
+            if self.swap and held <= pool.host_free and not sequence.cached:
+                pool.host_free -= held
+                self._moved_blocks[sequence.rank] += held
                 sequence.swapped_blocks = held
                 sequence.loaded = True
                 if self.tables is not None:
@@ -399,7 +438,7 @@ class Scheduler:
 
     def _share(self, sequence: Sequence) -> None:
         """Blocks of `sequence` that are full and computed become blocks of the prefix cache."""
-        cache, prefix = self.pool.cache, sequence.request.prefix
+        cache, prefix = self.pools[sequence.rank].cache, sequence.request.prefix
         if cache is None or prefix is None:
             return
         hashes = prefix.block_hashes(self.pool.block_size, sequence.computed).tolist()
@@ -413,9 +452,10 @@ class Scheduler:
     def _release(self, sequence: Sequence, held: int) -> None:
         """Gives up all its blocks; those that can be found again stay in the prefix cache."""
         self._share(sequence)
-        self.pool.give(held - len(sequence.cached))
-        if self.pool.cache is not None:
-            self.pool.cache.leave(sequence.cached)
+        pool = self.pools[sequence.rank]
+        pool.give(held - len(sequence.cached))
+        if pool.cache is not None:
+            pool.cache.leave(sequence.cached)
             sequence.cached = []
         if self.tables is not None:
             self.tables.hold(sequence, 0)
@@ -448,7 +488,7 @@ class Scheduler:
         joined: list[Sequence],
         preempted: tuple[int, ...],
     ) -> Step:
-        decoders, pool = self.decoders, self.pool
+        decoders, pools = self.decoders, self.pools
         members = len(decoders.members) if decoding else 0
         work: tuple[Work, ...] = ()
         if self.itemized:
@@ -462,7 +502,8 @@ class Scheduler:
         steady = 1
         if not (prompts or preempted or self.itemized or self.drafter is not None):
             ends = decoders.steps_to_first_end()
-            steady = ends if ends == 1 else 1 + decoders.steps_within(pool.available, ends - 1)
+            if (steady := ends) > 1:
+                steady = 1 + min([decoders.steps_within(pool.available, ends - 1, i) for i, pool in enumerate(pools)])
         return Step(
             members,
             kv_tokens,
@@ -471,20 +512,21 @@ class Scheduler:
             tuple([sequence.id for sequence in joined if sequence.clock is None]) if joined else (),
             tuple([sequence.id for sequence in joined if sequence.clock is not None]) if joined else (),
             preempted,
-            self._moved_blocks,
+            sum(self._moved_blocks),
             self._cached_tokens,
-            pool.used if pool.cache is None else pool.used - pool.cache.unused,
+            sum([pool.used if pool.cache is None else pool.used - pool.cache.unused for pool in pools]),
             decoders.tokens + self._prompt_tokens - self._repeated_tokens,
-            pool.num_blocks,
+            sum([pool.num_blocks for pool in pools]),
             steady,
             sums,
             guesses.each,
+            max(self._moved_blocks),
         )
 
     @property
     def _repeated_tokens(self) -> int:
         """Tokens that several sequences count, of blocks that they share."""
-        return self.pool.cache.repeated * self.pool.block_size if self.pool.cache is not None else 0
+        return sum([pool.cache.repeated for pool in self.pools if pool.cache is not None]) * self.pool.block_size
 
     def _items(self, drafts: dict[int, Draft]) -> tuple[Work, ...]:
         return tuple(

@@ -66,7 +66,7 @@ def test_blocks_and_what_sequences_take_besides_fill_the_memory(model, hardware)
     spare = cache_room(get_hardware(hardware).memory_bytes, chosen.setup.profile) - weights_bytes(spec, chosen.setup)
     context = spec.max_context
     one = float(kv_bytes(spec, chosen.setup, float(context), 1.0))
-    fitting = min(memory.num_blocks // memory.pool().blocks_for(context), memory.seats)
+    fitting = min(memory.num_blocks // memory.pools()[0].blocks_for(context), memory.seats)
     assert fitting * one <= spare * (1 + 1e-9)
     assert (fitting + 1) * one > spare
 
@@ -88,7 +88,7 @@ def seated(model: str, hardware: str, total: int, techniques: tuple = ()) -> tup
     deployment, _ = deploy(chosen)
     memory = deployment.memory
     closed = deployment_of(chosen, deployment.model, deployment.times.hardware).largest_batch(total)
-    return min(memory.num_blocks // memory.pool().blocks_for(total), memory.seats), closed
+    return min(memory.num_blocks // memory.pools()[0].blocks_for(total), memory.seats), closed
 
 
 @pytest.mark.parametrize("total", [100, 1000, 7900])

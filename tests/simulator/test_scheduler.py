@@ -74,14 +74,19 @@ ENGINES = st.fixed_dictionaries(
         "blocks": st.integers(16, 60),
         "fixed": st.integers(0, 1),
         "seats": st.integers(1, 8),
+        "ranks": st.sampled_from([1, 1, 2, 3]),
     }
 )
 
 
 def scheduler_of(engine: dict, drafter: FixedDrafter | None = None, **kwargs) -> Scheduler:
     memory = engine["memory"]
-    cache = PrefixCache(8 if memory.endswith("host") else 0) if memory.startswith("prefix") else None
-    pool = BlockPool(engine["blocks"] + 8, 4, cache, 12 if memory == "swap" else 0, engine["fixed"])
+
+    def pool_of_rank() -> BlockPool:
+        cache = PrefixCache(8 if memory.endswith("host") else 0) if memory.startswith("prefix") else None
+        return BlockPool(engine["blocks"] + 8, 4, cache, 12 if memory == "swap" else 0, engine["fixed"])
+
+    pool, *others = (pool_of_rank() for _ in range(engine["ranks"]))
 
     def classify(sequence: Sequence) -> None:
         sequence.priority = sequence.id % 3
@@ -93,6 +98,7 @@ def scheduler_of(engine: dict, drafter: FixedDrafter | None = None, **kwargs) ->
         engine["seats"],
         64,
         drafter,
+        others=tuple(others),
         order=engine["order"],
         classify=classify,
         swap=memory == "swap",
@@ -105,19 +111,20 @@ def scheduler_of(engine: dict, drafter: FixedDrafter | None = None, **kwargs) ->
 @settings(deadline=None, max_examples=150)
 @given(lengths=REQUESTS, engine=ENGINES, gamma=st.integers(0, 4), accept=st.integers(0, 4), numbered=st.booleans())
 def test_every_request_ends_and_every_block_comes_back(lengths, engine, gamma, accept, numbered):
-    numbered = numbered and not engine["memory"].startswith("prefix") and not engine["fixed"]
+    numbered = numbered and not engine["memory"].startswith("prefix") and not engine["fixed"] and engine["ranks"] == 1
     tables = BlockTables(engine["blocks"] + 8, 4) if numbered else None
     scheduler = scheduler_of(engine, FixedDrafter(gamma) if gamma else None, tables=tables)
     steps, ended = serve_all(scheduler, requests_of(lengths), accept)
     assert sorted(sequence.id for sequence in ended) == list(range(len(lengths)))
     assert all(sequence.emitted == sequence.request.output_tokens for sequence in ended)
-    pool = scheduler.pool
-    assert pool.used == (pool.cache.unused if pool.cache else 0) and not scheduler.has_work
-    assert pool.host_free == (12 if engine["memory"] == "swap" else 0)
+    assert not scheduler.has_work
+    for pool in scheduler.pools:
+        assert pool.used == (pool.cache.unused if pool.cache else 0)
+        assert pool.host_free == (12 if engine["memory"] == "swap" else 0)
     for step in steps:
         assert len(step.work) == step.sequences <= engine["seats"]
         assert sum(work.tokens for work in step.work) <= 64
-        assert step.blocks_used <= pool.num_blocks
+        assert step.blocks_used <= step.num_blocks
     if not any(step.preempted for step in steps):
         computed = sum(work.tokens for step in steps for work in step.prompts)
         found = sum(step.cached_tokens for step in steps)
