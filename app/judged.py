@@ -137,7 +137,7 @@ def _rows(document: Mapping[str, Any], device: str, model: str, source: str) -> 
             "predicted": row.predicted,
             "low": row.low,
             "high": row.high,
-            "what": f"{row.technique} / {row.baseline}",
+            "what": row.baseline if row.technique == "baseline" else f"{row.technique} / {row.baseline}",
             "source": source,
         }
         for row in rows

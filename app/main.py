@@ -24,7 +24,18 @@ from membound.app.views import (
 from membound.app.views.session import language, translate
 
 FAVICON = Path(__file__).parent / "assets" / "favicon.png"
-SET_LANGUAGE = "export default ({ data }) => { document.documentElement.lang = data; }"
+# The language of the document, and tables that a keyboard can scroll where they are wider than the screen.
+DOCUMENT = """
+const reached = () => {
+  for (const box of document.querySelectorAll("[data-testid=stTable] :has(> table)")) box.tabIndex = 0;
+};
+export default ({ data }) => {
+  document.documentElement.lang = data;
+  reached();
+  window.memboundTables ??= new MutationObserver(reached);
+  window.memboundTables.observe(document.querySelector("[data-testid=stMain]"), { childList: true, subtree: true });
+};
+"""
 
 # Streamlit leaves a third of the first screen empty, writes chosen options in a colour of too little contrast, and puts
 # the help of some labels at the other end of their line. A chart's switch is in the line of the chart's buttons.
@@ -32,6 +43,7 @@ DENSER = """<style>
 .stMainBlockContainer {padding-top: 4.6rem}
 @media (min-width: 1440px) {.st-key-language_row {margin-bottom: -3.4rem; z-index: 1}
 .st-key-tour_box {margin-top: 3.2rem}}
+@media (max-width: 640px) {.stHorizontalBlock {row-gap: 1rem !important}}
 h1 {font-size: 2rem !important}
 h2 {font-size: 1.5rem !important}
 .stButtonGroup button[data-selected=true] {color: inherit !important}
@@ -84,4 +96,4 @@ if getattr(st.user, "is_logged_in", True):  # unknown where the deployment names
 else:
     st.title(t("login.title"))
     st.button(t("login.button"), on_click=st.login, type="primary")
-st.components.v2.component("membound.language", js=SET_LANGUAGE)(key="document_language", data=language())
+st.components.v2.component("membound.document", js=DOCUMENT)(key="document", data=language())

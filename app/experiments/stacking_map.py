@@ -77,9 +77,10 @@ def run(ask: Ask) -> Finding:
         rows,
         Chart(Axis("batch", "batch", log=True), Axis("ratio", "real gain / product of gains"), ("context",)),
         [
-            f"least {least['ratio']:.2f} of the product at batch {least['batch']}, context {least['context']} "
+            f"together the techniques gain {least['ratio']:.0%} of the product of their gains, where it is least: "
+            f"batch {least['batch']}, context {least['context']} "
             f"({least['bottleneck_before']} before, {least['bottleneck_after']} after)",
-            f"most {most['ratio']:.2f} of the product at batch {most['batch']}, context {most['context']}",
+            f"where it is most: {most['ratio']:.0%}, at batch {most['batch']}, context {most['context']}",
         ],
         [
             f"predicted by closed forms: {MODEL} on one {DEVICE}, engine profile vllm, output tokens a second, "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import plotly.graph_objects as go
 
 from membound.app.experiments.finding import Finding, Row
-from membound.app.figures.template import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, figure
+from membound.app.figures.template import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILLION, figure, log_ticks
 
 _COLORS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "hexagon")
@@ -41,6 +41,8 @@ def experiment_figure(finding: Finding, height: int = 460, worded: Callable[[str
     fig.update_xaxes(title=worded(x.title), type="log" if x.log else None)
     if x.log:
         values = sorted({row[x.column] for row in drawn})
+        if any(after < 1.2 * before for before, after in itertools.pairwise(values)):  # too near to be written each
+            values = log_ticks(values[0], values[-1], (1, 2, 5))
         fig.update_xaxes(tickvals=values, ticktext=[f"{value:g}" for value in values])
     fig.update_yaxes(title=worded(y.title), type="log" if y.log else None, rangemode="normal" if y.log else "tozero")
     return fig

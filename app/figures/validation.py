@@ -158,7 +158,7 @@ def groups_figure(errors: pd.DataFrame, t: Translate) -> go.Figure:
     )
     highest = float(np.nanmax(shown["p90"], initial=0.0)) * 100
     fig.update_xaxes(title=t("validate.error_x"), range=[0, highest * 1.08 or 1.0])
-    fig.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    _named_rows(fig, names)
     return fig
 
 
@@ -182,5 +182,10 @@ def promises_figure(promises: pd.DataFrame, t: Translate) -> go.Figure:
         hovertemplate="%{x:.0f} %<extra>%{fullData.name}</extra>",
     )
     fig.update_xaxes(title=t("validate.error_x"), rangemode="tozero")
-    fig.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    _named_rows(fig, list(promises["what"]))
     return fig
+
+
+def _named_rows(fig: go.Figure, names: list[str]) -> None:
+    """The first on top; a narrow screen breaks the names that the axis lists into lines."""
+    fig.update_yaxes(autorange="reversed", showgrid=False, automargin=True, categoryarray=names)

@@ -80,7 +80,7 @@ def _finding(finding: Finding, t: Translate) -> None:
         experiment_figure(finding, worded=lambda words: _worded(words, t)),
         key=finding.name,
         alt=t("experiments.alt", rows=len(rows), title=axes.y.title, over=axes.x.title),
-        caption=" ".join(_worded(line, t) for line in finding.conditions),
+        caption=" ".join(f"{_sentence(_worded(line, t))}{t('sign.stop')}" for line in finding.conditions),
         table=pd.DataFrame(rows),
     )
     _downloads(finding, t)
@@ -89,6 +89,11 @@ def _finding(finding: Finding, t: Translate) -> None:
 def _worded(line: str, t: Translate) -> str:
     """What an experiment says, with words for what bounds a step and for techniques."""
     return _BOUNDS.sub(lambda bound: t(f"bound.{bound.group()}"), in_words(line, t))
+
+
+def _sentence(line: str) -> str:
+    """A worker's line with a capital."""
+    return line[:1].upper() + line[1:]
 
 
 def _downloads(finding: Finding, t: Translate) -> None:

@@ -18,7 +18,7 @@ from membound.app.views.charts import chart, words_table
 from membound.app.views.opening import opened, settings_of
 from membound.app.views.plan_question import PAGE, PRICE, prices_paid, question
 from membound.app.views.plan_tables import deployments_table, front_table
-from membound.app.views.plan_words import conditions, headline, options, with_loss
+from membound.app.views.plan_words import headline, options, served, trust, with_loss
 from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.roofline.errors import MemboundError
@@ -57,7 +57,8 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
         st.header(t("plan.nothing"))
     else:
         st.header(headline(best, document["objective"], t))
-        st.write(conditions(best, t) + with_loss(plans, best["best"], document["objective"], t))
+        st.write(served(best, t) + with_loss(plans, best["best"], document["objective"], t))
+        st.write(trust(best, t))
     _cards(plans, t)
     for plan in plans:
         if plan["best"] is None:
@@ -179,9 +180,15 @@ def _sensitivity(plan: Mapping[str, Any], t: Translate) -> None:
     changes = found["answer_changes"]
     if changes:
         listed = t("sign.semicolon").join(
-            f"{said(change, t)} → {said(answer, t)}" for change, answer in changes.items()
+            f"{_input(change, t)} → {said(answer, t)}" for change, answer in changes.items()
         )
         words = t("plan.changes", answer=said(found["screened_answer"], t), changes=listed)
     else:
         words = t("plan.no_changes", answer=said(found["screened_answer"], t))
     st.write(text.plain(_COUNTED.sub(" × ", words)))
+
+
+def _input(change: str, t: Translate) -> str:
+    """`slo.ttft_s +10 %` in words."""
+    name, _, by = change.removeprefix("slo.").partition(" ")
+    return t(f"plan.input_{name}", by=by.replace("-", "−"))

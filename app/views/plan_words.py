@@ -16,8 +16,8 @@ def headline(plan: Mapping[str, Any], objective: str, t: Translate) -> str:
     return t(f"plan.answer_{objective}", gpus=best["gpus"], device=best["device"], price=price)
 
 
-def conditions(plan: Mapping[str, Any], t: Translate) -> str:
-    """How it is deployed, what its users get, and how far its times can be trusted."""
+def served(plan: Mapping[str, Any], t: Translate) -> str:
+    """How it is deployed, and what its users get."""
     best, demand = plan["best"], plan["demand"]
     load = (
         t("plan.load_rate", rate=text.digits(demand["rate_rps"]))
@@ -34,8 +34,14 @@ def conditions(plan: Mapping[str, Any], t: Translate) -> str:
             tpot=text.seconds(best["summary"]["tpot_s"]["p99"]),
             tpot_slo=text.seconds(slo["tpot_s"]),
         )
+    return told
+
+
+def trust(plan: Mapping[str, Any], t: Translate) -> str:
+    """How far its times can be trusted, and whether the answer holds at the upper end of their interval."""
+    best = plan["best"]
     origin = best["origin"]
-    told += " " + t(
+    told = t(
         f"plan.origin_{origin['kind']}",
         device=best["device"],
         error=text.percent(origin["relative_error"]),

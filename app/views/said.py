@@ -22,8 +22,8 @@ COUNTS = (
     *("at", "attempt", "cell", "cells", "number", "of", "repeat", "repeats"),
     *("runs", "threads", "times", "total", "tries"),
 )
-# Names of techniques that are no word of any language.
-_NAMES = re.compile(rf"\b({'|'.join(name for name in TECHNIQUES if '_' in name)})\b")
+# Names of techniques that are no word of any language, or a name that is written otherwise.
+_NAMES = re.compile(rf"\b({'|'.join(name for name in TECHNIQUES if '_' in name or name == 'eagle')})\b")
 
 
 def said(message: str, t: Translate) -> str:

@@ -35,17 +35,19 @@ FAMILIES = {
 CARDS_A_ROW = (3, 4)
 
 
+@st.fragment
 def technique_cards(
     choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate
 ) -> None:
-    """A card for each technique, by the layer of the engine that it changes."""
+    """A card for each technique, by the layer of the engine that it changes; only of the layers that are looked at."""
     st.header(t("techniques.cards"))
     st.caption(t("techniques.cards_caption"))
-    tabs = st.tabs([t(f"techniques.section_{section}") for section in SECTIONS])
+    tabs = st.tabs([t(f"techniques.section_{section}") for section in SECTIONS], key="layers", on_change="rerun")
     for tab, layers in zip(tabs, SECTIONS.values(), strict=True):
-        own = {name: effects[name] for name, technique in TECHNIQUES.items() if technique.layer in layers}
-        with tab:
-            _section(choice, own, measured, t)
+        if tab.open:
+            own = {name: effects[name] for name, technique in TECHNIQUES.items() if technique.layer in layers}
+            with tab:
+                _section(choice, own, measured, t)
 
 
 def _section(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate) -> None:

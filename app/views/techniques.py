@@ -101,8 +101,8 @@ def _answer(choice: EngineChoice, effects: dict[str, Effect], t: Translate) -> N
     if before.served.batch < choice.batch - 0.5:
         sentences.append(t("techniques.waiting", fits=f"{before.served.batch:.0f}", batch=choice.batch))
     st.write(" ".join(sentences))
-    for question, names in QUESTIONS.items():
-        st.markdown(_question(choice, question, {name: effects[name] for name in names}, t))
+    asked = {question: {name: effects[name] for name in names} for question, names in QUESTIONS.items()}
+    st.markdown("\n\n".join(_question(choice, question, own, t) for question, own in asked.items()))
 
 
 def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t: Translate) -> str:

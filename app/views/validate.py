@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import asked, fields, linked, states
 from membound.app.views.charts import chart
-from membound.app.views.said import said
+from membound.app.views.said import in_words, said
 from membound.app.views.session import store, translate
 from membound.roofline.errors import MemboundError
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
@@ -22,6 +23,16 @@ from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COL
 PAGE = "validate"
 AGAINST = ("published", "machine", "table")
 MOST_RUNS = 30
+# What the sections of the published validation are about, by their headings.
+SECTIONS = {
+    "Devices and sources that were not fitted": "unfitted",
+    "Ratios": "ratios",
+    "Engines": "engines",
+    "Beside membound": "peers",
+    "Beside the measurement": "measured",
+}
+# What a row of the document gives beside its figure.
+_BRACKETS = re.compile(r" ?[(（].*")
 
 
 def page() -> None:
@@ -48,7 +59,7 @@ def _published(t: Translate) -> None:
     st.write(t("validate.published_missed", missed=t("sign.semicolon").join(said(what, t) for what in missed)))
     kernels, runs = judged.counts(listed[0])
     st.write(t("validate.published_said", kernels=kernels, runs=runs))
-    promises["what"] = [_row(what, t) for what in promises["what"]]
+    promises["what"] = [_BRACKETS.sub("", _row(what, t)) for what in promises["what"]]
     chart(
         figures.promises_figure(promises, t),
         key="promises",
@@ -56,9 +67,10 @@ def _published(t: Translate) -> None:
         caption=t("validate.promises_caption"),
         table=_said_table(listed[0].table, t),
     )
-    for at, found in enumerate(listed[1:]):
-        with st.expander(said(found.title, t)):
-            st.dataframe(found.table, hide_index=True, key=f"published_{at}")
+    first = {found.title: found.table for found in reversed(listed[1:])}
+    for title, section in SECTIONS.items():
+        with st.expander(t(f"validate.section_{section}")):
+            st.dataframe(first[title], hide_index=True, key=f"published_{section}")
     st.caption(t("validate.published_caption"))
 
 
@@ -161,6 +173,7 @@ def _rows_of(run_id: str) -> pd.DataFrame:
 
 def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> None:
     """The answer in a sentence, the rows on the diagonal, errors by group, and the worst rows."""
+    rows = rows.assign(**{name: [in_words(words, t) for words in rows[name]] for name in ("phase", "what")})
     whole = judged.errors_by(rows).iloc[0]
     st.header(t("validate.answer", median=_percent(whole["median"]), p90=_percent(whole["p90"]), rows=f"{len(rows):,}"))
     direction = "high" if whole["bias"] > 0 else "low"

@@ -108,7 +108,9 @@ def read_table(path: Path) -> Table:
             rows = tuple(_row(reader.line_num, record, schema, path) for record in reader)
     except OSError as error:
         raise MemboundError(f"table '{path}' cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise MemboundError(f"table '{path}' is not CSV in UTF-8: it is no text") from None
+    except csv.Error as error:
         raise MemboundError(f"table '{path}' is not CSV in UTF-8: {error}") from None
     if not rows:
         raise MemboundError(f"table '{path}' has a header and no rows; give at least one measurement")
