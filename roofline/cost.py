@@ -11,6 +11,7 @@ import numpy as np
 
 from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
+from membound.roofline.parallel import Parallelism
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.shape import Count, StepShape, is_there
 from membound.roofline.step import step_operators
@@ -137,28 +138,37 @@ def _step_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepSh
 _known_cost = lru_cache(maxsize=MOST_KNOWN)(_step_cost)
 
 
-def pipelined_cost(
-    model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape, *, whole_prompts: bool = False
-) -> StepCost:
-    """The cost of a step of a whole replica, whose pipeline has its sequences in micro-batches under way.
+def micro_batch(parallel: Parallelism, shape: StepShape) -> tuple[StepShape, Count]:
+    """The largest micro-batch of a step of a whole replica, and the step's seconds in passes of it.
 
     Each of m micro-batches passes all of the pp stages between two tokens of a sequence. A stage works on one at a
-    time, so that this takes m of its turns, or those of a whole pass where fewer than pp are under way and stages wait:
-    max(m, pp) / pp passes of one micro-batch. With `whole_prompts` a prompt is in one of them, for which the others
-    wait where there are fewer prompts; else chunks of it are in all.
+    time, so that a step takes m of its turns, or those of a whole pass where fewer than pp are under way and stages
+    wait: max(m, pp) / pp passes of one micro-batch. A prompt, or the chunk of it that a step has, is in one of them,
+    for which the others wait.
     """
-    parallel = setup.parallel
     if parallel.pp == 1:
-        return step_cost(model, setup, times, shape)
+        return shape, 1.0
     micro = parallel.micro_batches_of(shape.sequences)
-    if whole_prompts:
-        shape = shape.with_prompts(parallel.uneven(micro, shape.prefill_sequences))
-    cost = step_cost(model, setup, times, shape.divided(micro))
-    turns = np.maximum(micro / parallel.pp, 1.0)
-    if np.all(np.asarray(turns) == 1.0):
+    shape = shape.uneven(np.minimum(micro, float(parallel.pp)), parallel.dp)
+    return shape.divided(micro), np.maximum(micro / parallel.pp, 1.0)
+
+
+def filling_passes(parallel: Parallelism, sequences: Count) -> Count:
+    """Passes by which the last micro-batch leaves an empty pipeline after a step's: it waits for those before it.
+
+    A step after another begins behind it, so that only the first of a row of steps takes so much longer.
+    """
+    return (parallel.busy_stages(sequences) - 1.0) / parallel.pp
+
+
+def pipelined_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> StepCost:
+    """The cost of a step of a whole replica, whose pipeline has its sequences in micro-batches under way."""
+    one, passes = micro_batch(setup.parallel, shape)
+    cost = step_cost(model, setup, times, one)
+    if np.all(np.asarray(passes) == 1.0):
         return cost
     return StepCost(
-        tuple(OperatorCost(c.operator.repeated(turns), c.time.repeated(turns)) for c in cost.operators), times
+        tuple(OperatorCost(c.operator.repeated(passes), c.time.repeated(passes)) for c in cost.operators), times
     )
 
 

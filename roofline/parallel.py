@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from membound.roofline.part import Part
-from membound.roofline.shape import Count
+from membound.roofline.shape import Count, whole_ones
 
 
 class Parallelism(Part):
@@ -59,11 +59,7 @@ class Parallelism(Part):
 
     def micro_batches_of(self, sequences: Count) -> Count:
         """Micro-batches that so many sequences of a replica make; none has less than one sequence."""
-        return np.clip(sequences / self.dp, 1.0, float(self.micro_batches or self.pp))
-
-    def uneven(self, micro_batches: Count, prompts: Count) -> Count:
-        """How many times its share of the prompts the largest micro-batch has, where no prompt is in two of them."""
-        return np.maximum(np.minimum(micro_batches, float(self.pp)) / np.maximum(prompts, 1.0), 1.0)
+        return np.clip(whole_ones(sequences, self.dp), 1.0, float(self.micro_batches or self.pp))
 
     def busy_stages(self, sequences: Count) -> Count:
         """Stages that have a micro-batch to work on, of so many sequences of a replica."""

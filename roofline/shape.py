@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,13 @@ MOST_DECODE_TOKENS = 33
 def is_there(amount: Count) -> Count:
     """1 where there is anything, else 0."""
     return np.asarray(amount > 0, dtype=np.float64) if np.ndim(amount) else float(amount > 0)
+
+
+def whole_ones(count: Count, parts: Count) -> Count:
+    """Whole ones on the fullest of some parts over which `count` are spread; of a mean count between whole numbers."""
+    below = np.floor(count)
+    fewer, more = (np.ceil(np.round(whole / parts, 9)) for whole in (below, below + 1.0))
+    return fewer + (more - fewer) * (count - below)
 
 
 class AttentionPart(NamedTuple):
@@ -53,6 +60,10 @@ class AttentionPart(NamedTuple):
         return AttentionPart(self.tokens, self.sequences, kv_tokens, attended)
 
 
+# Amounts of a step that are not sums: those of its largest prompt.
+LARGEST = ("largest_tokens", "largest_kv_tokens", "largest_attended")
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The sums of a step; each a number, or an array with one entry a step.
@@ -60,7 +71,8 @@ class StepShape:
     For sequences that each bring `q` new tokens behind `p` cached ones: `tokens` = sum of q; `sequences`; `kv_tokens`
     = sum of (p + q), what attention reads; `attended` = sum of q*p + q*(q+1)/2, the query-key pairs of causal
     attention; `logits_rows`, the positions whose logits are needed. The `prefill_` sums are the part of sequences that
-    bring whole prompts or chunks of them, whose attention is another kernel's.
+    bring whole prompts or chunks of them, whose attention is another kernel's; the `largest_` amounts are those of the
+    one prompt with most, since a prompt is not cut over ranks or micro-batches, which wait for whoever has it.
     """
 
     tokens: Count
@@ -72,6 +84,9 @@ class StepShape:
     prefill_sequences: Count = 0.0
     prefill_kv_tokens: Count = 0.0
     prefill_attended: Count = 0.0
+    largest_tokens: Count = 0.0
+    largest_kv_tokens: Count = 0.0
+    largest_attended: Count = 0.0
 
     @property
     def prefill_part(self) -> AttentionPart:
@@ -103,8 +118,11 @@ class StepShape:
         """`batch` prompts (or chunks) of `prompt_tokens` tokens each, behind `cached` tokens each."""
         tokens = batch * prompt_tokens
         kv_tokens = batch * (prompt_tokens + cached)
-        pairs = batch * (prompt_tokens * cached + prompt_tokens * (prompt_tokens + 1) / 2)
-        return cls(tokens, batch, kv_tokens, pairs, batch, tokens, batch, kv_tokens, pairs)
+        each = prompt_tokens * cached + prompt_tokens * (prompt_tokens + 1) / 2
+        pairs = batch * each
+        one = np.minimum(batch, 1.0)  # or less, of a mean number
+        largest = (one * prompt_tokens, one * (prompt_tokens + cached), one * each)
+        return cls(tokens, batch, kv_tokens, pairs, batch, tokens, batch, kv_tokens, pairs, *largest)
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int, int]]) -> StepShape:
@@ -113,7 +131,13 @@ class StepShape:
 
     def __add__(self, other: StepShape) -> StepShape:
         """Both batches in one step."""
-        return StepShape(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        mine, others = self.columns(), other.columns()
+        return StepShape(
+            **{
+                name: np.maximum(value, others[name]) if name in LARGEST else value + others[name]
+                for name, value in mine.items()
+            }
+        )
 
     def with_guesses(self, guesses: Count) -> StepShape:
         """A step in which each decoding sequence brings `guesses` more tokens behind those that it has cached."""
@@ -124,65 +148,67 @@ class StepShape:
         tokens = part.tokens + guesses * sequences
         cached = part.kv_tokens - part.tokens
         each = tokens / np.maximum(sequences, 1e-9)
-        return StepShape(
-            self.prefill_tokens + tokens,
-            self.sequences,
-            self.prefill_kv_tokens + cached + tokens,
-            self.prefill_attended + each * cached + tokens * (each + 1.0) / 2.0,
-            self.logits_rows + guesses * sequences,
-            self.prefill_tokens,
-            self.prefill_sequences,
-            self.prefill_kv_tokens,
-            self.prefill_attended,
+        return replace(
+            self,
+            tokens=self.prefill_tokens + tokens,
+            kv_tokens=self.prefill_kv_tokens + cached + tokens,
+            attended=self.prefill_attended + each * cached + tokens * (each + 1.0) / 2.0,
+            logits_rows=self.logits_rows + guesses * sequences,
         )
 
     def divided(self, parts: Count) -> StepShape:
         """One of so many equal parts of the batch."""
-        return StepShape(*(value / parts for value in self.columns().values()))
+        return StepShape(
+            **{name: value if name in LARGEST else value / parts for name, value in self.columns().items()}
+        )
 
     def on_one_of(self, ranks: int) -> StepShape:
-        """The part of the batch on one of the ranks that have any, over which whole sequences are spread evenly.
+        """The part of the batch on the fullest of some ranks, over which whole sequences are spread evenly.
 
         Prompts and those who decode are spread each for themselves: the largest part is that of a rank with both.
         """
-        sharing = np.clip(self.sequences, 1.0, float(ranks))
-        prompts = np.clip(self.prefill_sequences, 1.0, float(ranks))
-        decoding = np.clip(self.sequences - self.prefill_sequences, 1.0, float(ranks))
+        decode, share = self.decode_part, _share_of_fullest(self.sequences - self.prefill_sequences, ranks)
+        prompts = self._fullest_prompts(ranks)
+        rows = self.logits_rows * _share_of_fullest(self.sequences, ranks)
+        return self._of(AttentionPart(*(amount * share for amount in decode)), prompts, rows)
 
-        def both(whole: Count, of_prompts: Count) -> Count:
-            return (whole - of_prompts) / decoding + of_prompts / prompts
+    def uneven(self, parts: Count, ranks: int) -> StepShape:
+        """As if each of some parts of the batch had as many prompts as the fullest of them, for which all others wait.
 
-        return StepShape(
-            both(self.tokens, self.prefill_tokens),
-            both(self.sequences, self.prefill_sequences),
-            both(self.kv_tokens, self.prefill_kv_tokens),
-            both(self.attended, self.prefill_attended),
-            self.logits_rows / sharing,
-            self.prefill_tokens / prompts,
-            self.prefill_sequences / prompts,
-            self.prefill_kv_tokens / prompts,
-            self.prefill_attended / prompts,
-        )
+        That has one on each of `ranks`, as far as there are any. Sequences that decode are spread evenly.
+        """
+        if not np.any(np.asarray(self.prefill_sequences) > 0):
+            return self
+        part = self.prefill_part
+        filled = (np.minimum(whole, ranks * each) for whole, each in zip(part, self._largest_prompt, strict=True))
+        fullest = map(np.maximum, self._fullest_prompts(parts), filled)
+        return self._of(self.decode_part, AttentionPart(*(amount * parts for amount in fullest)), self.logits_rows)
 
-    def with_prompts(self, times: Count) -> StepShape:
-        """With so many times the prompts, and the same sequences that decode."""
-        more = times - 1.0
-        return StepShape(
-            self.tokens + more * self.prefill_tokens,
-            self.sequences + more * self.prefill_sequences,
-            self.kv_tokens + more * self.prefill_kv_tokens,
-            self.attended + more * self.prefill_attended,
-            self.logits_rows,
-            self.prefill_tokens * times,
-            self.prefill_sequences * times,
-            self.prefill_kv_tokens * times,
-            self.prefill_attended * times,
-        )
+    @property
+    def _largest_prompt(self) -> AttentionPart:
+        one = np.minimum(self.prefill_sequences, 1.0)
+        return AttentionPart(self.largest_tokens, one, self.largest_kv_tokens, self.largest_attended)
+
+    def _fullest_prompts(self, parts: Count) -> AttentionPart:
+        """The prompts of the fullest of some parts, of which none has a piece of another's prompt.
+
+        As much as whole prompts of the largest amount make, so that a short one beside them shortens no part.
+        """
+        amounts = zip(self.prefill_part, self._largest_prompt, strict=True)
+        return AttentionPart(*(_fullest(whole, each, parts) for whole, each in amounts))
+
+    def _of(self, decode: AttentionPart, prompts: AttentionPart, logits_rows: Count) -> StepShape:
+        """A step of other parts, with prompts as large as these."""
+        whole = (one + other for one, other in zip(decode, prompts, strict=True))
+        largest = (self.largest_tokens, self.largest_kv_tokens, self.largest_attended)
+        return StepShape(*whole, logits_rows, *prompts, *largest)
 
     def as_prompts(self) -> StepShape:
         """The same sequences, each with a whole prompt or a chunk of one, however short."""
         whole = (self.tokens, self.sequences, self.kv_tokens, self.attended)
-        return StepShape(*whole, self.logits_rows, *whole)
+        largest = (self.largest_tokens, self.largest_kv_tokens, self.largest_attended)
+        means = (amount / np.maximum(self.sequences, 1.0) for amount in (self.tokens, self.kv_tokens, self.attended))
+        return StepShape(*whole, self.logits_rows, *whole, *map(np.maximum, largest, means))
 
     def columns(self) -> dict[str, Any]:
         """The sums by name, for a table of steps."""
@@ -199,6 +225,7 @@ def shape_sums(
     tokens = sequences = logits_rows = float(decoding)
     kv_tokens = attended = float(decoding_kv_tokens)
     prefill_tokens = prefill_sequences = prefill_kv_tokens = prefill_attended = 0.0
+    largest_tokens = largest_kv_tokens = largest_attended = 0.0
     for cached, new, rows in parts:
         pairs = new * cached + new * (new + 1) / 2
         tokens += new
@@ -211,6 +238,9 @@ def shape_sums(
             prefill_sequences += 1
             prefill_kv_tokens += cached + new
             prefill_attended += pairs
+            largest_tokens = max(largest_tokens, new)
+            largest_kv_tokens = max(largest_kv_tokens, cached + new)
+            largest_attended = max(largest_attended, pairs)
     return (
         tokens,
         sequences,
@@ -221,4 +251,17 @@ def shape_sums(
         prefill_sequences,
         prefill_kv_tokens,
         prefill_attended,
+        largest_tokens,
+        largest_kv_tokens,
+        largest_attended,
     )
+
+
+def _share_of_fullest(count: Count, parts: Count) -> Count:
+    """The share of whole ones that the fullest part has."""
+    return _fullest(count, np.minimum(count, 1.0), parts) / np.maximum(count, 1e-30)
+
+
+def _fullest(amount: Count, each: Count, parts: Count) -> Count:
+    """Of an amount in ones of `each` what the fullest of some parts has, the mean at least."""
+    return np.maximum(amount / parts, each * whole_ones(amount / np.maximum(each, 1e-30), parts))

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from membound.roofline.cost import micro_batch
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import Size
@@ -160,10 +161,8 @@ class GuessTimes:
 
     def _drafts_s(self, plain: StepShape, depth: int) -> Any:
         """Seconds of a drafter that goes so deep, in a step or in each of many."""
-        parallel = self.times.setup.parallel
-        micro = parallel.micro_batches_of(plain.sequences)
-        pass_s = self._speculation(depth).draft_s(self.times.times, plain.divided(micro))
-        return pass_s * np.maximum(np.asarray(micro) / parallel.pp, 1.0)
+        one, passes = micro_batch(self.times.setup.parallel, plain)
+        return self._speculation(depth).draft_s(self.times.times, one) * passes
 
     def _reading_split(self, shape: StepShape) -> tuple[Column, Any]:
         cost, more_s = self._speculation(self.drafts.gamma).reading(self.times.times, shape)

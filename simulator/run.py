@@ -21,7 +21,7 @@ from membound.roofline.times.operator import Times
 from membound.simulator.content import Content, content_for
 from membound.simulator.executor import RooflineExecutor
 from membound.simulator.lockstep import Lockstep, Watch, is_ordinary
-from membound.simulator.scheduling.build import batching_of, bounds_of, build_scheduler, run_result
+from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
@@ -99,14 +99,7 @@ def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[De
     if longest is None and any(window for _, window in Footprint.of(model, scenario.setup).cache.per_token):
         reach = longest_request(scenario.workload, model.max_context)
     memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest, reach)
-    step_times = StepTimes(
-        model,
-        scenario.setup,
-        times,
-        memory.seats,
-        scenario.engine.max_batched_tokens,
-        whole_prompts=batching_of(scenario.engine, scenario.setup).whole_prompts,
-    )
+    step_times = StepTimes(model, scenario.setup, times, memory.seats, scenario.engine.max_batched_tokens)
     content = content_for(scenario, content_known)
     return Deployment(scenario, model, times, memory, step_times, content, content_known), requests
 

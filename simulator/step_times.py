@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.cost import StepCost, pipelined_cost, step_cost
+from membound.roofline.cost import StepCost, filling_passes, micro_batch, pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
@@ -52,11 +52,7 @@ _KEPT_PROMPTS = 1 << 14
 
 
 class StepTimes:
-    """Seconds of steps of one engine of up to `most_sequences` sequences and `most_tokens` tokens a step.
-
-    `whole_prompts` says that the engine never computes a prompt in chunks, so that a pipeline has each in one
-    micro-batch.
-    """
+    """Seconds of steps of one engine of up to `most_sequences` sequences and `most_tokens` tokens a step."""
 
     def __init__(
         self,
@@ -65,8 +61,6 @@ class StepTimes:
         times: Times,
         most_sequences: int,
         most_tokens: int,
-        *,
-        whole_prompts: bool = False,
     ) -> None:
         self.model = model
         self.setup = setup
@@ -75,7 +69,6 @@ class StepTimes:
         self.most_tokens = most_tokens
         self._decode: dict[int, _Decode] = {}
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
-        self.whole_prompts = whole_prompts
         self._stages = setup.parallel.pp
         self._whole = times.needs_working_set or setup.overlap is not None or setup.parallel.dp > 1
         self._parts: dict[float, Parts] = {}  # of each number of micro-batches
@@ -108,16 +101,24 @@ class StepTimes:
         if several or self._whole:
             return float(self.exact(StepShape(*sums)))
         micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
-        parts = self.parts(micro)
-        if micro > 1 and self.whole_prompts:
-            uneven = float(self.setup.parallel.uneven(micro, sums[6]))
-            sums = tuple(StepShape(*sums).with_prompts(uneven).columns().values())
-        return parts.seconds(sums)
+        if micro > 1:
+            shape = StepShape(*sums).uneven(min(micro, float(self._stages)), 1)  # ranks of dp are costed as a whole
+            sums = tuple(float(amount) for amount in shape.columns().values())
+        return self.parts(micro).seconds(sums)
+
+    def filling_s(self, sums: tuple[float, ...]) -> float:
+        """Seconds that a step takes longer where a pipeline is empty before it."""
+        if self._stages == 1:
+            return 0.0
+        parallel = self.setup.parallel
+        shape = StepShape(*sums)
+        passes = micro_batch(parallel, shape)[1]
+        return float(filling_passes(parallel, shape.sequences) / passes) * self.seconds(sums)
 
     def parts(self, micro_batches: float) -> Parts:
         """The parts of steps in so many micro-batches."""
         if micro_batches not in self._parts:
-            most = self.most_tokens * (int(micro_batches) if self.whole_prompts else 1)  # for which all wait
+            most = self.most_tokens * int(micro_batches)  # as if each had a prompt, since all wait for one that has
             split = partial(self.split, micro_batches=micro_batches)
             self._parts[micro_batches] = Parts(split, most, self.most_sequences, self.verified, self.setup.parallel.cp)
         return self._parts[micro_batches]
@@ -136,7 +137,7 @@ class StepTimes:
 
     def exact(self, shape: StepShape) -> Any:
         """Seconds by the roofline itself."""
-        return pipelined_cost(self.model, self.setup, self.times, shape, whole_prompts=self.whole_prompts).time_s
+        return pipelined_cost(self.model, self.setup, self.times, shape).time_s
 
     def split(self, shape: StepShape, micro_batches: float) -> tuple[Column, Any]:
         """Seconds of the device alone, and of waiting for the host, of a step in so many micro-batches."""
@@ -198,7 +199,7 @@ class Parts:
         self._wait_s, self._launch_s = self._waiting()
 
     def seconds(self, sums: tuple[float, ...]) -> float:
-        tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs = sums
+        tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs, *_ = sums
         if self._cp > 1:
             tokens = prompt_tokens + self._cp * (tokens - prompt_tokens)
         decoding, attention_s = int(sequences - prompts), 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.cost import step_cost
+from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.grid import decode_grid
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -109,10 +110,10 @@ def shapes(draw: st.DrawFn) -> StepShape:
     shape=shapes(),
 )
 def test_ranks_of_dp_share_whole_sequences(name, ranks, count, shape):
-    """A prompt is not cut by data parallelism: a step of few sequences takes what one rank takes for one of them."""
+    """A sequence is not cut by data parallelism: a step takes what the rank takes that has most of them."""
     setup = replace(PLAIN, parallel=Parallelism(dp=ranks))
     for part in (StepShape.prefill(float(count), 700.0), StepShape.decode(float(count), 900.0)):
-        alone = seconds(name, part.divided(min(count, ranks)))
+        alone = seconds(name, part.divided(count / math.ceil(count / ranks)))
         assert seconds(name, part, setup=setup) == pytest.approx(alone)
     assert no_less(seconds(name, shape), seconds(name, shape, setup=setup))
 
@@ -137,6 +138,64 @@ def test_a_longer_prompt_never_takes_less_time(name, device, tokens, more, cache
     assert no_less(seconds(name, StepShape.prefill(1.0, float(tokens + more), float(cached)), times), now)
     assert no_less(seconds(name, StepShape.prefill(1.0, float(tokens), float(cached + more)), times), now)
     assert no_less(seconds(name, StepShape.prefill(2.0, float(tokens), float(cached)), times), now)
+
+
+DIVIDED = {
+    "stages": ("Llama-3.1-70B", Parallelism(tp=4, pp=4)),
+    "few micro-batches": ("Llama-3.1-70B", Parallelism(tp=2, pp=4, micro_batches=2)),
+    "stages and ranks": ("Llama-3.1-70B", Parallelism(tp=2, pp=2, dp=2)),
+    "ranks with experts": ("Qwen3-30B-A3B", Parallelism(dp=8, ep=8)),
+    "stages and ranks with experts": ("Qwen3-30B-A3B", Parallelism(dp=4, pp=2, ep=4)),
+    "a divided context": ("Llama-3.1-70B", Parallelism(tp=2, cp=4)),
+    "stages and a divided context": ("Llama-3.1-70B", Parallelism(tp=2, cp=2, pp=2)),
+}
+lengths = st.sampled_from((300, 1000, 2048, 3000))
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@settings(max_examples=60, deadline=None)
+@given(decoding=st.integers(0, 100), context=contexts, prompts=st.lists(lengths, max_size=6), more=lengths)
+def test_one_more_sequence_or_prompt_never_shortens_a_step_of_any_set_up(name, decoding, context, prompts, more):
+    """Within what a share of a token of others makes that one more micro-batch takes away."""
+    model, parallel = DIVIDED[name]
+    setup, spec, times = replace(PLAIN, parallel=parallel), get_model(model), times_of("H100-SXM5", "vllm")
+
+    def taken(shape: StepShape) -> float:
+        return float(pipelined_cost(spec, setup, times, shape).time_s)
+
+    assume(decoding or prompts)
+    shape = StepShape.decode(float(decoding), float(context))
+    for tokens in prompts:
+        shape = shape + StepShape.prefill(1.0, float(tokens))
+    now = taken(shape)
+    assert taken(shape + StepShape.prefill(1.0, float(more))) >= now * 0.995
+    assert taken(shape + StepShape.decode(1.0, float(context))) >= now * 0.995
+
+
+@settings(max_examples=40, deadline=None)
+@given(decoding=st.integers(0, 64), tokens=st.integers(34, 8000), pp=st.sampled_from((2, 4, 8)))
+def test_stages_never_shorten_the_step_of_a_single_prompt(decoding, tokens, pp):
+    spec, times = get_model("Llama-3.1-70B"), times_of("H100-SXM5", "vllm")
+    prompt = StepShape.prefill(1.0, float(tokens))
+    shape = prompt + StepShape.decode(float(decoding), 1000.0)
+    plain, staged = (replace(PLAIN, parallel=Parallelism(tp=2, pp=stages)) for stages in (1, pp))
+    one_stage = float(pipelined_cost(spec, plain, times, prompt).time_s)
+    assert no_less(float(pipelined_cost(spec, staged, times, shape).time_s), one_stage)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.integers(1, 40), context=st.integers(1000, 130000), ranks=st.sampled_from((2, 4, 8)))
+def test_attention_on_ranks_waits_for_the_one_with_most_sequences(batch, context, ranks):
+    spec, setup = get_model("DeepSeek-V3"), replace(PLAIN, parallel=Parallelism(dp=ranks, ep=ranks))
+
+    def attention_s(sequences: float) -> float:
+        cost = step_cost(spec, setup, times_of("H200-SXM"), StepShape.decode(sequences, float(context)))
+        return sum(float(item.total_s) for item in cost.operators if item.operator.kind == "attention")
+
+    fullest = math.ceil(batch / ranks)
+    assert attention_s(float(batch)) == pytest.approx(attention_s(float(fullest * ranks)))
+    assert no_less(attention_s(batch + 0.5), attention_s(float(batch)))
+    assert no_less(attention_s(batch + 1.0), attention_s(batch + 0.5))
 
 
 @settings(max_examples=60)
