@@ -26,13 +26,14 @@ class PrefixChain:
         """Tokens that the chain identifies."""
         return self.ends[-1] if self.ends else 0
 
-    def block_hashes(self, block_size: int, tokens: int | None = None) -> NDArray[np.uint64]:
-        """The 64-bit hash of each full block of the first `tokens` tokens (of all that are identified).
+    def block_hashes(self, block_size: int, tokens: int | None = None, first: int = 0) -> NDArray[np.uint64]:
+        """The 64-bit hash of each full block of the first `tokens` tokens (of all that are identified), from the block
+        of index `first` on.
 
         Equal hashes at the same index mean that the sequences are equal from their first token to that block's last.
         """
         full = min(self.tokens, self.tokens if tokens is None else tokens) // block_size
-        index = np.arange(full, dtype=np.int64)
+        index = np.arange(first, full, dtype=np.int64)
         last_token = (index + 1) * block_size - 1
         segment = np.searchsorted(np.asarray(self.ends, dtype=np.int64), last_token, side="right")
         return _mixed(np.asarray(self.ids, dtype=np.uint64)[segment], index.astype(np.uint64))

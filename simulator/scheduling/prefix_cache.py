@@ -70,10 +70,13 @@ class PrefixCache:
 
     def use(self, hashes: list[int]) -> None:
         """One more sequence uses blocks that exist on the device."""
+        users, unused = self._users, self._unused
         for name in hashes:
-            self.repeated += self._users[name] > 0
-            self._users[name] += 1
-            self._unused.pop(name, None)
+            if users[name]:
+                self.repeated += 1
+            else:
+                del unused[name]
+            users[name] += 1
 
     def add(self, name: int) -> bool:
         """A block in use becomes one of the cache, with one user; False where the cache has one like it."""
@@ -85,12 +88,13 @@ class PrefixCache:
 
     def leave(self, hashes: list[int]) -> None:
         """A sequence no longer uses its blocks; the last of them will be evicted first."""
+        users, unused = self._users, self._unused
         for name in reversed(hashes):
-            self._users[name] -= 1
-            if self._users[name]:
+            users[name] = left = users[name] - 1
+            if left:
                 self.repeated -= 1
             else:
-                self._unused[name] = None
+                unused[name] = None
 
     def evict(self, blocks: int) -> int:
         """Gives up `blocks` blocks that nobody uses, those of longest ago first, and returns how many."""

@@ -45,6 +45,9 @@ class Scheduler:
     joins takes a seat and all its blocks on one rank, that with the fewest sequences among those that have room, and
     stays there until it ends or is recomputed: as TensorRT-LLM spreads what waits (its adp_router.py, which evens out
     requests before tokens). Prefixes are found on that rank alone.
+
+    In a pipeline a step is a round of up to `micro_batches` steps of the engine, each with `max_batched_tokens` tokens:
+    it has so many times as many, of a prompt no more than one of them.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Scheduler:
         itemized: bool = True,
         tables: BlockTables | None = None,
         max_context: int | None = None,
+        micro_batches: int = 1,
     ) -> None:
         counted = isinstance(drafter, ModelledDrafter)
         assert itemized or tables is None, "block tables need each sequence's work"
@@ -78,6 +82,8 @@ class Scheduler:
         self.pools = pool, *others
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
+        self.micro_batches = micro_batches
+        self.round_tokens = micro_batches * max_batched_tokens
         self.drafter = drafter
         self.lengths = lengths
         self.classify = classify
@@ -93,7 +99,7 @@ class Scheduler:
         self.decoders = Decoders(
             pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None, ranks=len(self.pools)
         )
-        self._proposing = Proposing(self.decoders, self.pools, max_batched_tokens, lengths, tables, self.reserving)
+        self._proposing = Proposing(self.decoders, self.pools, self.round_tokens, lengths, tables, self.reserving)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
         self._queue: list[tuple[float, int]] = []
@@ -104,6 +110,7 @@ class Scheduler:
         self._cached_tokens = 0
         self._prompt_tokens = 0
         self._begun = False  # whether the batch has decoded since it was last empty
+        self._filling = True  # whether nobody was under way before the step
         self._grown = False  # whether those who decode have the block of the token that they are about to compute
 
     @property
@@ -168,7 +175,7 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """The next step, or None when nothing can be computed. Blocks for all its tokens are taken."""
-        alone = self.batching.prompts_alone
+        alone, self._filling = self.batching.prompts_alone, self.num_running == 0
         self._moved_blocks = [0] * len(self.pools)
         self._cached_tokens = 0
         self._grown = False
@@ -177,7 +184,7 @@ class Scheduler:
         joined: list[Sequence] = []
         prompts: list[Work] = []
         if alone:
-            prompts = self._plan_prompts(self.max_batched_tokens, joined)
+            prompts = self._plan_prompts(self.round_tokens, joined)
         decoding = not prompts
         drafts: dict[int, Draft] = {}
         guesses = NO_GUESSES
@@ -190,7 +197,7 @@ class Scheduler:
                 drafts, guesses = self._proposing.listed(self.drafter)
             self._draft_blocks = guesses.blocks
         if not alone:
-            budget = self.max_batched_tokens - len(self.decoders.members) - guesses.total
+            budget = self.round_tokens - len(self.decoders.members) - guesses.total
             prompts = self._plan_prompts(budget, joined, join=not preempted)
         if not prompts and not self.decoders.members:
             return None
@@ -279,7 +286,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> Work:
         start, left = sequence.standing_computed, sequence.standing - sequence.standing_computed
-        return Work(sequence.id, start, min(left, budget), (), left <= budget)
+        tokens = min(left, budget, self.max_batched_tokens)
+        return Work(sequence.id, start, tokens, (), tokens == left)
 
     @property
     def _seats_of_rank(self) -> int:
@@ -441,13 +449,14 @@ class Scheduler:
         cache, prefix = self.pools[sequence.rank].cache, sequence.request.prefix
         if cache is None or prefix is None:
             return
-        hashes = prefix.block_hashes(self.pool.block_size, sequence.computed).tolist()
         # What it found there it already uses; what others have meanwhile put there stays its own, a second time.
-        for index in range(len(sequence.cached), len(hashes)):
-            if cache.add(hashes[index]):
-                sequence.cached.append(hashes[index])
+        begun = len(sequence.cached)
+        hashes = prefix.block_hashes(self.pool.block_size, sequence.computed, begun).tolist()
+        for index, name in enumerate(hashes, begun):
+            if cache.add(name):
+                sequence.cached.append(name)
                 if self.tables is not None:
-                    self.tables.name(sequence, index, hashes[index])
+                    self.tables.name(sequence, index, name)
 
     def _release(self, sequence: Sequence, held: int) -> None:
         """Gives up all its blocks; those that can be found again stay in the prefix cache."""
@@ -521,6 +530,7 @@ class Scheduler:
             sums,
             guesses.each,
             max(self._moved_blocks),
+            self._filling,
         )
 
     @property
