@@ -32,6 +32,8 @@ _SPARE_FILES = 256
 _RENEWED = 0.1
 # What follows the last token (a count, the end of the stream) is waited for, so that the connection can be used again.
 _END_S = 5.0
+# A server that takes no notice of how many tokens were asked for may go on for ever, a few bytes at a time.
+_MOST_EVENTS_A_TOKEN = 4
 _MOST_ANSWER_BYTES = 8 << 20
 _MOST_ERROR_BYTES = 1 << 14
 
@@ -100,6 +102,8 @@ class Connections:
                         before = reply.events
                         for event in events.feed(received):
                             reply.take(event, at_s)
+                        if reply.events > _MOST_EVENTS_A_TOKEN * (most_tokens + 1):
+                            raise ReplyError(f"more than {_MOST_EVENTS_A_TOKEN} events for each token asked for")
                         if reply.ended:
                             deadline.reschedule(loop.time() + min(_END_S, patience.next_token_s))
                         elif reply.events > before and at_s > renewed_s + _RENEWED * patience.next_token_s:

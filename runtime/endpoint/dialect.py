@@ -127,7 +127,8 @@ async def model_of(connections: Connections) -> str:
         return endpoint.model
     name_it = "name the model with --endpoint-model"
     try:
-        status, body = await connections.get(f"{endpoint.base_url}/models", _ANSWER_S)
+        within_s = min(_ANSWER_S, endpoint.patience.first_token_s)
+        status, body = await connections.get(f"{endpoint.base_url}/models", within_s)
     except ReplyError as error:
         raise MemboundError(f"endpoint '{endpoint.base_url}' cannot be used: {error}") from None
     if status in _KEY_MATTERS:
@@ -137,7 +138,8 @@ async def model_of(connections: Connections) -> str:
         )
     names = _names(body) if status == 200 else []
     if not names:
-        raise MemboundError(f"endpoint '{endpoint.base_url}' does not list its models (status {status}); {name_it}")
+        listed = f"list its models: it answered with status {status} and '{shown(body[:200].decode(errors='replace'))}'"
+        raise MemboundError(f"endpoint '{endpoint.base_url}' does not {listed}; {name_it}, or give another address")
     if len(names) > 1:
         listed = ", ".join(shown(name) for name in names[:8])
         raise MemboundError(f"endpoint '{endpoint.base_url}' has the models {listed}; {name_it}")

@@ -7,7 +7,9 @@ import os
 import re
 import socket
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -89,6 +91,13 @@ async def endless_tokens(exchange) -> None:
         await exchange.event(*[exchange.token("x" * 1000)] * 100)
 
 
+async def more_tokens_than_asked_for(exchange) -> None:
+    await exchange.head()
+    while True:
+        await exchange.event(exchange.token())
+        await asyncio.sleep(0.005)
+
+
 async def server_error(exchange) -> None:
     await exchange.error(500, "out of memory")
 
@@ -123,6 +132,7 @@ FAULTS = {
     bytes_of_noise: "no HTTP answer",
     long_lines: "more than 1",
     endless_tokens: "more than 16 KiB for each token",
+    more_tokens_than_asked_for: "more than 4 events for each token",
     server_error: "status 500: out of memory",
     elsewhere: "redirected to http://192.0.2.1:1",
     error_in_stream: "engine died",
@@ -206,6 +216,35 @@ def test_a_finished_reply_counts_though_its_stream_never_ends(serving, scenario)
     with serving(no_end) as server:
         run = measure(scenario(requests=4), Endpoint.of(server.url, patience_s=0.3))
     assert run.summary.completed == 4
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<html>Welcome</html>", b'{"data": [oops', b'{"data": "\xff\xfe"}', b"[1, 2]", b""]
+)
+def test_models_that_cannot_be_read_are_one_sentence(answer: bytes, scenario) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.handle_request).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(MemboundError, match=r"answered with status 200 and '.*'; name the model with") as error:
+            measure(scenario(), Endpoint.of(url))
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_lists_no_models_in_time_is_waited_for_no_longer_than_was_said(scenario) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        began_s = time.monotonic()
+        with pytest.raises(MemboundError, match="no answer in time"):
+            measure(scenario(), Endpoint.of(f"http://127.0.0.1:{deaf.getsockname()[1]}", patience_s=0.3))
+    assert time.monotonic() - began_s < 20
 
 
 def test_an_address_where_nobody_listens_is_one_sentence(scenario) -> None:
