@@ -44,6 +44,10 @@ class Served(NamedTuple):
     prompt_share: float | None = None
     kernels: Mapping[str, Hashable] = MappingProxyType({})
 
+    def document(self) -> dict[str, Any]:
+        """What is printed and kept: all but the kernels, which only tell two engines apart."""
+        return {name: value for name, value in self._asdict().items() if name != "kernels"}
+
     def better(self, than: Served, metric: GainMetric) -> float:
         """How many times better than another: a time falls, a rate rises."""
         if metric == "tpot_s":

@@ -346,7 +346,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "metric": advice.metric,
         "metric_reason": advice.metric_reason,
         "unit": UNITS[advice.metric],
-        "now": None if advice.now is None else advice.now._asdict(),
+        "now": None if advice.now is None else advice.now.document(),
         "bottleneck": situation.bottleneck if advice.now is None else advice.now.bottleneck,
         "roof_seconds": situation.seconds,
         "situation": {

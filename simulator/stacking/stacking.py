@@ -350,7 +350,7 @@ def _stack_json(stack: Stack, about: dict[str, Technique]) -> dict[str, Any]:
         "conditions": stack.conditions,
         "reason": stack.reason,
         "notes": list(stack.notes),
-        "plain": None if stack.plain is None else stack.plain._asdict(),
+        "plain": None if stack.plain is None else stack.plain.document(),
         "members": list(stack.members),
         "alone": rows(stack.alone),
         "given_order": rows(stack.given_order),
