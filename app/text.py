@@ -73,14 +73,6 @@ def moved(value: float) -> str:
     return f"{_scaled(value)}B"
 
 
-def binary_size(value: float) -> str:
-    """A working set in the binary units of caches: "32 KiB", "1.5 MiB"."""
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
 def percent(fraction: float) -> str:
     """`0.873` as "87 %"."""
     return f"{fraction * 100:.0f} %"

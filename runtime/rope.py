@@ -37,12 +37,6 @@ class RopeTables:
             size = torch.where(self.frequencies == 0, 1.0, self.magnitude)
             self.cos, self.sin = angles.cos() * size, angles.sin() * size
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [tokens, heads, head_dim], whose pairs are (i, i + head_dim / 2), turned to `positions` [tokens]."""
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
 
 def rope_tables(
     spec: ModelSpec,

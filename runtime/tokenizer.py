@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -98,9 +97,6 @@ class Tokenizer:
         except KeyError:
             return token.encode()
 
-    def stream(self) -> TextStream:
-        return TextStream(self)
-
     def chat(self, prompt: str, system: str | None = None) -> list[int]:
         """The ids with which a ChatML model answers `prompt`; without `system`, its template's default stands in.
 
@@ -115,22 +111,6 @@ class Tokenizer:
         for role, content in [*turns, ("user", prompt)]:
             ids += [start, *self.encode(f"{role}\n{content}"), end, *self.encode("\n")]
         return [*ids, start, *self.encode("assistant\n")]
-
-
-class TextStream:
-    """Turns tokens into text as they come, holding back the bytes of a character that is not yet whole."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes, which may be empty."""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
-
-    def finish(self) -> str:
-        """U+FFFD if the stream ended within a character, else nothing."""
-        return self._decoder.decode(b"", final=True)
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:

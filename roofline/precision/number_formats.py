@@ -48,11 +48,6 @@ class Precision:
         return self.element_bits + sum(s.bits / (s.rows * s.columns) for s in self.scales if s.rows and s.columns)
 
     @property
-    def row_bits(self) -> float:
-        """Bits that each row of a matrix adds."""
-        return sum(scale.bits for scale in self.scales if scale.rows == 1 and not scale.columns)
-
-    @property
     def width(self) -> int:
         """Bits of a value as it is multiplied: 16 for bf16, 4 for int4 in whatever packing."""
         return int(re.sub(r"\D", "", self.values))

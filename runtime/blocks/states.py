@@ -62,19 +62,6 @@ class SeatStates:
             rows = torch.as_tensor(seats, device=state.device)
             state[rows] = self._before_guesses[name][rows]
 
-    def read_seats(self, seats: Sequence[int]) -> Tensor:
-        """A copy of what is kept for these seats, as bytes [seats, bytes_per_seat]."""
-        rows = torch.as_tensor(seats, device=next(iter(self.parts.values())).device)
-        return torch.cat([part[rows].flatten(1).view(torch.uint8) for part in self.parts.values()], dim=1)
-
-    def write_seats(self, seats: Sequence[int], content: Tensor) -> None:
-        """Puts what `read_seats` of equal states returned into these seats."""
-        device = next(iter(self.parts.values())).device
-        rows = torch.as_tensor(seats, device=device)
-        widths = [part[0].numel() * part.itemsize for part in self.parts.values()]
-        for part, piece in zip(self.parts.values(), content.to(device).split(widths, dim=1), strict=True):
-            part[rows] = piece.contiguous().view(part.dtype).view(len(seats), *part.shape[1:])
-
 
 def _rows(inputs: Inputs, rows: Tensor) -> Inputs:
     return cast(Inputs, tuple(part[rows] for part in inputs))

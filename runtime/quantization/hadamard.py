@@ -29,11 +29,6 @@ class Rotation:
     def size(self) -> int:
         return len(self.signs)
 
-    @property
-    def is_hadamard(self) -> bool:
-        """Whether all entries have the same magnitude, which spreads an outlier over all channels alike."""
-        return bool(torch.allclose(self.factor.abs(), torch.tensor(len(self.factor) ** -0.5)))
-
     def to(self, device: torch.device) -> Rotation:
         """The same on a device; applied to what lies there, it copies nothing, so that a GPU need not be waited for."""
         return Rotation(self.signs.to(device), self.sylvester.to(device), self.factor.to(device))
@@ -44,13 +39,6 @@ class Rotation:
         signs, sylvester, factor = (part.to(x.device) for part in (self.signs, self.sylvester, self.factor))
         y = (x.float() * signs).unflatten(-1, (p, q))
         return (sylvester @ (y @ factor)).flatten(-2)
-
-    def undo(self, x: Tensor) -> Tensor:
-        """x [..., k] times the transposed matrix, in fp32."""
-        p, q = len(self.sylvester), len(self.factor)
-        signs, sylvester, factor = (part.to(x.device) for part in (self.signs, self.sylvester, self.factor))
-        y = x.float().unflatten(-1, (p, q))
-        return (sylvester @ (y @ factor.T)).flatten(-2) * signs
 
 
 def rotation(size: int, seed: int | None = None) -> Rotation:

@@ -20,10 +20,6 @@ class Pruned:
     weight: Tensor
     kept: Tensor
 
-    @property
-    def share_kept(self) -> float:
-        return float(self.kept.float().mean())
-
     def dequantized(self) -> Tensor:
         """The values [n, k] in fp32."""
         return self.weight.float()

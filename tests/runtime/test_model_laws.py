@@ -327,19 +327,6 @@ def test_a_recurrent_layer_takes_a_sequence_in_any_pieces(kind: str, lengths: li
     torch.testing.assert_close(torch.cat(got), whole, rtol=0, atol=2e-4)
 
 
-def test_states_of_seats_carry_a_sequence_with_them() -> None:
-    decoder = decoder_of(tiny(**RECURRENT["mamba2"]))
-    here, there = decoder.new_cache(1, 16), decoder.new_cache(1, 16, seats=3)
-    decoder.forward(torch.tensor(IDS[:20]), single_sequence(0, 20, 2, decoder.device), here, torch.tensor([0]))
-    for source, target in zip(here, there, strict=True):
-        assert isinstance(source, SeatStates) and isinstance(target, SeatStates)
-        target.write_seats([2], source.read_seats([0]))
-    alone = single_sequence(20, 21, 2, decoder.device)
-    moved = RaggedBatch(**vars(alone) | {"seats": torch.tensor([2])})
-    token, row = torch.tensor(IDS[20:21]), torch.tensor([0])
-    torch.testing.assert_close(decoder.forward(token, moved, there, row), decoder.forward(token, alone, here, row))
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -56,13 +56,11 @@ SIZES = (1, 2, 4, 12, 20, 28, 36, 64, 96, 576, 896, 1536, 5, 9, 90)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("seed", [None, 3])
-def test_rotations_are_orthogonal_and_can_be_undone(size: int, seed: int | None) -> None:
+def test_rotations_are_orthogonal(size: int, seed: int | None) -> None:
     turn = rotation(size, seed)
     matrix = turn.apply(torch.eye(size))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), rtol=0, atol=1e-5)
-    torch.testing.assert_close(turn.undo(matrix), torch.eye(size), rtol=0, atol=1e-5)
     if size % 4 == 0:
-        assert turn.is_hadamard
         torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, size**-0.5), rtol=0, atol=1e-5)
 
 
@@ -130,7 +128,7 @@ def activations(k: int = 128) -> torch.Tensor:
 def test_as_many_weights_go_as_were_asked_for(method: str, sparsity: float, seed: int) -> None:
     w = matrix(seed=seed)
     pruned = METHODS[method](w, activations(), sparsity, "unstructured")
-    assert pruned.share_kept == pytest.approx(1 - sparsity, abs=0.01)
+    assert pruned.kept.float().mean().item() == pytest.approx(1 - sparsity, abs=0.01)
     assert (pruned.weight[~pruned.kept] == 0).all()
 
 
