@@ -57,9 +57,14 @@ class Parallelism(Part):
         """By how much each kind of parallelism divides."""
         return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep, "cp": self.cp}
 
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches that are under way where there are sequences enough."""
+        return self.micro_batches or self.pp
+
     def micro_batches_of(self, sequences: Count) -> Count:
         """Micro-batches that so many sequences of a replica make; none has less than one sequence."""
-        return np.clip(whole_ones(sequences, self.dp), 1.0, float(self.micro_batches or self.pp))
+        return np.clip(whole_ones(sequences, self.dp), 1.0, float(self.most_micro_batches))
 
     def busy_stages(self, sequences: Count) -> Count:
         """Stages that have a micro-batch to work on, of so many sequences of a replica."""

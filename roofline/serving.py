@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.cost import StepCost, filling_passes, micro_batch, pipelined_cost, step_cost
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -78,36 +78,40 @@ class Deployment:
         return get_profile(self.setup.profile).interleaved
 
     def step(self, shape: StepShape) -> StepCost:
-        return step_cost(self.model, self.setup, self.times, shape)
+        """One step of the replica."""
+        return pipelined_cost(self.model, self.setup, self.times, shape)
+
+    def pass_s(self, shape: StepShape) -> Count:
+        """Seconds of one micro-batch through all stages, or of each of many."""
+        return step_cost(self.model, self.setup, self.times, shape).time_s
 
     def steps_s(self, shape: StepShape) -> Count:
-        """Seconds of one step of a micro-batch through all stages of the replica, or of each of many."""
-        return self.step(shape).time_s
+        """Seconds of one step of the replica, or of each of many."""
+        one, passes = micro_batch(self.setup.parallel, shape)
+        return self.pass_s(one) * passes
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step."""
+        """Seconds of one step of the replica."""
         return float(self.steps_s(shape))
 
     def token_s(self, batch: Count, context: float) -> Count:
-        """Seconds between two tokens of each of `batch` sequences of `context` tokens, at each of many batches.
-
-        A pipeline's micro-batches each pass all stages once (`cost.pipelined_cost`).
-        """
-        micro = self.setup.parallel.micro_batches_of(batch)
-        turns = np.maximum(micro / self.setup.parallel.pp, 1.0)
-        return self.steps_s(StepShape.decode(batch / micro, context)) * turns
+        """Seconds between two tokens of each of `batch` sequences of `context` tokens, at each of many batches."""
+        return self.steps_s(StepShape.decode(batch, context))
 
     def decode_s(self, batch: float, context: float) -> float:
         """Seconds between two tokens at one batch."""
         return float(self.token_s(batch, context))
 
-    def joining_s(self, batch: Count, prompt_tokens: float, output_tokens: float) -> Count:
-        """Seconds that a prompt adds to the steps that it joins, with the others that join the same ones.
+    def joining_s(
+        self, batch: Count, prompt_tokens: float, output_tokens: float, together: Count | None = None
+    ) -> Count:
+        """Seconds that a prompt adds to the steps that it joins, its share of what `together` prompts in them add.
 
-        One in which `batch` sequences of these lengths are served, or each of many.
+        One in which `batch` sequences of these lengths are served, or each of many. Where nobody says how many join
+        together, as many do as end meanwhile.
         """
         context = mean_context(prompt_tokens, output_tokens)
-        together = self.together(batch, prompt_tokens, output_tokens)
+        together = self.together(batch, prompt_tokens, output_tokens) if together is None else together
         others = StepShape.decode(_others(batch), context)
         plain_s, total_s = self.steps_s(others), np.zeros(np.shape(batch))[()]
         for chunk, cached, times in chunks(prompt_tokens, float(self.chunk_tokens)):
@@ -116,35 +120,37 @@ class Deployment:
         return np.maximum(total_s, 0.0) / together
 
     def together(self, batch: Count, prompt_tokens: float, output_tokens: float) -> Count:
-        """Prompts that join the same step where requests end one by one: as many as end meanwhile."""
-        most = max(self.chunk_tokens // prompt_tokens, 1.0)
-        return np.clip(np.asarray(batch) / max(output_tokens, 1.0), 1.0, most)[()]
+        """Prompts that are in the same step where requests end one by one: as many as end meanwhile."""
+        steps = max(prompt_tokens / self.chunk_tokens, 1.0)
+        return np.clip(np.asarray(batch) * steps / max(output_tokens, 1.0), 1.0, self.at_once(prompt_tokens))[()]
+
+    def at_once(self, prompt_tokens: float) -> float:
+        """Prompts, or chunks of them, that a step holds at most: each of a pipeline's micro-batches one or more."""
+        return self.setup.parallel.most_micro_batches * max(self.chunk_tokens // prompt_tokens, 1.0)
 
     def joined_s(self, batch: float, context: float) -> float:
         """Seconds that the steps which a prompt joins would take without it: those of the others' tokens."""
         return self.step_s(StepShape.decode(_others(batch), context))
 
-    def _micro_batches(self, batch: float) -> float:
-        return float(self.setup.parallel.micro_batches_of(batch))
-
-    def _prefill_step_s(self, batch: float, tokens: float, cached: float = 0.0) -> float:
-        """Seconds of prompts through all stages: the last micro-batch leaves `pp - 1` stage times after the first."""
-        micro, pp = self._micro_batches(batch), self.setup.parallel.pp
-        return self.step_s(StepShape.prefill(batch / micro, tokens, cached)) * (micro + pp - 1.0) / pp
+    def filling_s(self, batch: float, prompt_tokens: float) -> float:
+        """Seconds that the first of the steps of `batch` prompts takes longer, where a pipeline was empty before."""
+        together = min(batch, self.at_once(prompt_tokens))
+        one, _ = micro_batch(self.setup.parallel, StepShape.prefill(together, min(prompt_tokens, self.chunk_tokens)))
+        return float(self.pass_s(one) * filling_passes(self.setup.parallel, together))
 
     def prefill_s(self, batch: float, prompt_tokens: float) -> float:
-        """Seconds to process `batch` prompts, in steps of at most `chunk_tokens` tokens."""
-        total = 0.0
-        if batch * prompt_tokens <= self.chunk_tokens:
-            return self._prefill_step_s(batch, prompt_tokens)
-        if prompt_tokens <= self.chunk_tokens:
-            at_once = max(1.0, self.chunk_tokens // prompt_tokens)
-            whole, rest = divmod(batch, at_once)
-            total = whole * self._prefill_step_s(at_once, prompt_tokens)
-            return total + (self._prefill_step_s(rest, prompt_tokens) if rest else 0.0)
-        for chunk, cached, times in chunks(prompt_tokens, self.chunk_tokens):
-            total += times * self._prefill_step_s(1.0, chunk, cached)
-        return total * batch
+        """Seconds to process `batch` prompts, in steps of at most `chunk_tokens` tokens a micro-batch."""
+        together = min(batch, self.at_once(prompt_tokens))
+        whole, rest = divmod(batch, together)
+        steps_s = whole * self._group_s(together, prompt_tokens)
+        if rest:
+            steps_s += self._group_s(rest, prompt_tokens)
+        return self.filling_s(batch, prompt_tokens) + steps_s
+
+    def _group_s(self, prompts: float, tokens: float) -> float:
+        """Seconds of prompts whose chunks are in the same steps."""
+        steps = chunks(tokens, self.chunk_tokens) if tokens > self.chunk_tokens else [(tokens, 0.0, 1.0)]
+        return sum(times * self.step_s(StepShape.prefill(prompts, chunk, cached)) for chunk, cached, times in steps)
 
     def largest_batch(self, context: float) -> float:
         """Sequences of `context` tokens whose caches fit beside the weights; 0 where the weights do not fit."""
@@ -188,9 +194,10 @@ class SteadyLoad:
     """`concurrency` clients in a closed loop on one replica: as one request ends the next one's prompt joins a step.
 
     While a request makes its `output_tokens`, each of the others ends once and starts once, so that `concurrency - 1`
-    prompts pass. Who waits for them is the scheduler's choice: `first_s` of their time fall before a first token, the
-    rest between tokens; their sum, a request's whole time, is the same. Where nobody says how much that is, the
-    profile's `interleaved` share falls between tokens.
+    prompts pass, the share `in_groups` of them together with those that they began with before. Who waits for them is
+    the scheduler's choice: `first_s` of their time fall before a first token, the rest between tokens; their sum, a
+    request's whole time, is the same. Where nobody says how much that is, the profile's `interleaved` share falls
+    between tokens.
     """
 
     deployment: Deployment
@@ -198,6 +205,7 @@ class SteadyLoad:
     prompt_tokens: float
     output_tokens: float
     first_s: float | None = None
+    in_groups: float = 0.0
 
     @cached_property
     def batch(self) -> float:
@@ -215,18 +223,21 @@ class SteadyLoad:
 
     @cached_property
     def prompt_s(self) -> float:
-        """Seconds that a prompt adds to the steps that it joins, with the others that join the same ones."""
-        return float(self.deployment.joining_s(self.batch, self.prompt_tokens, self.output_tokens))
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that a prompt takes from everybody: stages of a pipeline work on several at once."""
-        return self.prompt_s / float(self.deployment.setup.parallel.busy_stages(self.batch))
+        """Seconds that a prompt takes from everybody: its share of what those in the same steps add to them."""
+        lengths = self.batch, self.prompt_tokens, self.output_tokens
+        apart_s = float(self.deployment.joining_s(*lengths))
+        if not self.in_groups:
+            return apart_s
+        group = min(self.batch, self.deployment.at_once(self.prompt_tokens))
+        together_s = float(self.deployment.joining_s(*lengths, group))
+        if group == self.batch:  # all end together, which leaves a pipeline empty
+            together_s += self.deployment.filling_s(group, self.prompt_tokens) / group
+        return apart_s + self.in_groups * (together_s - apart_s)
 
     @property
     def _others_s(self) -> float:
         """Seconds of the other clients' prompts while a request is served."""
-        return (self.batch - 1.0) * self.busy_s
+        return (self.batch - 1.0) * self.prompt_s
 
     @property
     def _first_s(self) -> float:
@@ -246,7 +257,7 @@ class SteadyLoad:
         a third.
         """
         prompts = max(0.0, self.batch / max(self.output_tokens, 1.0) - 1.0 / 3.0)
-        return self.decode_s + prompts * self.busy_s
+        return self.decode_s + prompts * self.prompt_s
 
     @property
     def ttft_s(self) -> float:
@@ -260,7 +271,7 @@ class SteadyLoad:
     @property
     def _request_s(self) -> float:
         """Seconds of a request from its place in the batch to its last token."""
-        return self.batch * self.busy_s + self.output_tokens * self.decode_s
+        return self.batch * self.prompt_s + self.output_tokens * self.decode_s
 
     @property
     def output_tokens_per_s(self) -> float:

@@ -61,7 +61,7 @@ class RooflineExecutor:
         if step.prompts and self._drafter_reads:
             shape = StepShape(*step_sums(0, 0, step.prompts)).as_prompts()
             self._unread = shape if self._unread is None else self._unread + shape
-        return self.times.seconds(step.sums)
+        return self.times.seconds(step.sums) + (self.times.filling_s(step.sums) if step.filling else 0.0)
 
     def _moved_s(self, blocks: int) -> float:
         if self.link is None:

@@ -53,6 +53,7 @@ def is_ordinary(scheduler: Scheduler, workload: Workload) -> bool:
         return False  # rows of a trace may name blocks that they share
     everybody_alike = scheduler.order == FIRST_COME and scheduler.admission == EVERYBODY and scheduler.classify is None
     paged = not scheduler.swap and scheduler.reserved_tokens is None and len(scheduler.pools) == 1
+    paged = paged and scheduler.micro_batches == 1
     return everybody_alike and paged and not scheduler.itemized and scheduler.drafter is None
 
 

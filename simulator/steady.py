@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.cost import StepCost, micro_batch, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import HardwareSpec
@@ -50,16 +50,18 @@ class SpeculatingDeployment(Deployment):
         """Tokens that a decode step emits for each sequence."""
         return 1.0 if self.speculation is None else self.speculation.expected_tokens
 
-    def steps_s(self, shape: StepShape) -> Count:
-        return super().steps_s(shape) if self.speculation is None else self.speculation.step_s(self.times, shape)
+    def pass_s(self, shape: StepShape) -> Count:
+        return super().pass_s(shape) if self.speculation is None else self.speculation.step_s(self.times, shape)
 
     def token_s(self, batch: Count, context: float) -> Count:
         return super().token_s(batch, context) / self.tokens_per_step
 
-    def joining_s(self, batch: Count, prompt_tokens: float, output_tokens: float) -> Count:
+    def joining_s(
+        self, batch: Count, prompt_tokens: float, output_tokens: float, together: Count | None = None
+    ) -> Count:
         if not self.batching.prompts_alone:
-            return super().joining_s(batch, prompt_tokens, output_tokens)
-        together = self.together(batch, prompt_tokens, output_tokens)
+            return super().joining_s(batch, prompt_tokens, output_tokens, together)
+        together = self.together(batch, prompt_tokens, output_tokens) if together is None else together
         steps = chunks(prompt_tokens, float(self.chunk_tokens))
         alone = (times * self.steps_s(StepShape.prefill(together, chunk, cached)) for chunk, cached, times in steps)
         return sum(alone, np.zeros(np.shape(batch))[()]) / together
@@ -84,13 +86,13 @@ class SpeculatingDeployment(Deployment):
 
     def decode_shape(self, batch: float, context: float) -> StepShape:
         """A decode step without guesses, of one of a pipeline's micro-batches."""
-        return StepShape.decode(batch / self._micro_batches(batch), context)
+        return micro_batch(self.setup.parallel, StepShape.decode(batch, context))[0]
 
     def verify_cost(self, batch: float, context: float) -> StepCost:
         """The model's own part of a decode step: of the tokens, and of the guesses where there are any."""
         shape = self.decode_shape(batch, context)
         if self.speculation is None:
-            return self.step(shape)
+            return step_cost(self.model, self.setup, self.times, shape)
         guesses = self.speculation.verified_tokens
         return step_cost(self.model, self.speculation.plain, self.times, shape.with_guesses(guesses))
 
@@ -204,7 +206,14 @@ class Steady:
     def _continuous(self) -> SteadyLoad:
         lengths = self.lengths
         load = SteadyLoad(self.deployment, self.load.concurrency, lengths.prompt_tokens, lengths.output_tokens)
+        load = replace(load, in_groups=self._in_groups)
         return replace(load, first_s=self._first_s(load))
+
+    @property
+    def _in_groups(self) -> float:
+        """The share of requests that end with those that they began with, and so stay in groups."""
+        in_step = self.load.amid_steps == 0.0 and self.deployment.speculation is None
+        return self.lengths.end_together if in_step else 0.0
 
     def _first_s(self, load: SteadyLoad) -> float:
         """Seconds of others' prompts that are computed before a request's first token.
@@ -216,9 +225,8 @@ class Steady:
         deployment, others = self.deployment, load.batch - 1.0
         if others <= 0.0:
             return 0.0
-        in_step = self.load.amid_steps == 0.0 and deployment.speculation is None
-        same = self.lengths.end_together if in_step else 0.0
-        mixed_s = others / max(load.output_tokens / deployment.tokens_per_step, 1.0) * load.busy_s
+        same = self._in_groups
+        mixed_s = others / max(load.output_tokens / deployment.tokens_per_step, 1.0) * load.prompt_s
         own_s = deployment.joined_s(load.batch, self.lengths.context) + load.prompt_s
         return same * max(0.0, self._group_s(load.batch) - own_s) + (1.0 - same) * mixed_s
 
@@ -226,10 +234,11 @@ class Steady:
         """Mean seconds to the first tokens of a group: as many as a step holds beside the others' tokens, or where
         prompts come first all clients, a step of them after the other."""
         deployment, prompt = self.deployment, self.lengths.prompt_tokens
-        group = min(batch, max(deployment.chunk_tokens // prompt, 1.0))
+        group = min(batch, deployment.at_once(prompt))
         if deployment.batching.prompts_alone:
             return self._mean_wait_s(batch)
-        return deployment.group_s(batch - group, group, prompt, self.lengths.context)
+        filling_s = deployment.filling_s(group, prompt) if group == batch else 0.0
+        return filling_s + deployment.group_s(batch - group, group, prompt, self.lengths.context)
 
     @cached_property
     def batch(self) -> float:
@@ -252,8 +261,7 @@ class Steady:
             return self._continuous.tpot_s
         lengths = self.lengths
         batch = StaticBatch(self.deployment, self.batch, lengths.prompt_tokens, lengths.output_tokens)
-        steps = math.ceil(self.batch * lengths.prompt_tokens / self.deployment.chunk_tokens)
-        waiting_s = batch.prefill_s * (1.0 - 1.0 / steps) / 2.0  # for the batch's other prompts, after the own one
+        waiting_s = batch.prefill_s - self._mean_wait_s(self.batch)  # for the batch's other prompts, after the own one
         return batch.tpot_s + waiting_s / max(lengths.output_tokens - 1.0, 1.0)
 
     @property
@@ -267,7 +275,7 @@ class Steady:
             steady_s = self._continuous.ttft_s + self.load.amid_steps * self.step_s / 2.0
             return steady_s + self.load.at_once * max(0.0, self._mean_wait_s(self.batch) - steady_s)
         waiting_s = (self.load.concurrency / self.batch - 1.0) * self._static_s
-        return self.deployment.prefill_s(self.batch, self.lengths.prompt_tokens) + waiting_s
+        return self._mean_wait_s(self.batch) + waiting_s
 
     @property
     def step_s(self) -> float:
@@ -277,8 +285,11 @@ class Steady:
     def _mean_wait_s(self, batch: float) -> float:
         """Mean seconds to a first token where all of a batch arrive at once, and a step computes what it holds."""
         deployment, prompt = self.deployment, self.lengths.prompt_tokens
-        steps = max(batch / max(deployment.chunk_tokens // prompt, 1.0), 1.0)
-        return deployment.prefill_s(batch, prompt) * (1.0 + 1.0 / steps) / 2.0
+        together = min(batch, deployment.at_once(prompt))
+        filling_s, all_s = deployment.filling_s(batch, prompt), deployment.prefill_s(batch, prompt)
+        groups, rest = divmod(batch, together)
+        full_s = deployment.prefill_s(groups * together, prompt) - filling_s
+        return filling_s + (together * full_s * (groups + 1.0) / 2.0 + rest * (all_s - filling_s)) / batch
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -295,7 +306,7 @@ class Steady:
         """The share of the engine's time that prompts take."""
         if self.is_static:
             return self.deployment.prefill_s(self.batch, self.lengths.prompt_tokens) / self._static_s
-        prompts_s = self.batch * self._continuous.busy_s
+        prompts_s = self.batch * self._continuous.prompt_s
         return prompts_s / (prompts_s + self.lengths.output_tokens * self._continuous.decode_s)
 
     @cached_property
@@ -365,7 +376,7 @@ def load_of(scenario: Scenario, deployment: SpeculatingDeployment, *, at_busiest
     seats, arrivals = float(scenario.seats), workload.arrivals
 
     def served(concurrency: float) -> float:
-        return Steady(deployment, Load(concurrency, lengths)).requests_per_s
+        return Steady(deployment, Load(concurrency, lengths, amid_steps=1.0)).requests_per_s
 
     if isinstance(arrivals, ClosedLoop):
         clients, pause_s = float(arrivals.concurrency), think_s(workload)

@@ -322,8 +322,7 @@ def replica_of(
     limits = {"max_num_seqs": int(batches[-1]), "batching": scenario.engine.batching or USUAL_BATCHING}
     built = built.model_copy(update={"engine": built.engine.model_copy(update=limits)})
     decode_s = np.broadcast_to(np.asarray(deployment.token_s(batches, lengths.context)), batches.shape)
-    joining_s = np.asarray(deployment.joining_s(batches, lengths.prompt_tokens, lengths.output_tokens))
-    prompt_s = joining_s / parallel.busy_stages(batches)
+    prompt_s = np.asarray(deployment.joining_s(batches, lengths.prompt_tokens, lengths.output_tokens))
     return Replica(built, hardware, precision, parallel, lengths, batches, decode_s, prompt_s)
 
 

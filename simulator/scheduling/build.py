@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from membound.roofline.cost import pipelined_cost, step_cost
+from membound.roofline.cost import pipelined_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.results.metrics import summarize
@@ -88,6 +88,7 @@ def build_scheduler(
         itemized=content_known or drafter is not None or numbered_blocks,
         tables=BlockTables(memory.num_blocks, memory.block_size, memory.fixed_blocks) if numbered_blocks else None,
         max_context=model.max_context,
+        micro_batches=setup.parallel.most_micro_batches,
     )
 
 
@@ -158,7 +159,9 @@ def _classify(scenario: Scenario) -> Classify | None:
 def _seconds_per_token(scenario: Scenario, model: ModelSpec, times: Times) -> float:
     """Seconds of prefill for each token of a full step: no engine is faster."""
     tokens = float(min(scenario.engine.max_batched_tokens, model.max_context))
-    return float(step_cost(model, scenario.setup, times, StepShape.prefill(1.0, tokens)).time_s) / tokens
+    together = float(scenario.setup.parallel.most_micro_batches)
+    full = StepShape.prefill(together, tokens)
+    return float(pipelined_cost(model, scenario.setup, times, full).time_s) / (together * tokens)
 
 
 def bounds_of(model: ModelSpec, setup: EngineSetup, times: Times) -> Bounds:

@@ -214,7 +214,7 @@ class Step(NamedTuple):
     V that exist elsewhere; `moved_blocks` cross links to the host, in either direction, `moved_by_one` of them that of
     the data-parallel rank with most. `cached_tokens` were found,
     not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums` are
-    the fields of `StepShape`, which decide the step's cost.
+    the fields of `StepShape`, which decide the step's cost; `filling` says that nobody was under way before it.
     """
 
     decoding: int
@@ -233,6 +233,7 @@ class Step(NamedTuple):
     sums: tuple[float, ...]
     guesses: tuple[Guess, ...] = ()
     moved_by_one: int = 0
+    filling: bool = False
 
     @property
     def sequences(self) -> int:

@@ -46,8 +46,8 @@ class Scheduler:
     stays there until it ends or is recomputed: as TensorRT-LLM spreads what waits (its adp_router.py, which evens out
     requests before tokens). Prefixes are found on that rank alone.
 
-    In a pipeline a step is a round of up to `micro_batches` steps of the engine, each with `max_batched_tokens` tokens:
-    it has so many times as many, of a prompt no more than one of them.
+    In a pipeline a step is a round of up to `micro_batches` steps of the engine, each of `max_batched_tokens` tokens.
+    A prompt, or a chunk of it, is in one of them.
     """
 
     def __init__(
@@ -83,7 +83,6 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.micro_batches = micro_batches
-        self.round_tokens = micro_batches * max_batched_tokens
         self.drafter = drafter
         self.lengths = lengths
         self.classify = classify
@@ -99,7 +98,9 @@ class Scheduler:
         self.decoders = Decoders(
             pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None, ranks=len(self.pools)
         )
-        self._proposing = Proposing(self.decoders, self.pools, self.round_tokens, lengths, tables, self.reserving)
+        self._proposing = Proposing(
+            self.decoders, self.pools, micro_batches * max_batched_tokens, lengths, tables, self.reserving
+        )
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
         self._queue: list[tuple[float, int]] = []
@@ -184,7 +185,7 @@ class Scheduler:
         joined: list[Sequence] = []
         prompts: list[Work] = []
         if alone:
-            prompts = self._plan_prompts(self.round_tokens, joined)
+            prompts = self._plan_prompts(self._rooms(0), joined)
         decoding = not prompts
         drafts: dict[int, Draft] = {}
         guesses = NO_GUESSES
@@ -197,8 +198,8 @@ class Scheduler:
                 drafts, guesses = self._proposing.listed(self.drafter)
             self._draft_blocks = guesses.blocks
         if not alone:
-            budget = self.round_tokens - len(self.decoders.members) - guesses.total
-            prompts = self._plan_prompts(budget, joined, join=not preempted)
+            rooms = self._rooms(len(self.decoders.members) + guesses.total)
+            prompts = self._plan_prompts(rooms, joined, join=not preempted)
         if not prompts and not self.decoders.members:
             return None
         return self._step(decoding, tuple(prompts), drafts, guesses, joined, tuple(preempted))
@@ -262,31 +263,39 @@ class Scheduler:
 
     # -- prompts
 
-    def _plan_prompts(self, budget: int, joined: list[Sequence], join: bool = True) -> list[Work]:
-        """Work on prompts for up to `budget` tokens: those begun, then those that join."""
+    def _rooms(self, taken: int) -> list[int]:
+        """Tokens that are left in each micro-batch, over which those `taken` are spread."""
+        return [self.max_batched_tokens - (taken + index) // self.micro_batches for index in range(self.micro_batches)]
+
+    def _plan_prompts(self, rooms: list[int], joined: list[Sequence], join: bool = True) -> list[Work]:
+        """Work on prompts, in the `rooms` of tokens of each micro-batch: those begun, then those that join.
+
+        Each goes where most room is left.
+        """
         planned: list[Work] = []
         for sequence in self.prompts.values():
-            if budget <= 0:
+            room = max(rooms)
+            if room <= 0:
                 return planned
-            planned.append(self._chunk(sequence, budget))
-            budget -= planned[-1].tokens
+            planned.append(self._chunk(sequence, room))
+            rooms[rooms.index(room)] -= planned[-1].tokens
         if not (join and self._queue and self.batching.admits(self._begun)):
             return planned
-        while self._queue and budget > 0 and self.num_running < self.max_num_seqs:
+        while self._queue and (room := max(rooms)) > 0 and self.num_running < self.max_num_seqs:
             sequence = self._waiting[self._queue[0][1]]
-            if not any(self._join(sequence, budget, rank) for rank in self._ranks_for(sequence)):
+            if not any(self._join(sequence, room, rank) for rank in self._ranks_for(sequence)):
                 break
             joined.append(sequence)
             if sequence.clock is not None:
-                budget -= 1
+                rooms[rooms.index(room)] -= 1
                 continue
-            planned.append(self._chunk(sequence, budget))
-            budget -= planned[-1].tokens
+            planned.append(self._chunk(sequence, room))
+            rooms[rooms.index(room)] -= planned[-1].tokens
         return planned
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Work:
+    def _chunk(self, sequence: Sequence, room: int) -> Work:
         start, left = sequence.standing_computed, sequence.standing - sequence.standing_computed
-        tokens = min(left, budget, self.max_batched_tokens)
+        tokens = min(left, room)
         return Work(sequence.id, start, tokens, (), tokens == left)
 
     @property
@@ -304,7 +313,7 @@ class Scheduler:
         free = [rank for rank in ranks if taken[rank] < self._seats_of_rank]
         return sorted(free, key=lambda rank: (taken[rank], -self.pools[rank].available))
 
-    def _join(self, sequence: Sequence, budget: int, rank: int) -> bool:
+    def _join(self, sequence: Sequence, room: int, rank: int) -> bool:
         """Takes the first who waits out of the queue, with all blocks of its tokens; False where `rank` lacks them."""
         pool, cache = self.pools[rank], self.pools[rank].cache
         if sequence.loaded:
@@ -319,7 +328,7 @@ class Scheduler:
             computed = (here + there) * pool.block_size
             if here + there == last < len(hashes) and cache.has(hashes[last]):
                 computed = sequence.tokens - 1
-        if self.batching.whole_prompts and sequence.tokens - computed > budget:
+        if self.batching.whole_prompts and sequence.tokens - computed > room:
             return False
         needed = pool.blocks_for(self.reserving.held(sequence.request, sequence.tokens)) - here
         if needed > pool.available - idle:

@@ -31,6 +31,7 @@ def scenario(
     techniques: tuple[Any, ...] = CONTINUOUS,
     model: str = "Llama-3.1-8B",
     tp: int = 1,
+    pp: int = 1,
     **engine: Any,
 ) -> Scenario:
     tokens = {"kind": "fixed", "tokens": prompt} if isinstance(prompt, int) else prompt
@@ -39,7 +40,7 @@ def scenario(
             "name": "closed",
             "model": model,
             "hardware": "H100-SXM5",
-            "parallel": {"tp": tp},
+            "parallel": {"tp": tp, "pp": pp},
             "techniques": list(techniques),
             "engine": {"max_num_seqs": 256} | engine,
             "workload": {
@@ -145,6 +146,53 @@ def test_an_engine_fills_its_steps_as_its_scheduler_does(profile, alone):
     assert alone != bool(np.any((steps["prefill_sequences"] > 0) & (steps["sequences"] > steps["prefill_sequences"])))
     closed_s, run_s = first_token_s(asked)
     assert closed_s == pytest.approx(run_s, rel=0.2)
+
+
+def served_by_run(asked: Scenario) -> tuple[float, float, float]:
+    """Mean seconds to the first token and between the others, and tokens a second."""
+    requests = run(asked).requests
+    first_s, end_s, outputs = requests["first_token_s"], requests["finished_s"], requests["output_tokens"]
+    between_s = (end_s - first_s) / (outputs - 1.0)
+    return (
+        float(np.mean(first_s - requests["arrival_s"])),
+        float(np.mean(between_s)),
+        float(outputs.sum() / end_s.max()),
+    )
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize(("users", "prompt"), [(1, 4000), (4, 4000), (32, 4000), (16, 512), (6, 2500)])
+def test_static_batches_take_what_a_run_says_in_stages_too(users, prompt, pp):
+    """Mean first tokens too: a batch's prompts have theirs one step after the other, the last at the end."""
+    asked = scenario(users, prompt, 64, (), pp=pp, max_batched_tokens=4096)
+    _, steady = under_way(asked)
+    ttft_s, tpot_s, tokens_per_s = served_by_run(asked)
+    assert steady.ttft_s == pytest.approx(ttft_s, rel=0.03)
+    assert steady.tpot_s == pytest.approx(tpot_s, rel=0.01)
+    assert steady.output_tokens_per_s == pytest.approx(tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize(("users", "prompt"), [(1, 4000), (4, 4000), (32, 2000), (64, 512)])
+def test_chunks_beside_decodes_take_what_a_run_says_in_stages_too(users, prompt, pp):
+    asked = scenario(users, prompt, 64, pp=pp, batching="chunked_prefill", max_batched_tokens=4096)
+    _, steady = under_way(asked)
+    ttft_s, tpot_s, tokens_per_s = served_by_run(asked)
+    assert steady.ttft_s == pytest.approx(ttft_s, rel=0.1)
+    assert steady.tpot_s == pytest.approx(tpot_s, rel=0.15)
+    assert steady.output_tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_stages_never_bring_a_lone_prompt_its_first_token_sooner(batching):
+    """Of one computed whole or in chunks; and with many at once they do."""
+    for prompt in (3000, 9000) if batching == "chunked_prefill" else (3000,):
+        for users, sooner in ((1, False), (16, True)):
+            one, four = (
+                served_by_run(scenario(users, prompt, 16, pp=pp, batching=batching, max_batched_tokens=4096))[0]
+                for pp in (1, 4)
+            )
+            assert (four < one) == sooner
 
 
 @pytest.mark.parametrize("rate", [0.05, 2.0, 8.0])

@@ -258,7 +258,7 @@ def test_the_curves_of_a_replica_are_those_of_a_steady_load(prompt, output, para
         load = SteadyLoad(deployment, float(one.batches[index]), prompt, output)
         assert load.batch == one.batches[index]
         assert one.decode_s[index] == pytest.approx(load.decode_s, rel=1e-9)
-        assert one.prompt_s[index] == pytest.approx(load.busy_s, rel=1e-9)
+        assert one.prompt_s[index] == pytest.approx(load.prompt_s, rel=1e-9)
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(512, 64), (200, 8), (2000, 200)])
