@@ -19,7 +19,7 @@ from membound.app.figures.roofline import (
     series_trace,
     step_traces,
 )
-from membound.app.figures.template import BOUND_MARKS, BOUND_SYMBOLS
+from membound.app.figures.template import BOUND_SYMBOLS, bound_words
 from membound.app.i18n import Translate
 
 # of the colours and symbols those before are for the step that moves and its plain engine
@@ -112,7 +112,7 @@ def _moving_traces(place: Place, bounds: Sequence[str], roofs: Roofs, t: Transla
         "roofline.at",
         batch=place.batch,
         time=text.seconds(float(cost.time_s)),
-        bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
+        bound=bound_words(bound, t),
         share=text.percent(float(shares[bound])),
     )
     said = {

@@ -12,11 +12,11 @@ from membound.app import text
 from membound.app.figures.template import (
     BLUE,
     BOUND_COLORS,
-    BOUND_MARKS,
     GREY,
     MEASURED,
     ORANGE,
     PREDICTED,
+    bound_words,
     figure,
     translucent,
 )
@@ -25,7 +25,6 @@ from membound.app.i18n import Translate
 ROW_HEIGHT = 44
 DRAFTING = "drafting"
 COLORS = BOUND_COLORS | {DRAFTING: BLUE}
-MARKS = BOUND_MARKS | {DRAFTING: "✎"}
 PATTERNS = {
     "memory_weights": "",
     "memory_kv": "/",
@@ -82,7 +81,7 @@ def waterfall_figure(
             base=[min(level.start, level.end) for level in held],
             x=[abs(level.end - level.start) for level in held],
             orientation="h",
-            name=f"{MARKS[bound]} {t(f'bound.{bound}')}",
+            name=bound_words(bound, t),
             marker={
                 "color": COLORS[bound],
                 "pattern": {"shape": PATTERNS[bound], "solidity": 0.2, "fillmode": "overlay", "fgcolor": "white"},

@@ -10,6 +10,8 @@ import math
 
 import plotly.graph_objects as go
 
+from membound.app.i18n import Translate
+
 # Okabe and Ito, Color Universal Design, 2008; their yellow and black are left out (invisible on one of the themes).
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
 VERMILLION, SKY, PURPLE = "#D55E00", "#56B4E9", "#CC79A7"
@@ -33,7 +35,15 @@ BOUND_SYMBOLS = {
     "idle": "x",
 }
 # the same symbols in text, for tables and sentences
-BOUND_MARKS = {"memory_weights": "●", "memory_kv": "⬢", "compute": "▲", "link": "■", "overhead": "◆", "idle": "✕"}
+BOUND_MARKS = {
+    "memory_weights": "●",
+    "memory_kv": "⬢",
+    "compute": "▲",
+    "link": "■",
+    "overhead": "◆",
+    "idle": "✕",
+    "drafting": "✎",
+}
 PATTERNS = {"weights": "", "kv": "/", "activations": "x", "free": "."}
 
 TEMPLATE = go.layout.Template(
@@ -53,6 +63,11 @@ TEMPLATE = go.layout.Template(
         },
     )
 )
+
+
+def bound_words(bound: str, t: Translate) -> str:
+    """What binds, with its symbol."""
+    return f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}"
 
 
 def figure(height: int) -> go.Figure:

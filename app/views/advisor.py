@@ -13,10 +13,11 @@ from membound.app import text
 from membound.app.engine_choice import ENGINE, EngineChoice, advised, not_to_combine
 from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
-from membound.app.figures.stack import MARKS as BOUND_MARKS
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
-from membound.app.views import background, linked, states
-from membound.app.views.charts import chart
+from membound.app.views import background, states
+from membound.app.views.charts import chart, share_bars
+from membound.app.views.choices import some_techniques
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.said import in_words, said
 from membound.app.views.session import translate
@@ -66,19 +67,7 @@ def page() -> None:
 def _has(t: Translate) -> list[str]:
     """The techniques that the engine has already; those that every engine has are not asked for."""
     names = [name for name, technique in TECHNIQUES.items() if not technique.usual]
-    linked.seed("has", linked.some_of(names), list(ENGINE))
-    chosen: list[str] = st.pills(
-        t("advisor.has"),
-        names,
-        selection_mode="multi",
-        key="has",
-        wrap=True,
-        persist_state="session",
-        format_func=lambda name: technique_title(name, t),
-        help=t("advisor.has_help"),
-    )
-    linked.keep("has", list(ENGINE))
-    return chosen
+    return some_techniques("has", names, ENGINE, t("advisor.has"), t("advisor.has_help"), t)
 
 
 def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
@@ -96,7 +85,7 @@ def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
         return
     bound = now["bottleneck"]
     share = text.percent(now["shares"][bound])
-    binds = f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}"
+    binds = bound_words(bound, t)
     first = next((move for move in worth if move["devices"] is None), None)
     if first is None:
         st.header(t("advisor.answer_none", bound=binds, share=share))
@@ -123,10 +112,8 @@ def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
         sentences.append(t("advisor.wider", devices=wider["devices"][1], gain=interval(wider["gain"], wider["error"])))
     left, right = st.columns([3, 2], gap="large")
     left.markdown(" ".join(sentences))
-    for one, part in shares:
-        right.progress(
-            min(1.0, part), f"{BOUND_MARKS[one]} {t(f'bound.{one}')}{t('sign.colon')}**{text.percent(part)}**"
-        )
+    with right:
+        share_bars(shares, t)
 
 
 def _worth(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -204,7 +191,7 @@ def _why(move: dict[str, Any], document: dict[str, Any], t: Translate) -> str:
     words = {
         "before": t(f"bound.{before}"),
         "was": text.percent(now["shares"].get(before, 0.0)),
-        "bound": f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
+        "bound": bound_words(bound, t),
         "share": text.percent(after[bound]),
     }
     told = t("advisor.why_moves" if bound != before else "advisor.why_stays", **words)

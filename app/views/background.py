@@ -18,6 +18,7 @@ from joblib.externals.loky import ProcessPoolExecutor
 from membound.app.answering import who_answers
 from membound.app.home import membound_home
 from membound.app.views.session import translate
+from membound.roofline.errors import MemboundError
 
 # A page waits so long before it shows that it waits. Nearly all answers are there by then, and to draw a page that
 # waits, and then another with the answer, would take longer than they do.
@@ -26,6 +27,7 @@ POLL_S = 0.25
 PROCESSES, IDLE_S = 2, 600
 KEPT = 1000
 HEIGHT = 420
+KILLED = "the process that computes this was ended from outside, or ran out of memory; reload the page"
 Answer = TypeVar("Answer")
 
 
@@ -48,10 +50,12 @@ def ask(key: object, function: Callable[..., Answer], *arguments: object) -> Fut
 def answer(future: Future[Answer], key: str, *, wait_s: float | None = None, height: int = HEIGHT) -> Answer | None:
     """What was asked for; None while it is not there yet: then its place is drawn, and the page runs again with it.
 
-    Raises what the function raised.
+    Raises what the function raised, and MemboundError where its process was killed: the page's next run asks anew.
     """
     try:
         return future.result(timeout=WAIT_S if wait_s is None else wait_s)
+    except BrokenProcessPool:
+        raise MemboundError(KILLED) from None
     except TimeoutError:
         st.caption(translate()("state.computing"))
         st.skeleton(height)

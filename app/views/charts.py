@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 
+from membound.app.figures.template import bound_words
+from membound.app.i18n import Translate
 from membound.app.plot import TITLES, draw
-from membound.app.text import plain
+from membound.app.text import percent, plain
 from membound.app.views.session import translate
 
 
 def words_table(table: pd.DataFrame) -> None:
     """A table whose cells are words, which break into lines where a grid of cells would cut them."""
     st.table(table.map(lambda cell: plain(cell) if isinstance(cell, str) else cell), hide_index=True)
+
+
+def share_bars(shares: Iterable[tuple[str, float]], t: Translate) -> None:
+    """A bar for each bound's share of the time."""
+    for bound, share in shares:
+        st.progress(min(1.0, share), f"{bound_words(bound, t)}{t('sign.colon')}**{percent(share)}**")
 
 
 def chart(

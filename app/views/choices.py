@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -102,19 +103,27 @@ def choose_device(t: Translate) -> str:
 
 def _techniques(t: Translate) -> list[str]:
     names = [name for name, technique in TECHNIQUES.items() if technique.layer in STEP_LAYERS]
-    others = [technique_title(name, t) for name in TECHNIQUES if name not in names]
-    linked.seed("with", linked.some_of(names), list[str]())
-    chosen = st.pills(
-        t("choice.techniques"),
-        names,
+    others = t("sign.list").join(technique_title(name, t) for name in TECHNIQUES if name not in names)
+    return some_techniques("with", names, (), t("choice.techniques"), t("choice.techniques_help", others=others), t)
+
+
+def some_techniques(
+    key: str, names: Iterable[str], default: Sequence[str], label: str, help: str, t: Translate
+) -> list[str]:
+    """Some of these techniques, in the order in which they were chosen."""
+    known = list(names)
+    linked.seed(key, linked.some_of(known), list(default))
+    chosen: list[str] = st.pills(
+        label,
+        known,
         selection_mode="multi",
-        key="with",
+        key=key,
         wrap=True,
         persist_state="session",
         format_func=lambda name: technique_title(name, t),
-        help=t("choice.techniques_help", others=t("sign.list").join(others)),
+        help=help,
     )
-    linked.keep("with", [])
+    linked.keep(key, list(default))
     return chosen
 
 

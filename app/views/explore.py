@@ -11,10 +11,10 @@ import streamlit as st
 from membound.app import text
 from membound.app.configurations import Configuration
 from membound.app.figures import memory, moving_roofline, roofline, sweep
-from membound.app.figures.template import BOUND_MARKS
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
 from membound.app.views import choices, pins, states, tables
-from membound.app.views.charts import chart, words_table
+from membound.app.views.charts import chart, share_bars, words_table
 from membound.app.views.said import said
 from membound.app.views.session import device_name, translate
 from membound.roofline.errors import MemboundError
@@ -59,7 +59,7 @@ def _answer(point: OperatingPoint, t: Translate) -> None:
             time=text.seconds(float(cost.time_s)),
             low=text.seconds(float(cost.low_s)),
             high=text.seconds(float(cost.high_s)),
-            bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}",
+            bound=bound_words(bound, t),
             share=text.percent(share),
         )
     )
@@ -152,10 +152,7 @@ def _steps(point: OperatingPoint, t: Translate) -> list[roofline.PlacedStep]:
 
 def _shares(point: OperatingPoint, t: Translate) -> None:
     st.header(t("explore.binds"))
-    for bound, share in point.bounds():
-        st.progress(
-            min(1.0, share), f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}{t('sign.colon')}**{text.percent(share)}**"
-        )
+    share_bars(point.bounds(), t)
 
 
 def _memory_figure(point: OperatingPoint, t: Translate) -> go.Figure:

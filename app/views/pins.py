@@ -13,7 +13,7 @@ from membound.app.configurations import Configuration, read, told_apart
 from membound.app.figures.comparison import technique_title
 from membound.app.figures.moving_roofline import Pinned
 from membound.app.figures.roofline import PlacedStep, roofs_of
-from membound.app.figures.template import BOUND_MARKS
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
 from membound.app.views import linked
 from membound.app.views.devices import device_names, device_title
@@ -127,7 +127,7 @@ def _cells(row: Row, title: str, present: OperatingPoint, t: Translate) -> dict[
         t("column.interval"): f"{text.seconds(float(cost.low_s))} – {text.seconds(float(cost.high_s))}",
         t("column.rate"): text.rate(point.tokens_per_s),
         t("pins.against"): text.gain(point.tokens_per_s / present.tokens_per_s),
-        t("column.bound"): f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')} {text.percent(share)}",
+        t("column.bound"): f"{bound_words(bound, t)} {text.percent(share)}",
         t("pins.memory"): f"{fits} {text.gib(point.memory.total_bytes)} / {text.gib(point.usable_bytes)}",
     }
 

@@ -10,7 +10,7 @@ import streamlit as st
 
 from membound.app import serving, text
 from membound.app.figures import simulate as figures
-from membound.app.figures.template import BOUND_MARKS
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
 from membound.app.store import Run
 from membound.app.views import asked, fields, states, traffic
@@ -97,7 +97,7 @@ def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Transla
             ttft=_against(summary["ttft_s"]["p99"], slo["ttft_s"], t),
             tpot=_against(summary["tpot_s"]["p99"], slo["tpot_s"], t),
         ),
-        t("simulate.bound_said", bound=f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}", share=text.percent(share)),
+        t("simulate.bound_said", bound=bound_words(bound, t), share=text.percent(share)),
     ]
     if slo["e2e_s"] is not None:
         sentences.insert(1, t("simulate.e2e_said", e2e=_against(summary["e2e_s"]["p99"], slo["e2e_s"], t)))

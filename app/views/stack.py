@@ -13,10 +13,12 @@ from membound.app import text
 from membound.app.engine_choice import EngineChoice, stacked
 from membound.app.figures import stack as figures
 from membound.app.figures.comparison import technique_title
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
-from membound.app.views import background, fields, linked, states
+from membound.app.views import background, fields, states
 from membound.app.views.asked import answer
 from membound.app.views.charts import chart
+from membound.app.views.choices import some_techniques
 from membound.app.views.engine_choice import choose_engine, conditions
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.said import said
@@ -44,7 +46,7 @@ def page() -> None:
         with st.container(border=True):
             how: dict[str, str] = {}
             choice = choose_engine(t, formats=True, more=lambda: how.update(_how(t)))
-            names = _chosen(t)
+            names = some_techniques("stack", TECHNIQUES, CHOSEN, t("stack.techniques"), t("stack.techniques_help"), t)
         if not names:
             st.info(t("stack.empty"), icon=":material/stacks:")
             return
@@ -62,22 +64,6 @@ def _how(t: Translate) -> dict[str, str]:
         "order": fields.one_of("choice", "added", list(ORDERS), "greedy", t, lambda name: t(ORDERS[name])),
         "way": fields.one_of("choice", "way", list(WAYS), "closed_form", t, lambda name: t(WAYS[name])),
     }
-
-
-def _chosen(t: Translate) -> list[str]:
-    linked.seed("stack", linked.some_of(TECHNIQUES), list(CHOSEN))
-    chosen: list[str] = st.pills(
-        t("stack.techniques"),
-        list(TECHNIQUES),
-        selection_mode="multi",
-        key="stack",
-        wrap=True,
-        persist_state="session",
-        format_func=lambda name: technique_title(name, t),
-        help=t("stack.techniques_help"),
-    )
-    linked.keep("stack", CHOSEN)
-    return chosen
 
 
 def _document(choice: EngineChoice, names: Sequence[str], simulate: bool, t: Translate) -> dict[str, Any] | None:
@@ -138,7 +124,7 @@ def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Transl
         st.header(t(ANSWERS[kind], product=text.gain(product), **of))
     bounds = [stack["plain"]["bottleneck"], *(step["bottleneck_after"] for step in steps if step["reason"] is None)]
     path = [bound for index, bound in enumerate(bounds) if index == 0 or bound != bounds[index - 1]]
-    words = " → ".join(f"{figures.MARKS[bound]} {t(f'bound.{bound}')}" for bound in path)
+    words = " → ".join(bound_words(bound, t) for bound in path)
     sentences = [t("stack.moved" if len(path) > 1 else "stack.stayed", path=words)]
     best = stack["best_subset"]
     if best["gain"] > 1.005 * together:

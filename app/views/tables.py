@@ -11,7 +11,7 @@ from membound.app import text
 from membound.app.figures import comparison
 from membound.app.figures.live import SERIES, thinned
 from membound.app.figures.memory import memory_parts
-from membound.app.figures.template import BOUND_MARKS
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
 from membound.roofline.operating_point import OperatingPoint, SweepPoint
 from membound.roofline.results.comparison import Comparison
@@ -31,7 +31,7 @@ def operator_table(point: OperatingPoint, t: Translate) -> pd.DataFrame:
             t("column.share"): text.percent(float(op.total_s) / point.time_s),
             t("column.flops"): text.flops(float(op.operator.flops) * op.operator.calls),
             t("column.bytes"): text.moved(float(op.operator.bytes + op.operator.link_bytes) * op.operator.calls),
-            t("column.bound"): _bound(op.bound, t),
+            t("column.bound"): bound_words(op.bound, t),
         }
         for group in sorted(point.groups, key=lambda group: -group.time_s)
         for op in sorted(group.operators, key=lambda op: -float(op.total_s))
@@ -48,7 +48,7 @@ def steps_table(points: Sequence[OperatingPoint], t: Translate) -> pd.DataFrame:
             t("column.interval"): f"{text.seconds(float(point.cost.low_s))} – {text.seconds(float(point.cost.high_s))}",
             t("column.intensity"): f"{text.digits(float(point.cost.arithmetic_intensity))} FLOP/byte",
             t("column.reached"): text.flop_rate(float(point.cost.flops / point.cost.time_s)),
-            t("column.bound"): _bound(point.bottleneck, t),
+            t("column.bound"): bound_words(point.bottleneck, t),
         }
         for point in points
     )
@@ -83,7 +83,7 @@ def sweep_table(points: Sequence[SweepPoint], t: Translate) -> pd.DataFrame:
             t("column.time"): text.milliseconds(p.time_s),
             t("column.interval"): f"{text.milliseconds(p.low_s)} – {text.milliseconds(p.high_s)}",
             t("column.rate"): text.rate(p.tokens_per_s),
-            t("column.bound"): _bound(p.bottleneck, t),
+            t("column.bound"): bound_words(p.bottleneck, t),
         }
         for p in points
     )
@@ -113,7 +113,7 @@ def baseline_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
             t("column.interval"): f"{text.milliseconds(row.low)} – {text.milliseconds(row.high)}",
             t("column.tpot_measured"): _measured_ms(row),
             t("column.error"): _error(row),
-            t("column.bound"): _bound(row.bottleneck_before, t),
+            t("column.bound"): bound_words(row.bottleneck_before, t),
         }
         for row in rows
     )
@@ -138,7 +138,7 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
             t("column.error"): _error(row),
             t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
             t("column.bottleneck"): " → ".join(
-                dict.fromkeys(_bound(bound, t) for bound in (row.bottleneck_before, row.bottleneck_after))
+                dict.fromkeys(bound_words(bound, t) for bound in (row.bottleneck_before, row.bottleneck_after))
             ),
             t("column.quality"): _quality(row, t),
         }
@@ -162,10 +162,6 @@ def _measured_ms(row: Comparison) -> str:
 
 def _error(row: Comparison) -> str:
     return "–" if row.error is None else text.signed_percent(row.error)
-
-
-def _bound(bound: str, t: Translate) -> str:
-    return f"{BOUND_MARKS[bound]} {t(f'bound.{bound}')}"
 
 
 def _quality(row: Comparison, t: Translate) -> str:

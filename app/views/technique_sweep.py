@@ -16,6 +16,7 @@ from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import background, fields, linked
 from membound.app.views.charts import chart
+from membound.app.views.choices import some_techniques
 from membound.app.views.engine_choice import conditions
 from membound.app.views.measured import Measured
 from membound.app.views.said import said
@@ -100,19 +101,8 @@ def _usual(choice: EngineChoice) -> list[str]:
 
 def _swept(choice: EngineChoice, t: Translate) -> list[str]:
     """Which techniques are drawn over the axis; as many as have a style of their own."""
-    usual = _usual(choice)
-    linked.seed("sweep", linked.some_of(TECHNIQUES), list(usual))
-    chosen: list[str] = st.pills(
-        t("techniques.swept"),
-        list(TECHNIQUES),
-        selection_mode="multi",
-        key="sweep",
-        wrap=True,
-        persist_state="session",
-        format_func=lambda name: technique_title(name, t),
-        help=t("techniques.swept_help", most=MOST_SWEPT),
-    )
-    linked.keep("sweep", usual)
+    help = t("techniques.swept_help", most=MOST_SWEPT)
+    chosen = some_techniques("sweep", TECHNIQUES, _usual(choice), t("techniques.swept"), help, t)
     if len(chosen) > MOST_SWEPT:
         st.caption(t("techniques.too_many", most=MOST_SWEPT))
     return chosen[:MOST_SWEPT]

@@ -11,7 +11,7 @@ from membound.app import text
 from membound.app.engine_choice import EngineChoice, effects_of
 from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
-from membound.app.figures.template import BOUND_MARKS
+from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
 from membound.app.views import background, states
 from membound.app.views.charts import chart
@@ -94,7 +94,7 @@ def _answer(choice: EngineChoice, effects: dict[str, Effect], t: Translate) -> N
             "techniques.now",
             time=text.milliseconds(before.served.tpot_s),
             rate=text.rate(before.served.output_tokens_per_s),
-            bound=f"{BOUND_MARKS.get(bound, '')} {t(f'bound.{bound}')}",
+            bound=bound_words(bound, t),
             share=text.percent(before.served.shares[bound]),
         )
     ]

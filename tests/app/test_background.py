@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,3 +54,10 @@ def test_a_process_that_is_killed_is_replaced() -> None:
     broken.exception(timeout=120)
     again = background.ask("kill", os.getpid)
     assert again.result(timeout=120) not in (killed, os.getpid())
+
+
+def test_a_process_that_is_killed_under_a_page_is_one_sentence() -> None:
+    broken: Future[int] = Future()
+    broken.set_exception(BrokenProcessPool())
+    with pytest.raises(MemboundError, match="reload the page"):
+        background.answer(broken, "kill")
