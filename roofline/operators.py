@@ -92,12 +92,16 @@ class AttentionHeads:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What the routed experts of one device compute: (token, expert) pairs, and distinct experts among them."""
+    """What the routed experts of one device compute: (token, expert) pairs, and distinct experts among them.
+
+    `present` are the pairs of all tokens that the device has, those of other devices' experts too.
+    """
 
     pairs: Count
     active: Count
     flops_per_row: float
     bytes_per_expert: float
+    present: Count
 
 
 @dataclass(frozen=True)

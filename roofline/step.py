@@ -387,7 +387,8 @@ class _Step:
             made.append(Operator(name, "expert_moves", count, link_bytes=each * missing, moves=moves))
         to, back = self._messages_of_experts(ffn, count, prefix, matrices[0].k, pairs)
         made += to
-        load = ExpertLoad(pairs, active, 2.0 * elements, sum(matrix_bytes(weights, n, k) for _, n, k in matrices))
+        each_bytes = sum(matrix_bytes(weights, n, k) for _, n, k in matrices)
+        load = ExpertLoad(pairs, active, 2.0 * elements, each_bytes, self._present(ffn, pairs))
         made.append(
             Operator(
                 f"{prefix}experts",
@@ -445,6 +446,11 @@ class _Step:
             name, operation = ("reduce_experts", "allreduce") if partial else ("gather_experts", "allgather")
             back.append(message(f"{prefix}{name}", count, operation, t * self.model.hidden * w, tp))
         return to, back
+
+    def _present(self, ffn: MoeFfn, pairs: Count) -> Count:
+        """The pairs of all tokens on a device: of all that its group has, where only groups send each other tokens."""
+        in_a_group = self.parallel.ep / math.gcd(self.parallel.dp, self.parallel.ep)
+        return np.minimum(pairs * in_a_group, self.all_tokens * ffn.top_k)
 
     def _busiest(self, ffn: MoeFfn) -> Busiest:
         """The pairs and experts of the device that the others wait for."""

@@ -64,6 +64,12 @@ _SCORES_PER_CYCLE = 64.0
 _EXPERTS_NETWORK = {"bandwidth_share": 0.9, "small_loss": 0.0}
 
 
+# vLLM's own layers of experts activate, quantize and sum the rows of all pairs of the tokens that a device has, those
+# of other devices' experts too (its tables with moe_ep=8 against those of TensorRT-LLM's kernels, which leave them out
+# and which it calls on Blackwell).
+_WITH_ROWS_OF_OTHERS, _LEAVING_THEM_OUT = "vllm", "Blackwell"
+
+
 class KernelName(NamedTuple):
     """What a table calls a kernel: the family, and the format or the operation that it is for."""
 
@@ -288,6 +294,9 @@ class KernelTimes:
         assert load is not None and operator.precision is not None and operator.activations is not None
         _, dtype = self._kernel_of(operator.precision, operator.activations)
         p = self._parameters(*self.kernels_of(operator)[0])
+        moved: Count = operator.activation_bytes
+        if self.profile.library == _WITH_ROWS_OF_OTHERS and self.hardware.architecture != _LEAVING_THEM_OUT:
+            moved = moved * np.maximum(load.present / np.maximum(load.pairs, 1e-9), 1.0)
         time_s, memory_s, compute_s = efficiency.moe_s(
             p,
             self.hardware,
@@ -296,7 +305,7 @@ class KernelTimes:
             load.active,
             load.flops_per_row,
             load.bytes_per_expert,
-            operator.activation_bytes,
+            moved,
         )
         return OperatorTime(time_s, memory_s, compute_s, efficiency.launch_s(p, self.hardware))
 

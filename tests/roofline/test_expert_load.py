@@ -274,3 +274,33 @@ def test_a_scenario_gives_measured_loads_and_they_fit_its_model():
         uneven.with_value("expert_skew", 0.5)
     with pytest.raises(MemboundError, match="expert_loads"):
         asked.with_value("expert_loads", [1, -2])
+
+
+def experts_of(parallel: Parallelism, tokens: float):
+    setup = EngineSetup(parallel=parallel)
+    step = step_operators(get_model("Qwen3-235B-A22B"), setup, StepShape.decode(tokens, 1000.0))
+    return next(op.experts for op in step if op.kind == "moe")
+
+
+def test_a_device_has_the_rows_of_other_devices_experts_only_where_nobody_sends_them_there():
+    alone, groups = experts_of(Parallelism(), 64.0), experts_of(Parallelism(tp=8, ep=8), 64.0)
+    assert alone.present == alone.pairs == groups.present == 64 * 8
+    assert groups.pairs < groups.present
+    sent = experts_of(Parallelism(dp=8, ep=8), 64.0)
+    assert sent.present == pytest.approx(sent.pairs)
+
+
+def test_an_engine_that_keeps_those_rows_takes_longer_with_them():
+    hopper, blackwell = get_hardware("H100-SXM5"), get_hardware("B200-SXM")
+    load = experts_of(Parallelism(tp=8, ep=8), 512.0)
+    operator = next(
+        op
+        for op in step_operators(
+            get_model("Qwen3-235B-A22B"), EngineSetup(parallel=Parallelism(tp=8, ep=8)), StepShape.decode(512.0, 1000.0)
+        )
+        if op.kind == "moe"
+    )
+    few = replace(operator, experts=replace(load, present=load.pairs))
+    for hardware, profile, longer in ((hopper, "vllm", True), (blackwell, "vllm", False), (hopper, "sglang", False)):
+        times = times_for(hardware, profile)
+        assert (times.of(operator, 0.0).time_s > times.of(few, 0.0).time_s) == longer

@@ -30,7 +30,7 @@ GEMM = {"source": "lab", "gpu": "H100-SXM5", "op": "gemm", "m": 8, "n": 8192, "k
 RUN = {
     "source": "lab",
     "engine": "vllm",
-    "engine_version": "0.11",
+    "engine_version": "0.16",
     "gpu": "H100-SXM5",
     "n_gpu": 1,
     "tp": 1,
