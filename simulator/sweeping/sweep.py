@@ -1,6 +1,6 @@
 """What does a scenario come to over a product of values? Many scenarios, on all cores or on a cluster.
 
-joblib hands the points out: to processes of this machine by default, to a Ray or Dask cluster where that is installed.
+joblib hands the points out, to processes of this machine or to a Dask cluster; to a Ray cluster they go as Ray's tasks.
 A point that fails keeps its reason, and the others go on.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import math
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,15 @@ class Workers:
         return results
 
     def _results(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        if self.address is not None:
+            _check_answers(self.address)
         jobs = self.jobs or (_cores() if self.address is None else -1)
         is_here = self.backend in ("loky", "threading")
         if self.backend == "sequential" or (is_here and min(jobs, len(items)) < 2):
             yield from map(function, items)
+            return
+        if self.backend == "ray":
+            yield from self._on_ray(function, items)
             return
         from joblib import Parallel, delayed, parallel_config
 
@@ -82,23 +88,39 @@ class Workers:
                 results = Parallel(return_as="generator")(delayed(function)(item) for item in items)
             yield from results
 
+    def _on_ray(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
+        """Ray's own tasks: its back end of joblib gives results only when all are there."""
+        ray = _imported("ray")
+        ray.init(
+            log_to_driver=False, **({"num_cpus": self.jobs} if self.address is None else {"address": self.address})
+        )
+        try:
+            task = ray.remote(function)
+            yield from map(ray.get, [task.remote(item) for item in items])
+        finally:
+            ray.shutdown()
+
     @contextlib.contextmanager
     def _cluster(self) -> Iterator[None]:
-        """The cluster that the back end talks to, while it is needed."""
-        if self.backend == "ray":
-            ray = _imported("ray")
-            register_ray = _imported("ray.util.joblib").register_ray
-            ray.init(address=self.address, ignore_reinit_error=True, log_to_driver=False)
-            register_ray()
-            try:
-                yield
-            finally:
-                ray.shutdown()
-        elif self.backend == "dask":
+        """The Dask cluster that the back end talks to, while it is needed."""
+        if self.backend == "dask":
             with _imported("dask.distributed").Client(self.address, set_as_default=True):
                 yield
         else:
             yield
+
+
+def _check_answers(address: str) -> None:
+    """Raises MemboundError where nobody listens at HOST:PORT; other addresses ("auto") are the cluster's to know."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
+    except (OSError, OverflowError) as error:
+        raise MemboundError(
+            f"option --address is '{address}', where no cluster answers ({error}); give HOST:PORT of one that runs"
+        ) from None
 
 
 @contextlib.contextmanager

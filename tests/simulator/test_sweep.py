@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -198,3 +201,40 @@ def test_the_document_has_every_point_and_flat_columns():
     assert document["by"] == "simulation" and len(document["points"]) == 4
     columns = flat(document["points"][0]["summary"])
     assert {"ttft_s.p99", "bottleneck_share.compute", "output_tokens_per_s"} <= set(columns)
+
+
+class _FakeRay(types.ModuleType):
+    """What membound asks of Ray: tasks that are handed out, and results that are waited for."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.asked: list[str] = []
+
+    def init(self, **options: Any) -> None:
+        self.asked.append(f"init {sorted(options)}")
+
+    def remote(self, function: Callable[[Any], Any]) -> Any:
+        return types.SimpleNamespace(remote=lambda item: (function, item))
+
+    def get(self, task: tuple[Callable[[Any], Any], Any]) -> Any:
+        self.asked.append("get")
+        return task[0](task[1])
+
+    def shutdown(self) -> None:
+        self.asked.append("shutdown")
+
+
+def test_ray_gives_results_in_their_order_as_they_come_and_is_left_at_the_end(monkeypatch):
+    ray, seen = _FakeRay(), []
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    found = Workers("ray", jobs=3).map(abs, [-1, -2, -3], lambda share, said: seen.append((share, len(ray.asked))))
+    assert found == [1, 2, 3] and ray.asked == ["init ['log_to_driver', 'num_cpus']", *["get"] * 3, "shutdown"]
+    assert [asked for _, asked in seen] == [2, 3, 4], "progress is told when a result is there"
+
+
+@pytest.mark.parametrize("backend", ["ray", "dask"])
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "tcp://127.0.0.1:9", "127.0.0.1:99999"])
+def test_a_cluster_that_does_not_answer_is_one_sentence(backend, address):
+    with pytest.raises(MemboundError, match=r"option --address is .*, where no cluster answers") as caught:
+        Workers(backend, address=address).map(abs, [-1])
+    assert "\n" not in str(caught.value)
