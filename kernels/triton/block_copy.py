@@ -6,13 +6,14 @@ their addresses are in a table that is made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from membound.kernels.base import BlockCopier
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import configure, launch, machine_for
 
@@ -70,6 +71,28 @@ def copied_in_words(pools: Sequence[Tensor]) -> bool:
     sizes = (size * pool.itemsize for pool in pools for size in (pool[0].numel(), pool.stride(0)))
     dense = all(pool[0].is_contiguous() and pool.data_ptr() % 16 == 0 for pool in pools)
     return dense and all(size % 16 == 0 for size in sizes)
+
+
+class TritonCopier:
+    """One launch for all tensors of a shape; what the kernel does not take is left to `plain`."""
+
+    def __init__(self, plain: Callable[[Sequence[Tensor]], BlockCopier], pools: Sequence[Tensor]) -> None:
+        alike: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        for pool in pools:
+            alike.setdefault((pool.shape, pool.stride(), pool.dtype), []).append(pool)
+        self._together = [BlockPools(group) for group in alike.values() if copied_in_words(group)]
+        self._apart = plain([pool for group in alike.values() if not copied_in_words(group) for pool in group])
+        self._all = plain(pools)
+        self._device = pools[0].device if pools else None
+
+    def __call__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if {source for source, _ in pairs} & {target for _, target in pairs}:
+            self._all(pairs)  # which reads all before it writes, as programs that know nothing of each other do not
+            return
+        table = torch.tensor(pairs, dtype=torch.int64, device=self._device).view(-1, 2)
+        for group in self._together:
+            group.copy(table)
+        self._apart(pairs)
 
 
 def block_copy_reference(pools: Sequence[Tensor], pairs: Tensor) -> None:

@@ -65,9 +65,12 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
     store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
 
 
-# On a multiprocessor, by the bits of a stored number: so that tens of kilobytes are under way. What each has in shared
-# memory and registers (`membound kernels resources`) lets as many run at once on sm_90 at head_dim 128.
-PROGRAMS_AT_ONCE = {16: 2, 8: 3, 4: 4}
+def programs_at_once(tile_bytes: int) -> int:
+    """On a multiprocessor, so that tens of kilobytes are under way; `tile_bytes` are of K and V of BLOCK_T tokens.
+
+    What each has in shared memory and registers (`membound kernels resources`) lets as many run at once on sm90.
+    """
+    return 2 if tile_bytes >= 2**15 else 3 if tile_bytes >= 2**14 else 4
 
 
 def decode_attention(
@@ -105,7 +108,8 @@ def decode_attention(
     programs = sequences * kv.kv_heads * -(-group // rows)
     longest = min(block_table.shape[1] * kv.block_size, window or split.NO_WINDOW)
     shortest = 4 * config.tiles["BLOCK_T"]
-    splits = splits or splits_for(programs, longest, shortest, machine, PROGRAMS_AT_ONCE[bits], split.MOST_PARTS)
+    waves = programs_at_once(config.tiles["BLOCK_T"] * 2 * head_dim * bits // 8)
+    splits = splits or splits_for(programs, longest, shortest, machine, waves, split.MOST_PARTS)
     out = torch.empty_like(q)
     partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
     launch(

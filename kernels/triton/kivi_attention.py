@@ -9,7 +9,6 @@ product of its own. What is not rounded yet follows in bf16. Source: Liu et al.,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from membound.kernels.base import RaggedBatch
 from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.triton import check, split
+from membound.kernels.triton.kivi_round import check_kivi, constants_of, key_meta_at
 from membound.kernels.triton.lang import LOG2E, dot, half_of, small_to, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
 
@@ -29,19 +29,6 @@ def lane_of(byte, LANE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
     """The codes in bits BITS * LANE and up of each byte, as numbers."""
     MASK: tl.constexpr = (1 << BITS) - 1
     return small_to((byte >> (BITS * LANE)) & MASK, dtype, tl.zeros([1, 1], tl.float32))
-
-
-@triton.jit
-def key_meta_at(table, begin, channel, kv_head, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
-                BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Where the scale and the minimum of each channel lie for the group of tokens from `begin` on, in words."""
-    SPAN: tl.constexpr = GROUP // BLOCK_SIZE if GROUP > BLOCK_SIZE else 1  # blocks of a group
-    PLACES: tl.constexpr = BLOCK_SIZE // GROUP if BLOCK_SIZE > GROUP else 1  # groups of a block
-    EACH: tl.constexpr = HEAD_DIM // SPAN
-    inside = channel < HEAD_DIM
-    block = tl.load(table + begin // BLOCK_SIZE + tl.where(inside, channel // EACH, 0)).to(tl.int64)
-    place = begin % BLOCK_SIZE // GROUP
-    return ((block * PLACES + place) * KV_HEADS + kv_head) * EACH + channel % EACH
 
 
 @triton.jit
@@ -61,13 +48,29 @@ def lane_scores(scores, shift, q, byte, words, table, begin, kv_head, LANE: tl.c
 @triton.jit
 def lane_values(acc, p, byte, words, LANE: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr,
                 BLOCK_PART: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
-    """acc + p [R, T] times one lane's channels of the values, whose `words` point at each token's scales [T]."""
-    c = tl.arange(0, BLOCK_PART)
-    at = words[:, None] + (LANE * PART + c)[None, :] // GROUP
-    word = tl.load(at, mask=(c < PART)[None, :], other=0)
-    code = lane_of(byte, LANE, BITS, dtype).to(tl.float32)
-    value = code * half_of(word, 0, tl.float16) + half_of(word, 1, tl.float16)
-    return dot(p, value.to(dtype), acc)
+    """acc + p [R, T] (fp32) times one lane's channels of the values, whose `words` point at each token's scales [T].
+
+    Where these share a scale and a minimum, it is p that they are multiplied with, as in `attend`.
+    """
+    code = lane_of(byte, LANE, BITS, dtype)
+    if GROUP % PART == 0:
+        word = tl.load(words + LANE * PART // GROUP)
+        acc += tl.sum(p * half_of(word, 1, tl.float16)[None, :], 1)[:, None]
+        acc = dot((p * half_of(word, 0, tl.float16)[None, :]).to(dtype), code, acc)
+    else:
+        if PART % GROUP == 0:  # each word is loaded once
+            number = tl.arange(0, BLOCK_PART // GROUP)
+            at = words[:, None] + (LANE * PART // GROUP + number)[None, :]
+            few = tl.load(at, mask=(number < PART // GROUP)[None, :], other=0)
+            shape: tl.constexpr = [code.shape[0], BLOCK_PART // GROUP, GROUP]
+            word = tl.reshape(tl.broadcast_to(few[:, :, None], shape), code.shape)
+        else:
+            c = tl.arange(0, BLOCK_PART)
+            at = words[:, None] + (LANE * PART + c)[None, :] // GROUP
+            word = tl.load(at, mask=(c < PART)[None, :], other=0)
+        value = code.to(tl.float32) * half_of(word, 0, tl.float16) + half_of(word, 1, tl.float16)
+        acc = dot(p.to(dtype), value.to(dtype), acc)
+    return acc
 
 
 @triton.jit(do_not_specialize=["window", "tokens", "table_stride"])
@@ -75,7 +78,7 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
                           rounded, seats, table, query_start, context_len, scale, window, tokens, table_stride,
                           HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
                           GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
-                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
                           SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * query heads + query head."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -113,7 +116,8 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
     acc1 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
     acc2 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
     acc3 = tl.zeros([BLOCK_R, BLOCK_PART], tl.float32)
-    for start in range(begin // GROUP * GROUP, tl.minimum(end, codes), GROUP):
+    # A group's codes are few bytes, so that many groups are under way; of the recent tokens there are few.
+    for start in tl.range(begin // GROUP * GROUP, tl.minimum(end, codes), GROUP, num_stages=STAGES):
         t = start + tl.arange(0, GROUP)
         block = tl.load(table + t // BLOCK_SIZE).to(tl.int64)
         vector = (block * BLOCK_SIZE + t % BLOCK_SIZE) * KV_HEADS + kv_head
@@ -133,15 +137,14 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
         seen = (t[None, :] >= oldest[:, None]) & (t >= begin)[None, :] & (t < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         p, decay, peak, total = softmax_step(scores, peak, total)
-        weights = p.to(q0.dtype)
         byte = tl.load(value_codes + vector[:, None] * PART + c[None, :], mask=here, other=0)
         words = value_words + vector * (HEAD_DIM // GROUP)
-        acc0 = lane_values(acc0 * decay[:, None], weights, byte, words, 0, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
-        acc1 = lane_values(acc1 * decay[:, None], weights, byte, words, 1, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+        acc0 = lane_values(acc0 * decay[:, None], p, byte, words, 0, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+        acc1 = lane_values(acc1 * decay[:, None], p, byte, words, 1, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
         if FOUR:
-            acc2 = lane_values(acc2 * decay[:, None], weights, byte, words, 2, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
-            acc3 = lane_values(acc3 * decay[:, None], weights, byte, words, 3, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
-    for start in range(tl.maximum(begin, codes), end, BLOCK_T):
+            acc2 = lane_values(acc2 * decay[:, None], p, byte, words, 2, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+            acc3 = lane_values(acc3 * decay[:, None], p, byte, words, 3, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+    for start in tl.range(tl.maximum(begin, codes), end, BLOCK_T, num_stages=min(STAGES, 3)):
         t = start + tl.arange(0, BLOCK_T)
         valid = t < end
         vector = ((seat * WINDOW + t % WINDOW) * KV_HEADS + kv_head) * HEAD_DIM
@@ -176,98 +179,6 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
         tl.store(to + 3 * PART, (acc3 / sums[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def rounded_group(x, axis: tl.constexpr, BITS: tl.constexpr):
-    """The scale and the minimum, in fp16, of each group of x [tokens, channels] along `axis`."""
-    low = tl.min(x, axis).to(tl.float16)
-    spread = tl.maximum(tl.max(x, axis) - low.to(tl.float32), 0.0)
-    return (spread / ((1 << BITS) - 1)).to(tl.float16), low
-
-
-@triton.jit
-def codes_of(x, scale, low, BITS: tl.constexpr):
-    """x in codes of the scale and the minimum beside it, all fp32."""
-    steps = (x - low) / tl.where(scale > 0.0, scale, 1.0)
-    return tl.minimum(tl.maximum(tl.floor(steps + 0.5), 0.0), 1.0 * ((1 << BITS) - 1)).to(tl.int32)
-
-
-@triton.jit
-def kivi_round_kernel(key_codes, key_meta, value_codes, value_meta, recent_keys, recent_values, rounded, seats, table,
-                      query_start, context_len, table_stride,
-                      KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-                      WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
-                      BLOCK_PART: tl.constexpr):  # fmt: skip
-    """Program (sequence, KV head): rounds the oldest recent tokens, until those of this step fit into the window."""
-    sequence, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    context = tl.load(context_len + sequence)
-    start = context - (tl.load(query_start + sequence + 1) - tl.load(query_start + sequence))
-    if context == 0:
-        return
-    seat = tl.load(seats + sequence)
-    before = tl.where(start == 0, 0, tl.load(rounded + seat * KV_HEADS + kv_head))
-    beyond = tl.maximum(before, tl.cdiv(tl.maximum(context - WINDOW, 0), GROUP) * GROUP)
-    table += sequence * table_stride
-    c = tl.arange(0, BLOCK_PART)
-    g = tl.arange(0, GROUP)
-    LANES: tl.constexpr = 8 // BITS
-    for begin in range(before, beyond, GROUP):
-        t = begin + g
-        recent = ((seat * WINDOW + t % WINDOW) * KV_HEADS + kv_head) * HEAD_DIM
-        block = tl.load(table + t // BLOCK_SIZE).to(tl.int64)
-        vector = (block * BLOCK_SIZE + t % BLOCK_SIZE) * KV_HEADS + kv_head
-        key_byte = tl.zeros([GROUP, BLOCK_PART], tl.int32)
-        value_byte = tl.zeros([GROUP, BLOCK_PART], tl.int32)
-        for lane in tl.static_range(LANES):
-            channel = lane * PART + c
-            here = (c < PART)[None, :]
-            at = recent[:, None] + channel[None, :]
-            x = tl.load(recent_keys + at, mask=here, other=0.0).to(tl.float32)
-            scale, low = rounded_group(x, 0, BITS)
-            meta = key_meta + 2 * key_meta_at(table, begin, channel, kv_head, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)
-            tl.store(meta, scale, mask=c < PART)
-            tl.store(meta + 1, low, mask=c < PART)
-            key_byte |= codes_of(x, scale.to(tl.float32)[None, :], low.to(tl.float32)[None, :], BITS) << (BITS * lane)
-            x = tl.load(recent_values + at, mask=here, other=0.0).to(tl.float32)
-            scales = tl.zeros([GROUP, BLOCK_PART], tl.float32)
-            lows = tl.zeros([GROUP, BLOCK_PART], tl.float32)
-            for number in tl.static_range(HEAD_DIM // GROUP):
-                whole = tl.load(recent_values + recent[:, None] + (number * GROUP + g)[None, :]).to(tl.float32)
-                scale, low = rounded_group(whole, 1, BITS)
-                if lane == 0:
-                    meta = value_meta + 2 * (vector * (HEAD_DIM // GROUP) + number)
-                    tl.store(meta, scale)
-                    tl.store(meta + 1, low)
-                own = channel[None, :] // GROUP == number
-                scales = tl.where(own, scale.to(tl.float32)[:, None], scales)
-                lows = tl.where(own, low.to(tl.float32)[:, None], lows)
-            value_byte |= codes_of(x, scales, lows, BITS) << (BITS * lane)
-        to = vector[:, None] * PART + c[None, :]
-        tl.store(key_codes + to, key_byte.to(tl.uint8), mask=(c < PART)[None, :])
-        tl.store(value_codes + to, value_byte.to(tl.uint8), mask=(c < PART)[None, :])
-    tl.store(rounded + seat * KV_HEADS + kv_head, beyond)
-
-
-def kivi_round(kv: KiviBlocks, batch: RaggedBatch, config: Config | None = None) -> None:
-    """Rounds each sequence's oldest recent tokens, until the new ones of a batch, at most `kv.most_new`, fit."""
-    _check(kv, batch, kv.recent_keys)
-    machine = machine_for(kv.recent_keys)
-    launch(
-        kivi_round_kernel,
-        (batch.num_sequences, kv.kv_heads),
-        *kv.parts,
-        kv.recent_keys,
-        kv.recent_values,
-        kv.rounded,
-        seats_of(batch),
-        batch.block_table,
-        batch.query_start,
-        batch.context_len,
-        batch.block_table.stride(0),
-        config=config or configure("kivi_round", machine),
-        **_constants(kv),
-    )
-
-
 def kivi_attention(
     q: Tensor,
     kv: KiviBlocks,
@@ -287,7 +198,7 @@ def kivi_attention(
     tokens, heads, head_dim = q.shape
     check.require(head_dim == kv.head_dim, "q", f"head_dim is {head_dim}, should be the cache's {kv.head_dim}")
     check.require(heads % kv.kv_heads == 0, "q", f"{heads} heads are not a multiple of {kv.kv_heads} KV heads")
-    _check(kv, batch, q)
+    check_kivi(kv, batch, q)
     most = batch.queries_at_most
     one = window is None or (window > 0 and most == 1)
     check.require(one, "window", f"is {window} for up to {most} tokens of a sequence, should be positive and for one")
@@ -298,7 +209,9 @@ def kivi_attention(
     programs = batch.num_sequences * kv.kv_heads * row_blocks
     longest = min(batch.block_table.shape[1] * kv.block_size, window or split.NO_WINDOW)
     shortest = 4 * kv.group
-    splits = splits or splits_for(programs, longest, shortest, machine, most=split.MOST_PARTS)
+    # What each has in registers (`membound kernels resources`) lets as many run at once on sm90 at head_dim 128.
+    waves = 2 if config.tiles["BLOCK_R"] > 16 else 4 if kv.bits == 2 else 3
+    splits = splits or splits_for(programs, longest, shortest, machine, waves, split.MOST_PARTS)
     out = torch.empty_like(q)
     partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
     words = (t.flatten(-2).view(torch.int32) for t in (kv.key_meta, kv.value_meta))
@@ -326,8 +239,9 @@ def kivi_attention(
         batch.block_table.stride(0),
         config=config,
         HEADS=heads,
-        **_constants(kv),
+        **constants_of(kv),
         ROW_BLOCKS=row_blocks,
+        STAGES=config.num_stages,
         SHORTEST=shortest,
     )
     if splits > 1:
@@ -336,49 +250,6 @@ def kivi_attention(
         starts = batch.query_start
         split.combine(partial, log_sum, out, batch.context_len, shortest=shortest, window=seen, query_start=starts)
     return out
-
-
-def _constants(kv: KiviBlocks) -> dict[str, Any]:
-    part = kv.key_codes.shape[3]
-    return dict(
-        KV_HEADS=kv.kv_heads,
-        HEAD_DIM=kv.head_dim,
-        BITS=kv.bits,
-        GROUP=kv.group,
-        WINDOW=kv.window,
-        BLOCK_SIZE=kv.block_size,
-        PART=part,
-        BLOCK_PART=max(16, triton.next_power_of_2(part)),
-    )
-
-
-def _check(kv: KiviBlocks, batch: RaggedBatch, like: Tensor) -> None:
-    """Raises ValueError, which names the argument, unless the kernels can read and write these safely."""
-    check.require(kv.bits in (2, 4), "kv.bits", f"is {kv.bits}, should be 2 or 4")
-    power = kv.group >= 16 and kv.group & (kv.group - 1) == 0
-    check.require(power, "kv.group", f"is {kv.group}, should be a power of two from 16")
-    check.require(batch.tree is None, "batch.tree", "codes are attended to causally, leave it out")
-    fitting = max(kv.group, kv.block_size) % min(kv.group, kv.block_size) == 0 == kv.head_dim % kv.group
-    check.require(fitting, "kv.group", f"is {kv.group} for blocks of {kv.block_size} and heads of {kv.head_dim}")
-    check.tensor("kv.key_codes", kv.key_codes, [None] * 4, [torch.uint8], like)
-    blocks, size, heads, stored = kv.key_codes.shape
-    check.require(stored * 8 == kv.head_dim * kv.bits, "kv.key_codes", f"has {stored} bytes for {kv.head_dim} channels")
-    unit = min(size, kv.group)
-    shapes: list[tuple[str, Tensor, Sequence[int | None], torch.dtype]] = [
-        ("kv.value_codes", kv.value_codes, kv.key_codes.shape, torch.uint8),
-        ("kv.key_meta", kv.key_meta, [blocks, size // unit, heads, kv.head_dim * unit // kv.group, 2], torch.float16),
-        ("kv.value_meta", kv.value_meta, [blocks, size, heads, kv.head_dim // kv.group, 2], torch.float16),
-        ("kv.recent_keys", kv.recent_keys, [None, None, heads, kv.head_dim], torch.bfloat16),
-        ("kv.recent_values", kv.recent_values, kv.recent_keys.shape, torch.bfloat16),
-        ("kv.rounded", kv.rounded, [kv.recent_keys.shape[0], heads], torch.int32),
-    ]
-    for name, value, shape, dtype in shapes:
-        check.tensor(name, value, shape, [dtype], like)
-    sequences = batch.num_sequences
-    check.tensor("batch.query_start", batch.query_start, [sequences + 1], [torch.int32], like)
-    check.tensor("batch.context_len", batch.context_len, [sequences], [torch.int32], like)
-    check.strided("batch.block_table", batch.block_table, [sequences, None], [torch.int32], like)
-    check.tensor("batch.seats", seats_of(batch), [sequences], [torch.int64], like)
 
 
 def kivi_attention_reference(
@@ -412,9 +283,3 @@ def kivi_attention_bytes(q: Tensor, kv: KiviBlocks, context: Sequence[int]) -> i
     recent = 2 * kv.kv_heads * kv.head_dim * kv.recent_keys.itemsize
     codes = [kv.groups_before(tokens) for tokens in context]
     return 2 * q.nbytes + sum(c * token + (t - c) * recent for c, t in zip(codes, context, strict=True))
-
-
-def kivi_round_bytes(kv: KiviBlocks, tokens: int) -> int:
-    """Bytes that must move to round so many tokens: K and V in bf16 in, their codes with scales out."""
-    token = sum(part[0].nbytes for part in kv.parts) // kv.block_size
-    return tokens * (token + 2 * kv.kv_heads * kv.head_dim * kv.recent_keys.itemsize)

@@ -13,7 +13,8 @@ from membound.kernels.kivi import KiviBlocks
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.block_copy import BlockPools
 from membound.kernels.triton.decode_attention import decode_attention
-from membound.kernels.triton.kivi_attention import kivi_attention, kivi_round
+from membound.kernels.triton.kivi_attention import kivi_attention
+from membound.kernels.triton.kivi_round import kivi_round
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.launch import Launch, recording
@@ -336,6 +337,7 @@ CASES: dict[str, Callable[[], object]] = {
     "kivi_round 4 bits": lambda: kivi_round(*_kivi(4)),
     "linear_int4 m 1": lambda: _linear_int4(1, zero=False),
     "linear_int4 m 16 with zeros": lambda: _linear_int4(16, zero=True),
+    "linear_int4 m 32": lambda: _linear_int4(32, zero=False),
     "linear_int4 m 64": lambda: _linear_int4(64, zero=False),
     "linear_int4 m 512": lambda: _linear_int4(512, zero=False),
     "linear_int8 groups of 32 m 1": lambda: _linear_int8(1, 32),
@@ -346,6 +348,7 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_int8 groups of 32 m 64": lambda: _linear_int8(64, 32),
     "linear_byte int8 m 1": lambda: _linear_byte("int8", 1),
     "linear_byte fp8 m 16": lambda: _linear_byte("fp8", 16),
+    "linear_byte int8 m 32": lambda: _linear_byte("int8", 32),
     "linear_byte int8 m 64": lambda: _linear_byte("int8", 64),
     "linear_byte fp8 m 512": lambda: _linear_byte("fp8", 512),
     "linear_w8a8 int8 m 16": lambda: _linear_w8a8("int8", 16),
@@ -355,6 +358,7 @@ CASES: dict[str, Callable[[], object]] = {
     "linear_w8a8 fp8 m 4096": lambda: _linear_w8a8("fp8", 4096),
     "linear_w4a8 m 1": lambda: _linear_w4a8(1),
     "linear_w4a8 m 16 with zeros": lambda: _linear_w4a8(16, zero=True),
+    "linear_w4a8 m 32": lambda: _linear_w4a8(32),
     "linear_w4a8 m 64": lambda: _linear_w4a8(64),
     "linear_w4a8 m 512": lambda: _linear_w4a8(512),
     "linear_w4a8 groups of 256 m 16": lambda: _linear_w4a8(16, group=256),

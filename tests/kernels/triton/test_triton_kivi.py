@@ -17,9 +17,8 @@ from membound.kernels.triton.kivi_attention import (  # noqa: E402
     kivi_attention,
     kivi_attention_bytes,
     kivi_attention_reference,
-    kivi_round,
-    kivi_round_bytes,
 )
+from membound.kernels.triton.kivi_round import kivi_round, kivi_round_bytes  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.roofline.models import GroupedQueryAttention  # noqa: E402
 from membound.roofline.precision import get_precision  # noqa: E402
