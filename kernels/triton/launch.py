@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from membound.kernels.triton.machine import Machine, machine_of
 
@@ -94,10 +95,31 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, config: Config, **
     if record is not None:
         record.launches.append(Launch(kernel, tuple(grid), arguments, {**config.tiles, **constants}, config))
     elif all(grid):
-        options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
         _launched[kernel.__name__] = kernel
         with _current(next((argument.device for argument in arguments if isinstance(argument, torch.Tensor)), None)):
-            kernel[tuple(grid)](*arguments, **config.tiles, **constants, **options)
+            _start(kernel, tuple(grid), arguments, {**config.tiles, **constants}, config)
+
+
+_fitting: dict[tuple[object, ...], int] = {}  # the stages of what does not fit with its configuration's
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], config: Config
+) -> None:
+    """With as many of the configuration's stages as this GPU has shared memory for, if it is one without a rule."""
+    tuned = kernel.__name__, config.num_warps, config.num_stages, *constants.values()
+    stages = _fitting.get(tuned, config.num_stages) if _fitting else config.num_stages
+    while True:
+        if "STAGES" in constants:
+            constants["STAGES"] = stages
+        try:
+            kernel[grid](*arguments, **constants, num_warps=config.num_warps, num_stages=stages)
+            return
+        except OutOfResources:
+            if stages == 1:
+                raise
+            stages -= 1
+            _fitting[tuned] = stages
 
 
 def _current(device: torch.device | None) -> AbstractContextManager[object]:

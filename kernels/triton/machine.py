@@ -24,11 +24,18 @@ class Machine:
         return self.arch.startswith("sm") and int(self.arch[2:]) >= 89
 
 
-# Multiprocessors of the GPUs whose code is built without one: NVIDIA's A100, H100 SXM and B200 and AMD's MI300X
-# (the vendors' architecture white papers and data sheets; from memory).
+# Multiprocessors of the GPUs whose code is built without one: NVIDIA's A100, RTX 4090, H100 SXM and H200, B200 and RTX
+# 5090 and AMD's MI300X (the vendors' architecture white papers and data sheets; from memory).
 REFERENCE_MACHINES = {
     machine.arch: machine
-    for machine in (Machine("sm80", 108), Machine("sm90", 132), Machine("sm100", 148), Machine("gfx942", 304))
+    for machine in (
+        Machine("sm80", 108),
+        Machine("sm89", 128),
+        Machine("sm90", 132),
+        Machine("sm100", 148),
+        Machine("sm120", 170),
+        Machine("gfx942", 304),
+    )
 }
 _INTERPRETER = Machine("interpreter", 2)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-from membound.kernels.triton.launch import Launch
+from membound.kernels.triton.launch import Config, Launch
 from membound.kernels.triton.machine import INTERPRETED, REFERENCE_MACHINES
 from membound.kernels.triton.production import CASES, launches
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
+    "sm89": GPUTarget("cuda", 89, 32),
     "sm90": GPUTarget("cuda", 90, 32),
     "sm100": GPUTarget("cuda", 100, 32),
+    "sm120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _POINTERS = {
@@ -41,6 +45,35 @@ _POINTERS = {
 }
 
 
+KIB = 1024  # the system takes as much shared memory for each program
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What its programs share, and the shared memory that one may have at most."""
+
+    shared_bytes: int
+    program_bytes: int
+    threads: int
+    registers: int = 65536
+
+    def resident(self, registers: int, shared_bytes: int, threads: int) -> int:
+        """How many programs of so many registers a thread are there at once: warps get 256 registers at a time."""
+        warps = threads // 32
+        by_registers = self.registers // (-(-registers * 32 // 256) * 256 * warps)
+        return min(by_registers, self.shared_bytes // (shared_bytes + KIB), self.threads // threads, 32)
+
+
+# Compute capabilities: the CUDA programming guide's table. From memory.
+MULTIPROCESSORS = {
+    "sm80": Multiprocessor(164 * KIB, 163 * KIB, 2048),
+    "sm89": Multiprocessor(100 * KIB, 99 * KIB, 1536),
+    "sm90": Multiprocessor(228 * KIB, 227 * KIB, 2048),
+    "sm100": Multiprocessor(228 * KIB, 227 * KIB, 2048),
+    "sm120": Multiprocessor(100 * KIB, 99 * KIB, 1536),
+}
+
+
 @dataclass(frozen=True)
 class Resources:
     """Of one thread: `registers` and `spilled_bytes`; of one program: `shared_bytes` and `threads`.
@@ -48,7 +81,10 @@ class Resources:
     `widest_load_bytes` is what one thread reads from global memory by its widest instruction, `waiting_loads` are the
     loads inside of loops that are not asynchronous copies, whose latency each turn pays. `buffers` are the tiles that
     the shallowest of these copies has in shared memory: with one, none is under way while it is multiplied (None where
-    nothing is pipelined; all three None on AMD).
+    nothing is pipelined). `in_flight_bytes` are under way to a multiprocessor for the programs of this launch that it
+    runs at once, `resident` of them at most, in the loop that has least: each waits for or refills one of its buffers,
+    so that counts half; tiles of inputs, which come from the cache, do not count (None where nothing is pipelined; all
+    five None on AMD).
     """
 
     kernel: str
@@ -60,6 +96,8 @@ class Resources:
     widest_load_bytes: int | None
     waiting_loads: int | None
     buffers: int | None
+    resident: int | None
+    in_flight_bytes: float | None
 
 
 def resources_of(launch: Launch, arch: str) -> Resources:
@@ -71,14 +109,20 @@ def resources_of(launch: Launch, arch: str) -> Resources:
     if target.backend == "hip":
         text = compiled.asm["amdgcn"]
         registers, spills = (_number(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count"))
-        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None, None, None)
+        return Resources(launch.name, arch, registers, 4 * spills, shared, threads, None, None, None, None, None)
     if re.search(r"^\s*trap;", compiled.asm["ptx"], re.MULTILINE):
         # What Triton makes, without a word, of a kernel whose accumulators exceed Blackwell's tensor memory.
         raise RuntimeError(f"{launch.name} with {launch.config} compiles to a trap for {arch}")
     registers, spilled = _usage(compiled.asm["cubin"], compiled.asm["ptx"])
     widest, waiting = _widest_load(compiled.asm["ptx"]), _waiting_loads(compiled.asm["ttgir"])
-    buffers = _buffers(compiled.asm["ttgir"])
-    return Resources(launch.name, arch, registers, spilled, shared, threads, widest, waiting, buffers)
+    loops = _tiles(compiled.asm["ttgir"])
+    buffers = min((tile.buffers for tiles in loops for tile in tiles if tile.columns > 1), default=None)
+    resident = MULTIPROCESSORS[arch].resident(registers, shared, threads)
+    programs = math.prod(launch.grid) / REFERENCE_MACHINES[arch].multiprocessors
+    ahead = min((_ahead_bytes(tiles, launch.config) for tiles in loops), default=None)
+    in_flight = None if ahead is None else min(resident, programs) * ahead
+    usage = registers, spilled, shared, threads
+    return Resources(launch.name, arch, *usage, widest, waiting, buffers, resident, in_flight)
 
 
 def _source(launch: Launch) -> ASTSource:
@@ -153,10 +197,37 @@ def _waiting_loads(ttgir: str) -> int:
     return waiting
 
 
-def _buffers(ttgir: str) -> int | None:
-    """Of tiles, which have two dimensions behind the number of their buffers."""
-    found = re.findall(r"ttg\.local_alloc\b[^\n]*memdesc<(\d+)x\d+x\d+x[a-z]", ttgir)
-    return min(map(int, found)) if found else None
+@dataclass(frozen=True)
+class _Tile:
+    """Where asynchronous copies go: so many buffers of rows of columns."""
+
+    buffers: int
+    rows: int
+    columns: int
+    itemsize: int
+
+
+def _tiles(ttgir: str) -> list[list[_Tile]]:
+    """Of each loop that is pipelined; a tile without a second dimension, such as scales, has one column."""
+    loops: list[list[_Tile]] = [[]]
+    allocated = r"= ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x(\d+)x(?:(\d+)x)?[a-z]+(\d+)|\bscf\.for\b"
+    for found in re.finditer(allocated, ttgir):
+        if found[1] is None:
+            loops.append([])
+        else:
+            buffers, rows, columns, bits = (int(number or 1) for number in found.groups())
+            loops[-1].append(_Tile(buffers, rows, columns, bits // 8))
+    return [tiles for tiles in loops if tiles]
+
+
+def _ahead_bytes(tiles: Sequence[_Tile], config: Config) -> float:
+    """A program's: of tiles that may be of weights or of inputs, being as many rows, half."""
+    rows = config.tiles.get("BLOCK_M")
+    of_inputs = 0.5 if rows == config.tiles.get("BLOCK_N") else 1.0 if "BLOCK_N" in config.tiles else 0.0
+    return sum(
+        (tile.buffers - 0.5) * tile.rows * tile.columns * tile.itemsize * (1.0 - of_inputs * (tile.rows == rows))
+        for tile in tiles
+    )
 
 
 def _number(pattern: str, text: str) -> int:

@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
 from membound.kernels.bench.benchmark import Failed  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 from membound.kernels.triton import launch as launching  # noqa: E402
@@ -159,3 +161,27 @@ def test_weights_that_must_come_from_memory_exceed_the_cache_through_which_a_row
     assert len(rows[0]) == len(set(rows[0])) == count
     probe.one_s("bf16", 128, 128, 1, cached=True)
     assert len(rows[1]) == SAMPLES
+
+
+def test_a_gpu_with_less_shared_memory_than_a_configuration_needs_gets_fewer_stages(monkeypatch):
+    """Such as one whose architecture no rule names; the second time it is known how many fit."""
+
+    class Kernel:
+        __name__ = "kernel"
+
+        def __getitem__(self, grid):
+            def start(*arguments, num_stages, STAGES, **options):
+                tried.append((num_stages, STAGES))
+                if num_stages > 2:
+                    raise OutOfResources(num_stages * 2**15, 99 * 2**10, "shared memory")
+
+            return start
+
+    tried: list[tuple[int, int]] = []
+    monkeypatch.setattr(launching, "_launched", {})
+    monkeypatch.setattr(launching, "_fitting", {})
+    for _ in range(2):
+        launching.launch(Kernel(), (1,), 3, config=Config({}, num_stages=4), STAGES=4)
+    assert tried == [(4, 4), (3, 3), (2, 2), (2, 2)]
+    launching.launch(Kernel(), (1,), 3, config=Config({}, num_stages=1), STAGES=1)
+    assert tried[-1] == (1, 1)
