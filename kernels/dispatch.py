@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -90,4 +91,18 @@ def missing_for_triton(device: str) -> str | None:
             f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}; the Triton kernels need "
             f"{OLDEST_CUDA}.0 or newer, whose tensor cores multiply bf16"
         )
+    return driver_problem()
+
+
+@cache
+def driver_problem() -> str | None:
+    """Why Triton could start no kernel on this machine's GPUs: it builds its launcher here, by a C compiler."""
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:  # of a compiler that is missing or fails, of headers or a library that it does not find
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        needed = "a C compiler and this Python's headers, such as Debian's gcc and python3-dev"
+        return f"Triton cannot build what starts its kernels ({said}); it needs {needed}"
     return None

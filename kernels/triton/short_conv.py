@@ -16,7 +16,7 @@ from membound.kernels.triton.steps import FLOATS, Steps, span_of
 @triton.jit
 def short_conv_kernel(x, state, slots, query_start, positions, weight, bias, out, x_stride, state_stride, channels,
                       WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program (sequence, BLOCK channels); a thread reads and writes the same channels all along."""
+    """Program (sequence, BLOCK channels)."""
     sequence = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + sequence)
     first, end, fresh = span_of(query_start, positions, sequence)
@@ -38,12 +38,14 @@ def short_conv_kernel(x, state, slots, query_start, positions, weight, bias, out
             before = tl.load(kept + place * channels, mask=old & (source < first), other=0.0)
             y += (new + before) * tl.load(weight + c * WIDTH + tap, mask=here, other=0.0)
         tl.store(out + token * channels + c, y * tl.sigmoid(y), mask=here)
-    # A place takes what stands at a later one, so none is overwritten before it is read.
+    # A place takes what stands at a later one. Which thread reads a channel and which one writes it is the compiler's
+    # choice, so all wait until it was read.
     for tap in tl.static_range(WIDTH - 1):
         source = end - (WIDTH - 1) + tap
         new = tl.load(x + source * x_stride + c, mask=here & (source >= first), other=0.0).to(tl.float32)
         place = source - first + (WIDTH - 1)
         before = tl.load(kept + place * channels, mask=old & (source < first), other=0.0)
+        tl.debug_barrier()
         tl.store(kept + tap * channels, new + before, mask=here)
 
 

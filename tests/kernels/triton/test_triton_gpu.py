@@ -204,6 +204,9 @@ def test_a_gpu_gets_the_triton_kernels_where_they_run_and_else_a_reason(monkeypa
         "Tesla V100 has compute capability 7.0; the Triton kernels need 8.0 or newer, whose tensor cores multiply bf16"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    # A driver that is not there fails as one does whose launcher cannot be built.
+    assert "it needs a C compiler and this Python's headers" in (dispatch.missing_for_triton("cuda") or "")
+    monkeypatch.setattr(dispatch, "driver_problem", lambda: None)
     assert dispatch.kernels_for("cuda").name == "triton" and dispatch.why_not_triton() is None
     assert dispatch.kernels_for("cuda", prefer="torch").name == "torch"
     monkeypatch.setattr("triton.knobs.runtime.interpret", True)
