@@ -81,8 +81,8 @@ def test_the_router_chooses_as_a_stable_sort_does(device, data, tokens, experts,
 
 @settings(deadline=None, max_examples=30)
 @given(tokens=st.integers(0, 20), experts=st.integers(1, 9), top_k=st.integers(1, 3))
-def test_the_order_lists_every_slot_once_under_its_expert(tokens, experts, top_k):
-    chosen = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(0)).int()
+def test_the_order_lists_every_slot_once_under_its_expert(device, tokens, experts, top_k):
+    chosen = torch.randint(0, experts, (tokens, top_k), generator=torch.Generator().manual_seed(0)).int().to(device)
     order, offsets = expert_order(chosen, experts)
     assert sorted(order.tolist()) == list(range(tokens * top_k))
     for expert in range(experts):
