@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.attention import LatentAttention
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.techniques import EngineSetup
 
@@ -19,10 +20,15 @@ def has_kv_cache(model: ModelSpec) -> bool:
 
 
 def check_applicable(model: ModelSpec, setup: EngineSetup) -> None:
-    """Raises MemboundError for what would change nothing, as the model lacks what it is about."""
+    """Raises MemboundError for what would change nothing or cannot be, as the model lacks what it is about."""
     if setup.expert_skew and not has_experts(model):
         field = "expert_loads" if isinstance(setup.expert_skew, tuple) else "expert_skew"
         raise MemboundError(f"field '{field}' is about routed experts, and '{model.name}' has none; leave it out")
+    if setup.kv_budget is not None and any(isinstance(group.attention, LatentAttention) for group in model.groups()):
+        raise MemboundError(
+            "kv_eviction chooses tokens for each KV head, and latent attention (MLA) has one latent for all heads; "
+            "leave it out"
+        )
     if has_kv_cache(model):
         return
     named = "kv_quantization" if setup.kv.width < 16 else "kv_eviction" if setup.kv_budget is not None else None

@@ -214,7 +214,7 @@ def _costs(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape)
     operators = step_operators(model, setup, shape, times.activation_bytes)
     working_set_bytes = _working_set(operators) if times.needs_working_set else 0.0
     costs = [OperatorCost(operator, times.of(operator, working_set_bytes)) for operator in operators]
-    waiting_s = times.waiting_s(costs, model, shape)
+    waiting_s = times.waiting_s(costs, model, shape.on_one_of(setup.parallel.dp))
     if waiting_s is not None:
         host = costs[-1]
         time = OperatorTime(host.time.time_s + waiting_s, 0.0, 0.0, host.time.overhead_s + waiting_s)

@@ -18,10 +18,13 @@ RESERVED_BYTES = 2e9
 RESERVED_SHARE = 1 / 16
 
 
-def cache_room(memory_bytes: float, profile: str) -> float:
-    """Bytes of a device that weights and caches may take together in an engine of a profile."""
+def cache_room(memory_bytes: float, profile: str, activation_bytes: float = 0.0) -> float:
+    """Bytes of a device that weights and caches may take together in an engine of a profile.
+
+    Activations are among what it reserves, as far as that goes.
+    """
     reserved = min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes) if get_profile(profile).graphs else 0.0
-    return memory_bytes * MEMORY_SHARE - reserved
+    return memory_bytes * MEMORY_SHARE - max(reserved, activation_bytes)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
-from membound.roofline.models.attention import GroupedQueryAttention
+from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
 from membound.roofline.models.base import TokenMixer
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.precision import PRECISIONS, Precision
@@ -18,14 +17,6 @@ from membound.roofline.techniques import EngineSetup
 
 # What engines take of a device's memory; the rest is for what else runs there (vLLM's `gpu_memory_utilization`).
 MEMORY_SHARE = 0.9
-
-# Rows of logits that are held at a time at most: engines compute them for the last token of each sequence.
-LOGITS_ROWS = 64
-
-
-def usable_bytes(hardware: HardwareSpec) -> float:
-    """Bytes of a device that weights, caches and activations may take."""
-    return hardware.memory_bytes * MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -57,6 +48,11 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
         count, mixer, ffn = group.count / parallel.pp, group.attention, group.ffn
         for _, n, k in mixer.linears(model.hidden, parallel.tp):
             add("attention", n, k, count)
+        if isinstance(mixer, LatentAttention) and setup.absorbed_mla:
+            # Halves of kv_b that are unpacked once, in 16 bits, for decode; kv_b itself stays for prompts.
+            heads = mixer.heads_on_gpu(parallel.tp)
+            for _, n, k in mixer.absorbed_linears():
+                parts["attention"] += plan.plain.matrix_bytes(heads * n, k) * count
         for name, n, k in ffn.linears(model.hidden, parallel.tp):
             routing = "router" if name == "router" else "shared_experts"
             add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count)
@@ -169,8 +165,8 @@ class ActivationTerms:
     token_bytes: float
     logits_row_bytes: float
 
-    def bytes(self, step_tokens: float) -> float:
-        return self.token_bytes * step_tokens + self.logits_row_bytes * min(step_tokens, LOGITS_ROWS)
+    def bytes(self, step_tokens: float, logits_rows: float) -> float:
+        return self.token_bytes * step_tokens + self.logits_row_bytes * logits_rows
 
 
 def activation_terms(model: ModelSpec, setup: EngineSetup, width: float) -> ActivationTerms:
@@ -198,12 +194,13 @@ class MemoryTerms:
     activations: ActivationTerms
     ranks: int = 1
 
-    def at(self, kv_tokens: float, step_tokens: float, sequences: float) -> MemoryBreakdown:
-        """With `kv_tokens` tokens of `sequences` sequences cached and `step_tokens` in the largest step.
+    def at(self, kv_tokens: float, step_tokens: float, logits_rows: float, sequences: float) -> MemoryBreakdown:
+        """With `kv_tokens` tokens of `sequences` sequences cached; `step_tokens` and `logits_rows` in the largest step.
 
         On the rank with most of the sequences, which are taken to be equally long.
         """
         here = math.ceil(sequences / self.ranks)
         share = here / max(sequences, 1.0)
         cached = float(self.cache.bytes(kv_tokens * share, here))
-        return MemoryBreakdown(self.weights_bytes, cached, self.activations.bytes(step_tokens * share))
+        activations = self.activations.bytes(step_tokens * share, logits_rows * share)
+        return MemoryBreakdown(self.weights_bytes, cached, activations)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
 from membound.roofline.errors import MemboundError
-from membound.roofline.footprint import Footprint
+from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.memory import MemoryBreakdown, MemoryTerms, activation_terms, usable_bytes, weights_by_part
+from membound.roofline.memory import MemoryBreakdown, MemoryTerms, activation_terms, weights_by_part
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
 from membound.roofline.operators import Operator
@@ -286,8 +286,8 @@ class OperatingPoint:
         return parts | {"drafter": drafter} if drafter else parts
 
     def _memory(self, batch: int, context: int) -> MemoryBreakdown:
-        new = context if self.phase == "prefill" else 1 + self.drafts
-        return self._terms.at(float(batch * context), float(batch * new), float(batch))
+        new, rows = (context, 1) if self.phase == "prefill" else (1 + self.drafts, 1 + self.drafts)
+        return self._terms.at(float(batch * context), float(batch * new), float(batch * rows), float(batch))
 
     @cached_property
     def memory(self) -> MemoryBreakdown:
@@ -305,12 +305,21 @@ class OperatingPoint:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total_bytes <= self.usable_bytes
+        return self._beyond_bytes(self.batch, self.context) <= 0.0
 
     @property
     def usable_bytes(self) -> float:
-        """What engines take of the device's memory."""
-        return usable_bytes(self.hardware)
+        """What weights, caches and the step's activations may take of the device's memory, as in a run."""
+        return self._usable_beside(self.memory)
+
+    def _usable_beside(self, held: MemoryBreakdown) -> float:
+        activations = held.activation_bytes
+        return cache_room(self.hardware.memory_bytes, self.setup.profile, activations) + activations
+
+    def _beyond_bytes(self, batch: int, context: int) -> float:
+        """Bytes by which a step exceeds the memory; below 0 where it fits."""
+        held = self._memory(batch, context)
+        return held.total_bytes - self._usable_beside(held)
 
     def remedy(self) -> str:
         """What to give so that it fits; empty where it does, or nothing that is known helps."""
@@ -330,15 +339,11 @@ class OperatingPoint:
 
     def largest_batch(self) -> int:
         """Sequences that fit at this context: 0 where not even one does."""
-        return _largest(lambda batch: self._memory(batch, self.context).total_bytes, self.usable_bytes, MOST_SEQUENCES)
+        return _largest(lambda batch: self._beyond_bytes(batch, self.context), MOST_SEQUENCES)
 
     def largest_context(self) -> int:
         """Tokens that fit in each sequence at this batch, of those that the model allows: 0 where not even one does."""
-        return _largest(
-            lambda context: self._memory(self.batch, context).total_bytes,
-            self.usable_bytes,
-            self.model.max_context,
-        )
+        return _largest(lambda context: self._beyond_bytes(self.batch, context), self.model.max_context)
 
     # --- other operating points ---
 
@@ -387,25 +392,25 @@ class OperatingPoint:
         return point_json(self)
 
 
-def _largest(total: Callable[[int], float], capacity: float, most: int) -> int:
-    """The largest count up to `most` whose total is within a capacity, of a total that grows ever more slowly.
+def _largest(beyond: Callable[[int], float], most: int) -> int:
+    """The largest count up to `most` that is not beyond what there is, of bytes that grow with it.
 
-    Totals are made of straight lines, so that a guess between two known points is nearly always right.
+    They are made of straight lines, so that a guess between two known points is nearly always right.
     """
     low, high = 0, most
-    low_total, high_total = total(low), total(high)
-    if high_total <= capacity:
+    low_bytes, high_bytes = beyond(low), beyond(high)
+    if high_bytes <= 0.0:
         return high
-    if low_total > capacity:
+    if low_bytes > 0.0:
         return low
     while high - low > 1:
-        guess = low + int((capacity - low_total) / (high_total - low_total) * (high - low))
+        guess = low - int(low_bytes / (high_bytes - low_bytes) * (high - low))
         middle = min(max(guess, low + 1), high - 1)
-        middle_total = total(middle)
-        if middle_total <= capacity:
-            low, low_total = middle, middle_total
+        middle_bytes = beyond(middle)
+        if middle_bytes <= 0.0:
+            low, low_bytes = middle, middle_bytes
         else:
-            high, high_total = middle, middle_total
+            high, high_bytes = middle, middle_bytes
     return low
 
 

@@ -167,6 +167,8 @@ class StepShape:
 
         Prompts and those who decode are spread each for themselves: the largest part is that of a rank with both.
         """
+        if ranks == 1:
+            return self
         decode, share = self.decode_part, _share_of_fullest(self.sequences - self.prefill_sequences, ranks)
         prompts = self._fullest_prompts(ranks)
         rows = self.logits_rows * _share_of_fullest(self.sequences, ranks)

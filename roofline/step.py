@@ -60,7 +60,7 @@ class _Step:
     def __init__(self, model: ModelSpec, setup: EngineSetup, shape: StepShape, width: float) -> None:
         self.model, self.setup, self.width = model, setup, width
         self.parallel, self.plan = setup.parallel, setup.precision
-        self.shape = _on_one_rank(shape, setup)
+        self.shape = shape.on_one_of(self.parallel.dp)
         self.tokens = _rows(self.shape, self.parallel.cp)  # of this device, those of the prompts that it shares divided
         self.all_tokens = _rows(shape, self.parallel.cp)  # of it and its data-parallel peers
 
@@ -215,7 +215,6 @@ class _Step:
         """Decode on the latents with the up-projection absorbed; prefill with K and V of every head unpacked."""
         shape, tp, w = self.shape, self.parallel.tp, self.width
         heads = a.heads_on_gpu(tp)
-        self.setup.budget_of(a.kind)
         kv = self.plan.kv
         latent = a.kv_elements_per_token
         decode, prefill = shape.decode_part, shape.prefill_part
@@ -467,12 +466,6 @@ class _Step:
 def _inputs(linears: tuple[LinearShape, ...]) -> int:
     """Inputs of the matrix that gives a layer's output."""
     return next(k for name, _, k in linears if name in ("o", "out_proj", "down"))
-
-
-def _on_one_rank(shape: StepShape, setup: EngineSetup) -> StepShape:
-    """The part of a step that one data-parallel rank has: sequences are whole, and some ranks have none of a few."""
-    dp = setup.parallel.dp
-    return shape if dp == 1 else shape.on_one_of(dp)
 
 
 def _rows(shape: StepShape, cp: int) -> Count:

@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 
-from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.precision import Precision
 from membound.roofline.precision.plan import PrecisionPlan
@@ -94,12 +93,7 @@ class EngineSetup:
     overlap: BatchOverlap | None = None
 
     def budget_of(self, mixer_kind: str) -> KvBudget | None:
-        """The budget of a layer's cache; raises MemboundError for latents, of which every token serves all heads."""
-        if self.kv_budget is not None and mixer_kind == "mla":
-            raise MemboundError(
-                "kv_eviction chooses tokens for each KV head, and latent attention (MLA) has one latent for all heads; "
-                "leave it out"
-            )
+        """The budget of a layer's cache, where it has one for each KV head."""
         return self.kv_budget if mixer_kind == "gqa" else None
 
     @property

@@ -24,11 +24,11 @@ class EngineProfile(BaseModel):
     """Times that a step has beside its kernels, on the host that they were fitted on.
 
     `library` names the kernels' fits: the engine's own, or `nccl` where it brings none for messages. With `graphs`
-    decode steps of up to `most_graph_sequences` are captured and need no launches; otherwise the host takes `launch_s`
-    for each kernel and the step is no shorter than all of them. `gap_s` passes on the device between two kernels; it is
-    negative where a kernel starts while the one before ends (programmatic dependent launch). `step_s` is host work that
-    the device waits for in each step, `sequence_s` that for each sequence of the batch, `prefill_s` that of a step with
-    a prompt. An unfused engine runs `extra_kernels` more elementwise kernels in each layer.
+    decode steps of up to `most_graph_tokens` on a rank are captured and need no launches; otherwise the host takes
+    `launch_s` for each kernel and the step is no shorter than all of them. `gap_s` passes on the device between two
+    kernels; it is negative where a kernel starts while the one before ends (programmatic dependent launch). `step_s` is
+    host work that the device waits for in each step, `sequence_s` that for each sequence of the batch, `prefill_s` that
+    of a step with a prompt. An unfused engine runs `extra_kernels` more elementwise kernels in each layer.
 
     Of the time of other requests' prompts the `interleaved` share falls between a request's tokens: 0.5 where prompts
     go first and together, 1 where chunks join decode steps. The engine's linear kernels reach `rate_share` of the
@@ -44,7 +44,7 @@ class EngineProfile(BaseModel):
     name: str
     library: str = "any"
     graphs: bool = True
-    most_graph_sequences: int = Field(512, ge=1)
+    most_graph_tokens: int = Field(512, ge=1)
     launch_s: float = Field(6e-6, ge=0)
     gap_s: float = Field(0.0, ge=-5e-6)
     step_s: float = Field(0.0, ge=0)

@@ -162,7 +162,7 @@ class KernelTimes:
         prefills = is_there(shape.prefill_sequences)
         waiting = unfused_s + profile.prefill_s * prefills
         if profile.graphs and np.all(np.asarray(shape.prefill_sequences) == 0):
-            captured = shape.sequences <= profile.most_graph_sequences
+            captured = shape.tokens <= profile.most_graph_tokens
             if np.all(captured):
                 return waiting
             launching: Count = np.where(captured, 0.0, 1.0)

@@ -85,4 +85,7 @@ class Times(Protocol):
         """How far off an operator's time may be, as a share of it."""
 
     def waiting_s(self, costs: Sequence[HasTotal], model: ModelSpec, shape: StepShape) -> Count | None:
-        """Seconds that the device waits for the host beyond the operators' own, None where nothing is known of it."""
+        """Seconds that the device waits for the host beyond the operators' own, None where nothing is known of it.
+
+        The shape is that of one data-parallel rank.
+        """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
+from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.engines import get_profile, profile_of_engine, profiles
@@ -113,3 +116,17 @@ def test_a_slower_matrix_rate_costs_prompts_and_hardly_single_tokens():
     prompt, token = StepShape.prefill(4, 2000), StepShape.decode(1, 1000)
     assert step_s(prompt, rate_share=0.5) > 1.5 * step_s(prompt)
     assert step_s(token, rate_share=0.5) < 1.05 * step_s(token)
+
+
+def test_a_rank_launches_its_own_tokens_and_captures_up_to_so_many():
+    """Engines capture a rank's batches, whose guesses are rows too: vLLM's limit is of tokens."""
+    profile = get_profile("vllm").model_copy(update={"launch_s": 1e-3, "most_graph_tokens": 512})
+    times, model = KernelTimes(get_hardware("H100-SXM5"), profile), get_model("Qwen3-30B-A3B")
+    setup = replace(EngineSetup(), parallel=Parallelism(dp=8, ep=8))
+
+    def launching(shape):
+        cost = step_cost(model, setup, times, shape)
+        return float(cost.operators[-1].total_s) > 0.1
+
+    assert not launching(StepShape.decode(8 * 512.0, 100.0)) and launching(StepShape.decode(8 * 513.0, 100.0))
+    assert not launching(StepShape.verify(8 * 128.0, 100.0, 3.0)) and launching(StepShape.verify(8 * 128.0, 100.0, 4.0))

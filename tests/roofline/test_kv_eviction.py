@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
@@ -95,10 +96,9 @@ def test_a_cache_in_fewer_bits_counts_its_scales_and_its_newest_tokens():
 
 
 def test_latents_are_not_evicted():
-    with pytest.raises(MemboundError, match="latent attention"):
-        kv_bytes(get_model("DeepSeek-V3"), setup_of("snapkv"), 100.0)
-    with pytest.raises(MemboundError, match="latent attention"):
-        step_operators(get_model("DeepSeek-V3"), setup_of("quest"), StepShape.decode(1.0, 100.0))
+    for policy in ("snapkv", "quest"):
+        with pytest.raises(MemboundError, match="latent attention"):
+            check_applicable(get_model("DeepSeek-V3"), setup_of(policy))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ from membound.roofline.models import get_model
 from membound.roofline.operating_point import MOST_SEQUENCES, OperatingPoint
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import load_scenario
+from membound.roofline.serving import Deployment
 from membound.roofline.shape import StepShape
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import TECHNIQUES, W8A8, EngineSetup, engine_setup
 
 H100 = get_hardware("H100-SXM5")
@@ -283,3 +285,39 @@ def test_a_single_prediction_takes_less_than_a_millisecond() -> None:
         return time.process_time() - start
 
     assert min(once() for _ in range(200)) < 1e-3
+
+
+@pytest.mark.parametrize("model", [*KINDS, "DeepSeek-V2-Lite", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"dp": 2, "pp": 2}])
+def test_no_step_reads_more_weights_than_a_device_holds(model: str, parallel: dict[str, int]) -> None:
+    """Of a stage: its share of the layers. What decode reads of MLA's unpacked halves is held beside `kv_b`."""
+    spec, pp = get_model(model), parallel.get("pp", 1)
+    for techniques in ((), (W8A8(),)):
+        setup = replace(engine_setup(techniques), parallel=Parallelism(**parallel))
+        both = StepShape.decode(4096.0, 100.0) + StepShape.prefill(8.0, 512.0)
+        read = sum(
+            float(op.weight_bytes) * op.calls for op in step_operators(spec, setup, both) if op.name != "lm_head"
+        )
+        assert read / pp <= weights_bytes(spec, setup) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("device", ["H100-SXM5", "L40S", "A100-SXM4-80GB"])
+@pytest.mark.parametrize("profile", ["vllm", "eager", "kernels"])
+@pytest.mark.parametrize("context", [2048, 8192, 32768])
+def test_as_many_sequences_fit_as_in_a_run(device: str, profile: str, context: int) -> None:
+    """Where the activations of decode are among what an engine reserves."""
+    setup = replace(PLAIN, profile=profile)
+    hardware = get_hardware(device)
+    one = point(setup=setup, hardware=hardware, context=context)
+    run = Deployment(one.model, hardware, setup).largest_batch(float(context))
+    assert one.largest_batch() <= run
+    if profile != "eager":
+        assert one.largest_batch() == run
+
+
+def test_logits_are_held_of_every_row_that_is_needed() -> None:
+    """fp32 scores over a vocabulary of 128,256: of each sequence, and of each of its guesses."""
+    few, many = point(batch=64).memory.activation_bytes, point(batch=512).memory.activation_bytes
+    assert many == pytest.approx(8 * few) and many > 512 * 4 * 128_256
+    guessed = point(batch=64, phase="verify").memory.activation_bytes
+    assert guessed == pytest.approx((1 + point(phase="verify").drafts) * few)
