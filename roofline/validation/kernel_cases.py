@@ -248,6 +248,7 @@ def _moe(row: Row) -> dict[str, float]:
         "tp": noted(row, "moe_tp=", most=MOST_DEVICES, whole=True) or 1.0,
         "pairs": load.pairs,
         "active": load.active,
+        "least_active": load.least_active,
         "moved_pairs": tokens * top_k if _moves_all_pairs(row) else load.pairs,
     }
 
@@ -268,9 +269,9 @@ def _rank_load(row: Row, experts: float, top_k: float, ep: float, tokens: float)
     if law:
         raise MemboundError(f"{row.at('dist in notes')} is '{law}'; it must be balanced or power_law_ and an exponent")
     if ep == 1.0:
-        return RankLoad(tokens * top_k, float(efficiency.distinct_experts(experts, top_k, tokens)))
+        return RankLoad(tokens * top_k, float(efficiency.distinct_experts(experts, top_k, tokens)), top_k)
     busiest = busiest_rank(int(experts), int(top_k), int(ep), tokens)
-    return RankLoad(float(busiest.pairs), float(busiest.active))
+    return RankLoad(float(busiest.pairs), float(busiest.active), 0.0)
 
 
 def _moves_all_pairs(row: Row) -> bool:
@@ -372,7 +373,7 @@ def _least_attention(batch: KernelBatch) -> tuple[Floats, Floats]:
 def _least_moe(batch: KernelBatch) -> tuple[Floats, Floats]:
     a = batch.amounts
     elements = 3.0 * a["intermediate"] / a["tp"] * a["hidden"]
-    return a["active"] * elements * a["weight_bytes"], 2.0 * elements * a["pairs"]
+    return a["least_active"] * elements * a["weight_bytes"], 2.0 * elements * a["pairs"]
 
 
 def _least_elementwise(batch: KernelBatch) -> tuple[Floats, Floats]:

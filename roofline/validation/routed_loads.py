@@ -20,10 +20,12 @@ _DRAWS = 10
 
 
 class RankLoad(NamedTuple):
-    """What the timed rank has: (token, expert) pairs, and distinct experts that they read."""
+    """What the timed rank has: (token, expert) pairs, distinct experts that they read, and how many it reads at least
+    where loads are drawn."""
 
     pairs: float
     active: float
+    least_active: float
 
 
 class Groups(NamedTuple):
@@ -33,8 +35,7 @@ class Groups(NamedTuple):
     chosen: int
 
 
-# DeepSeek-V3's (config.json: n_group, topk_group), as Kimi-K2's predecessors have it; vLLM's layer applies it to the
-# logits of whoever has its 256 experts.
+# Those of DeepSeek-V3 and R1 (config.json: n_group, topk_group), which vLLM's layer of their 256 experts applies.
 DEEPSEEK_GROUPS = Groups(8, 4)
 
 
@@ -56,7 +57,7 @@ def drawn(experts: int, top_k: int, ranks: int, tokens: int, exponent: float) ->
         busiest = counts[np.argmax(counts.sum(axis=1))]
         found.append((busiest.sum(), np.count_nonzero(busiest)))
     pairs, active = np.mean(found, axis=0)
-    return RankLoad(float(pairs), float(active))
+    return RankLoad(float(pairs), float(active), float(np.min(found, axis=0)[1]))
 
 
 def _sample(chance: Loads, exponent: float, low: float, high: float) -> Loads:
@@ -85,9 +86,13 @@ def even(experts: float, top_k: float, ranks: float, tokens: float, groups: Grou
     """
     if groups is None:
         pairs = tokens * top_k / ranks
-        return RankLoad(pairs, min(experts / ranks, max(pairs, 1.0)))
+        return _known(pairs, min(experts / ranks, max(pairs, 1.0)))
     kept = top_k * groups.chosen / groups.count
     reached = min(groups.count / ranks, float(groups.chosen)) / groups.chosen
     pairs = tokens * (kept * reached + top_k - kept)
     in_reach = experts * groups.chosen / groups.count * reached
-    return RankLoad(pairs, min(in_reach, tokens * kept * reached + top_k - kept))
+    return _known(pairs, min(in_reach, tokens * kept * reached + top_k - kept))
+
+
+def _known(pairs: float, active: float) -> RankLoad:
+    return RankLoad(pairs, active, active)

@@ -22,7 +22,7 @@ def test_a_single_rank_has_every_pair_and_no_more_experts_than_there_are(experts
 def test_the_timed_rank_has_at_least_its_share_of_a_power_law(experts: int, top_k: int, exponent: float) -> None:
     load = drawn(experts, top_k, 8, 512, exponent)
     assert 512 * top_k / 8 <= load.pairs <= 512 * min(top_k, experts / 8)
-    assert 1 <= load.active <= experts / 8
+    assert 1 <= load.least_active <= load.active <= experts / 8
 
 
 def test_a_router_that_chooses_all_groups_is_one_without_groups() -> None:
@@ -32,5 +32,5 @@ def test_a_router_that_chooses_all_groups_is_one_without_groups() -> None:
 
 
 def test_half_of_the_groups_are_half_of_the_experts_and_the_first_rank_gets_what_the_others_lose() -> None:
-    assert even(256, 8, 1, 512, DEEPSEEK_GROUPS) == (512 * 8, 128)
-    assert even(256, 8, 8, 512, DEEPSEEK_GROUPS) == (512 * (1 + 4), 32)
+    assert even(256, 8, 1, 512, DEEPSEEK_GROUPS) == (512 * 8, 128, 128)
+    assert even(256, 8, 8, 512, DEEPSEEK_GROUPS) == (512 * (1 + 4), 32, 32)
