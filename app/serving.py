@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from membound.app.keeping import result_tables, table_of
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
+from membound.roofline.models.files import resolve_model
 from membound.roofline.results.result import BOUNDS, Column, Provenance, RunResult, Summary
 from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.times.known import times_for
 from membound.simulator.drafting import with_best_drafts
-from membound.simulator.run import deploy, run
+from membound.simulator.run import certainty_of, deploy, run
 from membound.simulator.scheduling.request import Outcome, Step
 from membound.simulator.timeline import PHASES, PhaseLog, Timeline
 
@@ -123,9 +124,11 @@ def case_of(result: RunResult) -> dict[str, Any]:
     `relative_error` is within what a step's time is meant to be.
     """
     scenario = result.scenario
-    document = result.to_json()
+    document, setup, steps = result.to_json(), scenario.setup, result.steps
+    times = times_for(get_hardware(scenario.hardware), setup.profile)
+    known = certainty_of(resolve_model(scenario.model), setup, times, steps) if len(steps["time_s"]) else times
     return document | {
-        "relative_error": times_for(get_hardware(scenario.hardware), scenario.setup.profile).relative_error,
+        "relative_error": known.relative_error,
         "quantiles": {name: quantiles for name in LATENCIES if (quantiles := _quantiles(result, name))},
         "over_time": over_time(result),
     }

@@ -15,12 +15,11 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
-from membound.roofline.times.known import times_for
 from membound.simulator.costing import ClosedForm, Costing, simulated
 from membound.simulator.load import Lengths, Load
 from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
 from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
-from membound.simulator.steady import check_context
+from membound.simulator.steady import Steady, check_context, deployment_of
 from membound.simulator.sweeping.sweep import Workers
 
 
@@ -67,14 +66,15 @@ def stack_document(
     # without the usual techniques among those that are stacked
     plain = engine.with_techniques((*kept, *techniques)).with_techniques(kept)
     lengths = Lengths.of(plain.workload).at_context(context)
-    check_context(resolve_model(plain.model), lengths)
+    model, hardware = resolve_model(plain.model), get_hardware(plain.hardware)
+    check_context(model, lengths)
     plain = closed_loop(plain, batch, lengths, context)
-    hardware = get_hardware(plain.hardware)
-    costing = Costing(simulated, Workers()) if simulate else Costing(ClosedForm(Load(float(batch), lengths)))
+    load = Load(float(batch), lengths)
+    costing = Costing(simulated, Workers()) if simulate else Costing(ClosedForm(load))
     game = EngineGame(techniques, plain, costing, metric)
     most = MOST_SIMULATED if simulate else MOST_FACTORIAL
     game.ahead(most, progress)
-    error = times_for(hardware, plain.engine.profile).relative_error
+    error = Steady(deployment_of(plain, model, hardware), load).relative_error
     stack = analyse(game, {"batch": batch, "context": context}, error, "", most)
     document = to_json([stack], techniques)
     return {

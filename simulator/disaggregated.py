@@ -224,7 +224,7 @@ def run_disaggregated(
             engine.scheduler.check_integrity()
             assert not engine.scheduler.has_work and not len(engine.inbox), "a request was lost between the pools"
     recorder = Recorder.joined([engine.recorder for engine in engines])
-    made = provenance(deployment.times)
+    made = provenance(deployment, recorder.steps())
     made.notes.append(_rates(world, recorder.end_s))
     return run_result(
         deployment.scenario,

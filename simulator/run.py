@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+
+import numpy as np
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
-from membound.roofline.results.result import Provenance, RunResult
+from membound.roofline.results.result import Column, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import TextPrompts, TraceArrivals, Workload
+from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import checked_speculation, with_counted_alpha
-from membound.roofline.techniques import NgramDrafts
+from membound.roofline.techniques import EngineSetup, NgramDrafts
+from membound.roofline.times.certainty import Certainty
 from membound.roofline.times.known import times_for
 from membound.roofline.times.operator import Times
 from membound.simulator.content import Content, content_for
@@ -25,7 +29,7 @@ from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
-from membound.simulator.scheduling.recorder import Observer, Recorder
+from membound.simulator.scheduling.recorder import SHAPE_COLUMNS, Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.workload import longest_request, request_columns, request_stream
 from membound.simulator.scheduling.workload.traces import expected_rows
@@ -147,7 +151,7 @@ def run(
         client, clock = client_for(scenario.workload.arrivals, requests), OwnClock()
         clock.sleep_through(serve(scheduler, client, executor, clock, recorder))
         scheduler.check_integrity()
-    return run_result(scenario, model, times, memory.num_blocks, recorder, provenance(times))
+    return run_result(scenario, model, times, memory.num_blocks, recorder, provenance(deployment, recorder.steps()))
 
 
 def _with_watch(observer: Observer | None, watch: Watch) -> Observer:
@@ -159,19 +163,27 @@ def _with_watch(observer: Observer | None, watch: Watch) -> Observer:
     return observed
 
 
-def provenance(times: Times) -> Provenance:
-    """Who made the numbers of a simulated run."""
-    calibrated = times.hardware.calibration is not None
+def provenance(deployment: Deployment, steps: Mapping[str, Column]) -> Provenance:
+    """Who made the numbers of a simulated run, and how far off the steps may be that it was made of."""
+    hardware = deployment.times.hardware
+    notes = [f"{hardware.name}: {hardware.source}"]
+    if len(steps["time_s"]):
+        notes.append(certainty_of(deployment.model, deployment.scenario.setup, deployment.times, steps).said)
     return Provenance(
         producer="simulator",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        hardware=times.hardware.name,
-        notes=[
-            f"{times.hardware.name}: {times.hardware.source}",
-            f"times of steps are within ±{times.relative_error:.0%}: from "
-            + ("this machine's calibration" if calibrated else "the data sheet and the kernels that were measured"),
-        ],
+        hardware=hardware.name,
+        notes=notes,
     )
+
+
+def certainty_of(model: ModelSpec, setup: EngineSetup, times: Times, steps: Mapping[str, Column]) -> Certainty:
+    """How far off a run's steps may be: the mean of those without prompts by their time, or where each has prompts
+    of all."""
+    time_s = steps["time_s"] * (steps["prefill_sequences"] == 0)
+    time_s = time_s if time_s.any() else steps["time_s"]
+    shape = StepShape(**{name: float(np.average(steps[name], weights=time_s)) for name in SHAPE_COLUMNS})
+    return Certainty.of(model, setup, times, shape)
 
 
 def _without_content(request: Request) -> Request:

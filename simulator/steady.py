@@ -322,6 +322,11 @@ class Steady:
         return {bound: share / whole for bound, share in mixed.items()}
 
     @property
+    def relative_error(self) -> float:
+        """How far off the time of its decode steps may be."""
+        return float(self.deployment.verify_cost(max(self.batch, 1.0), self.lengths.context).relative_error)
+
+    @property
     def decode_shares(self) -> dict[str, float]:
         """The share of each bound in a decode step."""
         return self.deployment.shares(self.batch, self.lengths.context)

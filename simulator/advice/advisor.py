@@ -21,7 +21,6 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import (
     GainMetric,
 )
-from membound.roofline.times.known import times_for
 from membound.simulator.advice.moves import MOST_SEATS, Move, excludes, moves_of
 from membound.simulator.advice.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.advice.situation import situation_of
@@ -143,7 +142,7 @@ def advise(
     wanted: GainMetric = "output_tokens_per_s" if situation.waits else "tpot_s"
     metric_reason = "as asked for" if metric else _metric_reason(situation)
     metric = metric or wanted
-    error = times_for(hardware, scenario.engine.profile).relative_error
+    error = Steady(deployment, load).relative_error
 
     # What comes beyond what is served waits without end: whatever seats there are, somebody wants them.
     asked = math.inf if load.overload_rps else load.concurrency

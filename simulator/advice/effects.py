@@ -18,12 +18,11 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, W8A8, GainMetric, KvQuantization, Technique
 from membound.roofline.times.efficiency import distinct_experts
-from membound.roofline.times.known import times_for
 from membound.simulator.advice.moves import excludes
 from membound.simulator.costing import ClosedForm, Served
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.load import Load
-from membound.simulator.steady import Steady, deployment_of, with_room_for
+from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of, with_room_for
 
 
 class PerToken(NamedTuple):
@@ -43,16 +42,18 @@ class PerToken(NamedTuple):
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine under a load: its speed, its work for a token."""
+    """An engine under a load: its speed, its work for a token, and how far off the time of its steps may be."""
 
     served: Served
     work: PerToken
+    relative_error: float
 
 
 @dataclass(frozen=True)
 class Effect:
     """A technique alone on an engine. `after` is None where it is not possible, `before` where only it makes the model
-    fit; `reason` says why. `error` is the interval's: a gain lies between gain / (1 + error) and gain x (1 + error).
+    fit; `reason` says why. `error` is the interval's: a gain, where there is one, lies between gain / (1 + error) and
+    gain x (1 + error).
     """
 
     technique: Technique
@@ -110,26 +111,26 @@ class Bench:
         others = tuple(one for one in engine.techniques if one.name != technique.name and not excludes(one, technique))
         with_it = engine.with_techniques((*others, technique))
         without = with_it.with_techniques(others)
-        error = times_for(get_hardware(engine.hardware), engine.engine.profile).relative_error
         baseline = technique.compared_with(without.setup)
         before, after = self.engine(without), self.engine(with_it)
         if isinstance(after, str):
-            return Effect(technique, baseline, None if isinstance(before, str) else before, None, error, after)
+            return Effect(technique, baseline, None if isinstance(before, str) else before, None, 0.0, after)
         if isinstance(before, str):
-            return Effect(technique, baseline, None, after, error, before)
-        return Effect(technique, baseline, before, after, after.served.gain_error(before.served, error))
+            return Effect(technique, baseline, None, after, 0.0, before)
+        error = after.served.gain_error(before.served, before.relative_error)
+        return Effect(technique, baseline, before, after, error)
 
     def _costed(self, scenario: Scenario) -> Engine:
         sized, drafting = with_best_drafts(scenario, self.load)
         served = ClosedForm(self.load)(sized)._replace(drafting=drafting)
-        return Engine(served, _work(sized, self.load))
+        deployment = deployment_of(sized, resolve_model(sized.model), get_hardware(sized.hardware))
+        steady = Steady(deployment, self.load)
+        return Engine(served, _work(deployment, steady), steady.relative_error)
 
 
-def _work(scenario: Scenario, load: Load) -> PerToken:
+def _work(deployment: SpeculatingDeployment, steady: Steady) -> PerToken:
     """Of a decode step, by the tokens that it emits; a static batch runs until its longest output ends, on average
     with fewer sequences than it began with."""
-    deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
-    steady = Steady(deployment, load)
     lengths = steady.lengths
     idle = lengths.longest_output_of(steady.batch) / lengths.output_tokens if steady.is_static else 1.0
     alive = max(1.0, steady.batch / idle)

@@ -180,7 +180,7 @@ def _total(costs: list[float | None]) -> float | None:
 def _provenance(record: ClusterRecord) -> Provenance:
     """Who made the numbers: the first group's hardware, and notes on each kind."""
     kinds = {replica.deployment.times.hardware.name: replica for replica in reversed(record.replicas)}
-    made = [provenance(replica.deployment.times) for replica in reversed(kinds.values())]
+    made = [provenance(replica.deployment, replica.recorder.steps()) for replica in reversed(kinds.values())]
     notes = [note if len(made) == 1 else f"{one.hardware}: {note}" for one in made for note in one.notes]
     rejections: dict[int, str] = {}
     for recorder in record.recorders().values():

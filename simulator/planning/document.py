@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from membound.roofline.times.known import times_for
-from membound.roofline.times.origin import origin_of
 from membound.simulator.advice.prices import quality_of
 from membound.simulator.planning.candidates import Replica
 from membound.simulator.planning.deployed import Deployed
 from membound.simulator.planning.front import FrontPoint
-from membound.simulator.planning.planner import Plan, step_of
+from membound.simulator.planning.planner import Plan, certainty_of
 from membound.simulator.planning.sensitivity import Changed, UpperEnd
 
 
@@ -78,18 +76,6 @@ def _changed_json(one: Changed) -> dict[str, Any]:
     }
 
 
-def _origin_json(replica: Replica) -> dict[str, Any]:
-    """What the device's times rest on: its own measurements, or its relatives', in a decode step of half its seats."""
-    times, cost = times_for(replica.hardware, replica.scenario.setup.profile), step_of(replica)
-    origin = origin_of(times, cost.operators, float(cost.time_s))
-    return {
-        "kind": origin.kind,
-        "measured_share": origin.measured_share,
-        "inherited_from": list(origin.inherited_from),
-        "relative_error": float(cost.relative_error),
-    }
-
-
 def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     scenario = replica.scenario
     return {
@@ -125,7 +111,7 @@ def _deployed_json(found: Plan, deployed: Deployed | None) -> dict[str, Any] | N
         "usd_per_h": deployed.usd_per_h,
         "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
         "price": None if price is None else price.model_dump(mode="json"),
-        "origin": _origin_json(replica),
+        "origin": certainty_of(replica).to_json(),
         "upper_end": _upper_end_json(found.upper_end(deployed)),
         "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
         "scenario": deployed.scenario.model_dump(mode="json"),
@@ -137,7 +123,7 @@ def _front_json(point: FrontPoint) -> dict[str, Any]:
         "device": point.replica.hardware.name,
         "gpus": point.replica.devices,
         "deployment": _parts(point.replica),
-        "origin": _origin_json(point.replica),
+        "origin": certainty_of(point.replica).to_json(),
         "batch": point.batch,
         "tokens_per_s_per_user": point.user_tokens_per_s,
         "tokens_per_s_per_gpu": point.gpu_tokens_per_s,

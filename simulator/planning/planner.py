@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
 from membound.roofline.models.files import resolve_model
@@ -18,6 +17,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import ClosedLoop, TraceArrivals
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import checked_speculation
+from membound.roofline.times.certainty import Certainty
 from membound.roofline.times.known import times_for
 from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
@@ -182,7 +182,7 @@ def plan(
     answers = crowd.map(search, searches, lambda done, said: progress(0.5 + done * 0.3, f"precisions searched: {said}"))
     missed, runs = answers[0].nearest, sum(answer.runs for answer in answers)
     simulated = [one for answer in answers for one in answer.found if one.summary is not None]
-    slower = {id(one): Slower(one, objective, _error_of(one.replica)) for one in simulated}
+    slower = {id(one): Slower(one, objective, certainty_of(one.replica).relative_error) for one in simulated}
     said_of = crowd.map(slow, [*slower.values()], lambda done, said: progress(0.8 + done * 0.05, f"upper ends: {said}"))
     ends = dict(zip(slower, said_of, strict=True))
     ordered = [_holding_first(answer.found, ends, objective) for answer in answers]
@@ -233,16 +233,11 @@ def _holding_first(found: Sequence[Deployed], ends: Mapping[int, UpperEnd], obje
     return sorted(found, key=place)
 
 
-def _error_of(replica: Replica) -> float:
-    """The relative interval of a decode step's time."""
-    return float(step_of(replica).relative_error)
-
-
-def step_of(replica: Replica) -> StepCost:
-    """A decode step of a replica at half its seats."""
+def certainty_of(replica: Replica) -> Certainty:
+    """How far off a decode step of a replica at half its seats may be, and on what it rests."""
     model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
     times = times_for(replica.hardware, setup.profile)
-    return step_cost(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
+    return Certainty.of(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
 
 
 def _notes(

@@ -23,13 +23,12 @@ from membound.roofline.reading.problems import one_sentence
 from membound.roofline.results.comparison import UNITS
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, engine_setup, remarks
-from membound.roofline.times.known import times_for
 from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.load import Lengths, Load
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, Step
-from membound.simulator.steady import check_context, deployment_of, load_of, with_room_for
+from membound.simulator.steady import Steady, check_context, deployment_of, load_of, with_room_for
 from membound.simulator.sweeping.sweep import Workers
 
 # 2^k subsets are simulated for stacks of up to so many techniques; closed forms take more (MOST_FACTORIAL).
@@ -269,7 +268,8 @@ def stack(
         hardware = get_hardware(point.plain.hardware)
         costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(point.load))
         game = StackingGame(chosen, point.plain, costing, metric)
-        error = times_for(hardware, point.plain.engine.profile).relative_error
+        deployment = deployment_of(point.plain, resolve_model(point.plain.model), hardware)
+        error = Steady(deployment, point.load).relative_error
         most = MOST_SIMULATED if simulate else MOST_FACTORIAL
         game.ahead(most, tell)
         found = analyse(game, point.values, error, _conditions(point, hardware, simulate), most)

@@ -151,6 +151,9 @@ def test_what_a_sentence_holds_is_said_too_and_names_are_not() -> None:
         "the requests cover 09:00 to 09:40 of the day: 3.2 arrivals/s, of a mean of 2; workload.arrivals.start_s says "
         "where the run begins, workload.requests how far it gets",
         "times of steps are within ±12%: from this machine's calibration",
+        "times of steps are within ±18%: from kernels measured on H100-SXM5",
+        "times of steps are within ±46%: no kernel was measured on MI300X, all are inherited from MI250X, any",
+        "times of steps are within ±21%: 60% from kernels measured on L4, the rest inherited from Ada",
         "prefill engines busy 81% of the time, decode engines 40%, links 3%",
         QUICK_NOTE,
     ],

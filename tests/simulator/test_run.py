@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.speculation.steps import speculation_of
 from membound.roofline.techniques import (
@@ -206,3 +207,14 @@ def test_a_note_says_how_many_waited_for_a_seat_and_only_where_seats_bind():
     assert not said(8, max_num_seqs=8), "a seat falls free as its client asks again"
     assert not said(12, max_num_seqs=64, num_blocks=40), "memory is what they wait for"
     assert not said(12)
+
+
+@pytest.mark.parametrize("device", ["H100-SXM5", "H200-SXM", "MI300X"])
+def test_a_run_is_as_sure_as_one_of_its_steps_is(device: str) -> None:
+    one = scenario(hardware=device).with_techniques((ContinuousBatching(),))
+    (note,) = (note for note in run(one).provenance.notes if "times of steps" in note)
+    at = one.workload.prompts.tokens.median + 18
+    step = OperatingPoint.of(one, batch=8, context=round(at), phase="decode").to_json()
+    told = int(note.split("±")[1].split("%")[0]) / 100
+    assert told == pytest.approx(step["step"]["relative_error"], abs=0.03)
+    assert ("no kernel was measured" in note) == (step["origin"]["kind"] == "inherited")
