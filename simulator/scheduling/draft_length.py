@@ -2,7 +2,8 @@
 
 Decided anew in each step from what was measured so far: how often each sequence's guesses were accepted, and how long
 steps took with how many guesses. All sequences of a step draft equally far, since a drafter's passes serve all of
-them: a step of sequences with acceptance a_i and g guesses each emits the sum of E(a_i, g) in t0 + s g seconds.
+them: a step of sequences with acceptance a_i and g guesses each emits the sum of E(a_i, g) in t0 + s g seconds. Of a
+step with prompts those who decode take the share of their tokens: in a full one a guess takes the place of a prompt's.
 """
 
 from __future__ import annotations
@@ -85,13 +86,14 @@ class AdaptiveLength:
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
         self._acceptance: dict[int, _Acceptance] = {}
-        self._costs: dict[int, StepCost] = {}
+        self._costs: dict[tuple[int, bool], StepCost] = {}
         self._steps = 0
+        self._prompts = False  # whether the last step had any, as the next one may
 
     def choose(self, sequences: list[Sequence]) -> int:
         """The length of the drafts in the step that comes."""
         most = self.drafts.gamma
-        cost = self._costs.setdefault(_size(len(sequences)), StepCost())
+        cost = self._cost(len(sequences), self._prompts)
         line = cost.line
         self._steps += 1
         if line is None:
@@ -107,25 +109,26 @@ class AdaptiveLength:
 
     def observe(self, step: Step, outcome: Outcome, seconds: float) -> None:
         """A step took so long, drafting included; its outcome says what was accepted."""
+        self._prompts = bool(step.prompts)
         if not step.decoding:
             return
         lengths = 0
         for sequence, length, accepted in drafts_of(step, outcome):
             lengths += length
             self._of(sequence).add(accepted, min(length, accepted + 1))
-        if not step.prompts:
-            self._costs.setdefault(_size(step.decoding), StepCost()).add(lengths / step.decoding, seconds)
+        tokens = step.decoding + lengths
+        share = tokens / (tokens + sum(work.tokens for work in step.prompts))
+        self._cost(step.decoding, self._prompts).add(lengths / step.decoding, share * seconds)
 
     def forget(self, sequence: int) -> None:
         """A sequence has ended."""
         self._acceptance.pop(sequence, None)
 
+    def _cost(self, batch: int, prompts: bool) -> StepCost:
+        """Of steps of batches that are alike, which are powers of two, with prompts or without."""
+        return self._costs.setdefault((batch.bit_length(), prompts), StepCost())
+
     def _of(self, sequence: int) -> _Acceptance:
         if sequence not in self._acceptance:
             self._acceptance[sequence] = _Acceptance(self.drafts.alpha * PRIOR_TRIALS, PRIOR_TRIALS)
         return self._acceptance[sequence]
-
-
-def _size(batch: int) -> int:
-    """Batches that are alike: powers of two."""
-    return batch.bit_length()

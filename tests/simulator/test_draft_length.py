@@ -71,3 +71,27 @@ def test_adaptive_drafts_come_close_to_the_best_length_that_is_fixed(batch, alph
     assert adaptive > 0.95 * max(fixed)
     if min(fixed) < 0.9 * max(fixed):
         assert adaptive > min(fixed)
+
+
+def with_prompts_in_every_step(technique):
+    """Tokens a second where prompts fill the steps of half a run: a queue, and chunks of prompts beside decodes."""
+    scenario = {
+        "name": "queued",
+        "model": "Llama-3.1-8B",
+        "hardware": "L40S",
+        "engine": {"profile": "vllm", "max_num_seqs": 128, "max_batched_tokens": 1024},
+        "techniques": ["continuous_batching", *([technique] if technique else [])],
+        "workload": {
+            "arrivals": {"kind": "closed_loop", "concurrency": 256},
+            "requests": 256,
+            "prompts": {"kind": "synthetic", "tokens": {"kind": "lognormal", "median": 512, "sigma": 0.5}},
+            "output_tokens": {"kind": "lognormal", "median": 128, "sigma": 0.5},
+        },
+    }
+    return run(parse_scenario(scenario)).summary.output_tokens_per_s
+
+
+def test_drafts_adapt_where_no_step_is_without_prompts():
+    eagle = {"name": "eagle", "depth": 4, "tree_size": 16}
+    none, fixed, adaptive = (with_prompts_in_every_step(one) for one in (None, eagle, eagle | {"adaptive": True}))
+    assert fixed < 0.9 * none and adaptive > 0.95 * none
