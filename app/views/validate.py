@@ -55,8 +55,11 @@ def _published(t: Translate) -> None:
     promises = judged.promises(listed[0])
     kept = int((promises["reached"] <= promises["promised"]).sum())
     whole, missed = len(listed[0].table), listed[0].missed
-    st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole))
-    st.write(t("validate.published_missed", missed=t("sign.semicolon").join(said(what, t) for what in missed)))
+    medians = promises["reached"][~promises["what"].str.contains("percentile")]
+    ends = {"least": _percent(medians.min()), "most": _percent(medians.max())}
+    st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole, **ends))
+    if missed:
+        st.write(t("validate.published_missed", missed=t("sign.semicolon").join(_missed(listed[0], t))))
     kernels, runs = judged.counts(listed[0])
     st.write(t("validate.published_said", kernels=kernels, runs=runs))
     promises["what"] = [_BRACKETS.sub("", _row(what, t)) for what in promises["what"]]
@@ -72,6 +75,20 @@ def _published(t: Translate) -> None:
         with st.expander(t(f"validate.section_{section}")):
             st.dataframe(first[title], hide_index=True, key=f"published_{section}")
     st.caption(t("validate.published_caption"))
+
+
+def _missed(figures: judged.Figures, t: Translate) -> list[str]:
+    """Each promise that is missed, with what was reached and what is promised."""
+    rows = figures.table[figures.table["what"].isin(figures.missed)]
+    return [
+        f"{_row(row['what'], t)}{t('sign.colon')}"
+        + t(
+            "validate.missed_by",
+            reached=row["reached"].replace(" and ", " + "),
+            promised=row["promised"].replace("all", "100 %"),
+        )
+        for row in rows.to_dict("records")
+    ]
 
 
 def _row(what: str, t: Translate) -> str:
