@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from membound.kernels.bench.attention_cases import CASES as ATTENTION
+from membound.kernels.bench.latent_cases import CASES as LATENT
 from membound.kernels.bench.linear_cases import CASES as LINEAR
 from membound.kernels.bench.pointwise_cases import CASES as POINTWISE
 from membound.kernels.bench.state_cases import CASES as STATE
 from membound.kernels.bench.trial import Case, Inputs, poisoned
 from membound.kernels.bench.workers import answers, command_of
 
-CASES: tuple[Case, ...] = (*ATTENTION, *LINEAR, *POINTWISE, *STATE)
+CASES: tuple[Case, ...] = (*ATTENTION, *LATENT, *LINEAR, *POINTWISE, *STATE)
 
 
 @dataclass(frozen=True)
