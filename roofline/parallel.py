@@ -75,6 +75,11 @@ class Parallelism(Part):
         return self.tp * self.pp * self.dp * self.cp
 
     @property
+    def devices_of_rank(self) -> int:
+        """Devices over which the cache of one sequence is spread."""
+        return self.tp * self.pp * self.cp
+
+    @property
     def moe_tp(self) -> int:
         """Devices that split one expert."""
         return self.tp * self.dp // self.ep

@@ -55,7 +55,7 @@ class Disaggregation(Part):
     prefill_engines: int = Field(1, ge=1, le=10_000)
     decode_engines: int = Field(1, ge=1, le=10_000)
     link_bytes_per_s: float | None = Field(
-        None, gt=0, le=1e15, description="of one prefill engine; the device's scale_out link where it is not given"
+        None, gt=0, le=1e15, description="out of or into one engine; the device's scale_out link where it is not given"
     )
     layerwise: bool = True
     prefill_parallel: Parallelism | None = None

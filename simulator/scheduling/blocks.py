@@ -58,6 +58,17 @@ class BlockPool:
             self.free += self.cache.evict(blocks - self.free)
         self.free -= blocks
 
+    def hold(self, blocks: int, prefix: list[int]) -> int:
+        """Takes `blocks` blocks whose content is here, those of the hashes `prefix` that the cache has as one more
+        user; returns how many of the hashes they are."""
+        if self.cache is None:
+            self.take(blocks)
+            return 0
+        found, _, _ = self.cache.found(prefix)
+        self.cache.use(prefix[:found])
+        self.take(blocks - found)
+        return found
+
     def give(self, blocks: int) -> None:
         """Takes blocks back."""
         self.free += blocks

@@ -79,6 +79,7 @@ class Sequence:
         "rank",
         "reason",
         "request",
+        "reserved_blocks",
         "service_class",
         "standing",
         "standing_computed",
@@ -105,6 +106,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # of its prompt, found there when it first joined
         self.rank = 0  # the data-parallel rank that holds its K and V
         self.swapped_blocks = 0  # on the host
+        self.reserved_blocks = 0  # taken before its K and V came
         self.loaded = False  # its K and V exist elsewhere and come without being computed
         self.ends_at = 0
         self.preemptions = 0

@@ -6,6 +6,7 @@ pool it makes the same decisions, whatever the clock that it never sees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 
@@ -107,8 +108,11 @@ class Scheduler:
         self._waiting: dict[int, Sequence] = {}
         self._arrivals = 0
         self._draft_blocks: tuple[int, ...] = ()  # on each rank
+        self._reserved: dict[int, Sequence] = {}  # whose blocks are taken, and which have not joined
+        # Since the last step:
         self._moved_blocks = [0] * len(self.pools)
         self._cached_tokens = 0
+        self._preempted: list[int] = []
         self._prompt_tokens = 0
         self._begun = False  # whether the batch has decoded since it was last empty
         self._filling = True  # whether nobody was under way before the step
@@ -165,6 +169,10 @@ class Scheduler:
         self._arrivals += 1
         if self.classify is not None:
             self.classify(sequence)
+        if sequence.reserved_blocks:
+            sequence.key = -math.inf  # it goes first: others may need the blocks that it has
+            self._wait(sequence)
+            return
         sequence.key = self.order.key(sequence)
         reason = self.refusal(sequence.request) or self.admission.refusal(
             sequence, len(self._waiting), self._tokens_ahead
@@ -174,11 +182,31 @@ class Scheduler:
         else:
             sequence.status, sequence.reason = "rejected", reason
 
+    def reserve(self, sequence: Sequence) -> bool:
+        """Takes the blocks of one whose K and V are to come from elsewhere, before they do; False where no rank has
+        them."""
+        for rank in self._ranks_for(sequence, seated=False):
+            needed = self._blocks_to_resume(sequence)
+            if needed <= self.pools[rank].available:
+                self.pools[rank].take(needed)
+                sequence.rank, sequence.reserved_blocks = rank, needed
+                self._reserved[sequence.id] = sequence
+                return True
+        return False
+
     def plan(self) -> Step | None:
         """The next step, or None when nothing can be computed. Blocks for all its tokens are taken."""
+        step = self._planned()
+        while step is None and any(sequence.reserved_blocks for sequence in self._waiting.values()):
+            step = self._planned()  # everybody was preempted for want of blocks that these have
+        if step is not None:
+            self._preempted.clear()
+            self._moved_blocks = [0] * len(self.pools)
+            self._cached_tokens = 0
+        return step
+
+    def _planned(self) -> Step | None:
         alone, self._filling = self.batching.prompts_alone, self.num_running == 0
-        self._moved_blocks = [0] * len(self.pools)
-        self._cached_tokens = 0
         self._grown = False
         self._begun = self._begun and self.num_running > 0
         preempted: list[int] = []
@@ -200,9 +228,10 @@ class Scheduler:
         if not alone:
             rooms = self._rooms(len(self.decoders.members) + guesses.total)
             prompts = self._plan_prompts(rooms, joined, join=not preempted)
+        self._preempted += preempted
         if not prompts and not self.decoders.members:
             return None
-        return self._step(decoding, tuple(prompts), drafts, guesses, joined, tuple(preempted))
+        return self._step(decoding, tuple(prompts), drafts, guesses, joined, tuple(self._preempted))
 
     def usage(self, step: Step, outcome: Outcome) -> tuple[float, float]:
         """Block-seconds in use and token-seconds held in them, of a planned step that came to `outcome`."""
@@ -254,6 +283,7 @@ class Scheduler:
             shared = 0 if pool.cache is None else pool.cache.used + pool.cache.unused
             held = sum(self._blocks(sequence) - len(sequence.cached) for sequence in here)
             guessed = self._draft_blocks[rank] if self._draft_blocks else 0
+            guessed += sum(each.reserved_blocks for each in self._reserved.values() if each.rank == rank)
             assert held + guessed + shared == pool.used, "a block was lost or is counted twice"
             if pool.cache is not None:
                 pool.cache.check_integrity([sequence.cached for sequence in here])
@@ -302,15 +332,18 @@ class Scheduler:
     def _seats_of_rank(self) -> int:
         return -(-self.max_num_seqs // len(self.pools))
 
-    def _ranks_for(self, sequence: Sequence) -> Iterable[int]:
-        """Ranks with a seat, that with the fewest sequences first; of those with equally many that with more room."""
+    def _ranks_for(self, sequence: Sequence, seated: bool = True) -> Iterable[int]:
+        """Ranks, with a seat where it is to be `seated`, that with the fewest sequences first; of those with equally
+        many that with more room."""
         if len(self.pools) == 1:
             return (0,)
         taken = self.decoders.on_rank.copy()
         for prompt in self.prompts.values():
             taken[prompt.rank] += 1
-        ranks = [sequence.rank] if sequence.swapped_blocks else range(len(self.pools))
-        free = [rank for rank in ranks if taken[rank] < self._seats_of_rank]
+        ranks = [sequence.rank] if sequence.swapped_blocks or sequence.reserved_blocks else range(len(self.pools))
+        free = [rank for rank in ranks if not seated or taken[rank] < self._seats_of_rank]
+        for other in self._reserved.values():
+            taken[other.rank] += 1
         return sorted(free, key=lambda rank: (taken[rank], -self.pools[rank].available))
 
     def _join(self, sequence: Sequence, room: int, rank: int) -> bool:
@@ -354,13 +387,13 @@ class Scheduler:
 
     def _resume(self, sequence: Sequence, rank: int) -> bool:
         """A sequence whose K and V exist elsewhere decodes at once: it comes back from the host, or from a prefill."""
-        # Where steps of prompts go alone, the blocks of the next token are taken after this.
-        tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
         pool = self.pools[rank]
-        needed = pool.blocks_for(self.reserving.held(sequence.request, tokens))
+        needed = self._blocks_to_resume(sequence) - sequence.reserved_blocks
         if needed > pool.available:
             return False
         self._leave_queue()
+        if self._reserved.pop(sequence.id, None) is not None:
+            sequence.key, sequence.reserved_blocks = self.order.key(sequence), 0
         sequence.rank = rank
         pool.take(needed)
         if self.tables is not None:
@@ -374,6 +407,11 @@ class Scheduler:
         self._grown = not self.batching.prompts_alone
         self.decoders.add(sequence)
         return True
+
+    def _blocks_to_resume(self, sequence: Sequence) -> int:
+        # Where steps of prompts go alone, the blocks of the next token are taken after this.
+        tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
+        return self.pool.blocks_for(self.reserving.held(sequence.request, tokens))
 
     def _advance_prompt(self, work: Work, outcome: Outcome, ended: list[Sequence]) -> None:
         """The tokens of `work` are computed; with the last of a prompt its sequence emits a token and decodes."""

@@ -113,3 +113,63 @@ def test_a_cache_crosses_as_many_links_as_the_smaller_engine_has_devices():
         gaps[tp] = np.mean(table["finished_s"] - table["first_token_s"])
     link = get_hardware("H100-SXM5").scale_out.bandwidth_bytes_per_s
     assert gaps[1] - gaps[2] == pytest.approx(float(kv_bytes(spec, setup, 1000.0, 1.0)) / link / 2, rel=1e-6)
+
+
+def most_held(table: dict, block_size: int = 16) -> int:
+    """Blocks of prompts that have their first token and not their last, of all requests at a time."""
+    several = table["output_tokens"] > 1
+    blocks = -(-table["prompt_tokens"][several] // block_size)
+    moments = np.concatenate([table["first_token_s"][several], table["finished_s"][several]])
+    order = np.lexsort((np.repeat([1, 0], len(blocks)), moments))
+    return int(np.cumsum(np.concatenate([blocks, -blocks])[order]).max())
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("engine", [{"num_blocks": 150}, {"num_blocks": 400, "prefix_caching": True}])
+@pytest.mark.parametrize("pools", [(4, 1), (1, 1), (2, 3)])
+def test_every_cache_is_in_the_memory_of_an_engine_at_all_times(pools, engine, layerwise):
+    """Who wrote a first token holds the blocks of the prompt in one pool or the other, however slow the others are."""
+    settings = {"prefill_engines": pools[0], "decode_engines": pools[1], "layerwise": layerwise}
+    result = run(scenario(60.0, settings | {"link_bytes_per_s": 5e9}, **engine))
+    assert result.summary.completed == 300
+    assert 0 < most_held(result.requests) <= sum(pools) * engine["num_blocks"]
+
+
+def test_a_cache_stays_where_it_was_computed_until_it_has_crossed_also_beside_a_prefix_cache():
+    """Requests that share nothing are served alike with one and without; blocks for two prompts are the bottleneck."""
+    settings = {"link_bytes_per_s": 0.5e9, "layerwise": False}
+    chosen = scenario(50.0, settings, requests=60, num_blocks=130)
+    plain, cached = run(chosen), run(chosen.with_value("engine.prefix_caching", True))
+    for name in ("first_token_s", "finished_s"):
+        np.testing.assert_allclose(cached.requests[name], plain.requests[name], rtol=1e-9)
+    assert plain.summary.ttft_s.p50 > 5.0, "prompts wait for the caches of those before them to leave"
+
+
+def test_an_engine_without_memory_holds_up_those_that_compute_its_prompts():
+    few, many = (run(scenario(60.0, {"prefill_engines": 4}, num_blocks=n)).summary for n in (150, 5000))
+    assert few.ttft_s.p50 > 5 * many.ttft_s.p50
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize(("pools", "links"), [((1, 1), 1), ((4, 1), 1), ((1, 3), 1), ((2, 2), 2)])
+def test_transfers_share_the_link_of_the_engine_that_sends_and_of_the_one_that_takes(pools, links, layerwise):
+    spec, setup = resolve_model("Llama-3.1-8B"), scenario(1.0, None).setup
+    transfer_s = float(kv_bytes(spec, setup, 1000.0, 1.0)) / 0.5e9
+    settings = {"prefill_engines": pools[0], "decode_engines": pools[1], "link_bytes_per_s": 0.5e9}
+    result = run(scenario(100.0, settings | {"layerwise": layerwise}))
+    several = result.requests["output_tokens"] > 1
+    assert result.summary.duration_s == pytest.approx(np.sum(several) * transfer_s / links, rel=0.06)
+
+
+def test_ranks_send_and_take_over_links_of_their_own():
+    """Half of an engine's link each: a lone cache takes twice as long from one rank of two as from a single one."""
+    gaps = {}
+    for dp in (1, 2):
+        settings = {"link_bytes_per_s": 1e9, "layerwise": False}
+        chosen = scenario(1e-3, settings, requests=3).with_values(
+            {"model": "Qwen3-30B-A3B", "parallel": {"dp": dp, "ep": dp}, "hardware": "H200-SXM"}
+        )
+        table = run(chosen.with_value("workload.output_tokens", {"kind": "fixed", "tokens": 2})).requests
+        gaps[dp] = np.mean(table["finished_s"] - table["first_token_s"])
+    cache_bytes = float(kv_bytes(resolve_model("Qwen3-30B-A3B"), scenario(1.0, None).setup, 1000.0, 1.0))
+    assert gaps[2] - gaps[1] == pytest.approx(cache_bytes / 1e9, rel=0.1)
