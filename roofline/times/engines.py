@@ -33,7 +33,9 @@ class EngineProfile(BaseModel):
     Of the time of other requests' prompts the `interleaved` share falls between a request's tokens: 0.5 where prompts
     go first and together, 1 where chunks join decode steps. The engine's linear kernels reach `rate_share` of the
     matrix rate that the tables' kernels do, those for quantized weights `quantized_rate_share` of that, and with
-    `fp16_accumulate` they take the doubled rate of GeForce cards. Its kernels for quantized weights with 16-bit
+    `fp16_accumulate` they take the doubled rate of GeForce cards. Those that keep few loads in flight move at most
+    `unit_bytes_per_cycle` in a cycle of each unit, whatever the memory could, since a load takes about as many cycles
+    on every card. Its kernels for quantized weights with 16-bit
     activations take `weight_only_s` longer to start than plain ones.
     `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on, with what
     teams differ by where they are of a single one.
@@ -55,6 +57,7 @@ class EngineProfile(BaseModel):
     rate_share: float = Field(1.0, gt=0, le=2)
     quantized_rate_share: float = Field(1.0, gt=0, le=2)
     fp16_accumulate: bool = False
+    unit_bytes_per_cycle: float | None = Field(None, gt=0)
     weight_only_s: float = Field(0.0, ge=0)
     spread: float = Field(0.15, ge=0)
     source: str = Field(min_length=1)

@@ -53,6 +53,7 @@ PRIORS = {
     "extra_kernels": Prior(10.0, 20.0, 0.0, 200.0),
     "rate_share": Prior(0.9, 0.3, 0.02, 1.5),
     "quantized_rate_share": Prior(0.8, 0.3, 0.02, 1.5),
+    "unit_bytes_per_cycle": Prior(8.0, 8.0, 1.0, 64.0),
     "interleaved": Prior(0.75, 0.2, 0.0, 1.0),
 }
 # Rows further off than this (in ln) count less and less.
@@ -81,7 +82,10 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     ),
     "autoawq": (("launch_s", "extra_kernels", "step_s", "quantized_rate_share"), {"graphs": False}),
     "autoawq-gemv": (("launch_s", "extra_kernels", "step_s", "quantized_rate_share"), {"graphs": False}),
-    "llama.cpp": (("gap_s", "step_s", "rate_share", "quantized_rate_share"), {"fp16_accumulate": True}),
+    "llama.cpp": (
+        ("gap_s", "step_s", "rate_share", "quantized_rate_share", "unit_bytes_per_cycle"),
+        {"fp16_accumulate": True},
+    ),
     "mlc": (("gap_s", "step_s"), {}),
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),
 }
