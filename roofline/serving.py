@@ -125,8 +125,9 @@ class Deployment:
         return np.clip(np.asarray(batch) * steps / max(output_tokens, 1.0), 1.0, self.at_once(prompt_tokens))[()]
 
     def at_once(self, prompt_tokens: float) -> float:
-        """Prompts, or chunks of them, that a step holds at most: each of a pipeline's micro-batches one or more."""
-        return self.setup.parallel.most_micro_batches * max(self.chunk_tokens // prompt_tokens, 1.0)
+        """Prompts, or chunks of them, that a step holds at most: each rank's micro-batches have one or more."""
+        parallel = self.setup.parallel
+        return parallel.dp * parallel.most_micro_batches * max(self.chunk_tokens // prompt_tokens, 1.0)
 
     def joined_s(self, batch: float, context: float) -> float:
         """Seconds that the steps which a prompt joins would take without it: those of the others' tokens."""

@@ -336,11 +336,10 @@ class Steady:
         """How the time that prompts take divides over the bounds; of steps that they share with decodes what they add,
         which is below 0 for a bound that they lift."""
         deployment, lengths = self.deployment, self.lengths
-        room = float(deployment.chunk_tokens)
-        chunk = min(lengths.prompt_tokens, room)
+        chunk = min(lengths.prompt_tokens, float(deployment.chunk_tokens))
         # static batches compute as many prompts in a step as it holds, others as many as end meanwhile
         waiting = self.batch if self.is_static else self.batch / max(lengths.output_tokens, 1.0)
-        together = min(max(waiting, 1.0), max(room // lengths.prompt_tokens, 1.0))
+        together = min(max(waiting, 1.0), deployment.at_once(lengths.prompt_tokens))
         prompts = StepShape.prefill(together, chunk, (lengths.prompt_tokens - chunk) / 2.0)
         if deployment.batching.prompts_alone:
             return _seconds(deployment.step(prompts), None)

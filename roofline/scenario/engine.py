@@ -85,7 +85,7 @@ class Engine(Part):
         le=1_000_000,
         description="sequences in one step at most, of all dp ranks together; the usual ones of the hardware else",
     )
-    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most, of all dp ranks")
+    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most, of each dp rank")
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
     num_blocks: int | None = Field(
         None, ge=1, le=1_000_000_000, description="KV blocks of all dp ranks; from memory where it is not given"

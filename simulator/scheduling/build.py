@@ -159,7 +159,7 @@ def _classify(scenario: Scenario) -> Classify | None:
 def _seconds_per_token(scenario: Scenario, model: ModelSpec, times: Times) -> float:
     """Seconds of prefill for each token of a full step: no engine is faster."""
     tokens = float(min(scenario.engine.max_batched_tokens, model.max_context))
-    together = float(scenario.setup.parallel.most_micro_batches)
+    together = float(scenario.setup.parallel.dp * scenario.setup.parallel.most_micro_batches)
     full = StepShape.prefill(together, tokens)
     return float(pipelined_cost(model, scenario.setup, times, full).time_s) / (together * tokens)
 

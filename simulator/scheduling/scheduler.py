@@ -45,7 +45,7 @@ class Scheduler:
     With data parallelism `pool` is the first rank's and `others` those of the rest, equally large. A sequence that
     joins takes a seat and all its blocks on one rank, that with the fewest sequences among those that have room, and
     stays there until it ends or is recomputed: as TensorRT-LLM spreads what waits (its adp_router.py, which evens out
-    requests before tokens). Prefixes are found on that rank alone.
+    requests before tokens). Prefixes are found on that rank alone, and each has its own `max_batched_tokens`.
 
     In a pipeline a step is a round of up to `micro_batches` steps of the engine, each of `max_batched_tokens` tokens.
     A prompt, or a chunk of it, is in one of them.
@@ -99,9 +99,8 @@ class Scheduler:
         self.decoders = Decoders(
             pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None, ranks=len(self.pools)
         )
-        self._proposing = Proposing(
-            self.decoders, self.pools, micro_batches * max_batched_tokens, lengths, tables, self.reserving
-        )
+        round_tokens = len(self.pools) * micro_batches * max_batched_tokens
+        self._proposing = Proposing(self.decoders, self.pools, round_tokens, lengths, tables, self.reserving)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
         self._queue: list[tuple[float, int]] = []
@@ -213,7 +212,7 @@ class Scheduler:
         joined: list[Sequence] = []
         prompts: list[Work] = []
         if alone:
-            prompts = self._plan_prompts(self._rooms(0), joined)
+            prompts = self._plan_prompts(self._rooms([0] * len(self.pools)), joined)
         decoding = not prompts
         drafts: dict[int, Draft] = {}
         guesses = NO_GUESSES
@@ -226,7 +225,8 @@ class Scheduler:
                 drafts, guesses = self._proposing.listed(self.drafter)
             self._draft_blocks = guesses.blocks
         if not alone:
-            rooms = self._rooms(len(self.decoders.members) + guesses.total)
+            guessed = -(-guesses.total // len(self.pools))
+            rooms = self._rooms([decoding + guessed for decoding in self.decoders.on_rank])
             prompts = self._plan_prompts(rooms, joined, join=not preempted)
         self._preempted += preempted
         if not prompts and not self.decoders.members:
@@ -293,34 +293,37 @@ class Scheduler:
 
     # -- prompts
 
-    def _rooms(self, taken: int) -> list[int]:
-        """Tokens that are left in each micro-batch, over which those `taken` are spread."""
-        return [self.max_batched_tokens - (taken + index) // self.micro_batches for index in range(self.micro_batches)]
+    def _rooms(self, taken: list[int]) -> list[list[int]]:
+        """Tokens that are left in each micro-batch of each rank, over which those `taken` on it are spread."""
+        most, parts = self.max_batched_tokens, self.micro_batches
+        return [[most - (tokens + part) // parts for part in range(parts)] for tokens in taken]
 
-    def _plan_prompts(self, rooms: list[int], joined: list[Sequence], join: bool = True) -> list[Work]:
-        """Work on prompts, in the `rooms` of tokens of each micro-batch: those begun, then those that join.
+    def _plan_prompts(self, rooms: list[list[int]], joined: list[Sequence], join: bool = True) -> list[Work]:
+        """Work on prompts, in the `rooms` of tokens of their rank's micro-batches: those begun, then those that join.
 
         Each goes where most room is left.
         """
         planned: list[Work] = []
         for sequence in self.prompts.values():
-            room = max(rooms)
-            if room <= 0:
-                return planned
-            planned.append(self._chunk(sequence, room))
-            rooms[rooms.index(room)] -= planned[-1].tokens
+            here = rooms[sequence.rank]
+            if (room := max(here)) > 0:
+                planned.append(self._chunk(sequence, room))
+                here[here.index(room)] -= planned[-1].tokens
         if not (join and self._queue and self.batching.admits(self._begun)):
             return planned
-        while self._queue and (room := max(rooms)) > 0 and self.num_running < self.max_num_seqs:
+        while self._queue and self.num_running < self.max_num_seqs:
             sequence = self._waiting[self._queue[0][1]]
-            if not any(self._join(sequence, room, rank) for rank in self._ranks_for(sequence)):
+            ranks = (rank for rank in self._ranks_for(sequence) if max(rooms[rank]) > 0)
+            if not any(self._join(sequence, max(rooms[rank]), rank) for rank in ranks):
                 break
             joined.append(sequence)
+            here = rooms[sequence.rank]
+            room = max(here)
             if sequence.clock is not None:
-                rooms[rooms.index(room)] -= 1
+                here[here.index(room)] -= 1
                 continue
             planned.append(self._chunk(sequence, room))
-            rooms[rooms.index(room)] -= planned[-1].tokens
+            here[here.index(room)] -= planned[-1].tokens
         return planned
 
     def _chunk(self, sequence: Sequence, room: int) -> Work:

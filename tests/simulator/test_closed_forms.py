@@ -183,6 +183,20 @@ def test_chunks_beside_decodes_take_what_a_run_says_in_stages_too(users, prompt,
     assert steady.output_tokens_per_s == pytest.approx(tokens_per_s, rel=0.1)
 
 
+@pytest.mark.parametrize("parallel", [{"dp": 8, "ep": 8}, {"dp": 4, "pp": 2, "ep": 4}])
+@pytest.mark.parametrize("techniques", [(), CONTINUOUS])
+@pytest.mark.parametrize(("users", "prompt"), [(1, 4000), (16, 4000), (64, 1000)])
+def test_ranks_compute_prompts_side_by_side_as_a_run_says(users, prompt, techniques, parallel):
+    """Each with a budget of tokens of its own: 16 prompts of a step's tokens take 2 steps of 8 ranks."""
+    asked = scenario(users, prompt, 64, techniques, "Qwen3-30B-A3B", profile="vllm", max_batched_tokens=4096)
+    asked = asked.with_values({f"parallel.{name}": value for name, value in parallel.items()})
+    _, steady = under_way(asked)
+    ttft_s, tpot_s, tokens_per_s = served_by_run(asked)
+    assert steady.ttft_s == pytest.approx(ttft_s, rel=0.04)
+    assert steady.tpot_s == pytest.approx(tpot_s, rel=0.04)
+    assert steady.output_tokens_per_s == pytest.approx(tokens_per_s, rel=0.03)
+
+
 @pytest.mark.parametrize("batching", BATCHINGS)
 def test_stages_never_bring_a_lone_prompt_its_first_token_sooner(batching):
     """Of one computed whole or in chunks; and with many at once they do."""

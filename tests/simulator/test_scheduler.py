@@ -12,6 +12,7 @@ from membound.simulator.scheduling.drafter import Room, prompt_lookup
 from membound.simulator.scheduling.guessing import ModelledDrafter
 from membound.simulator.scheduling.policies import (
     BATCHINGS,
+    ChunkedPrefill,
     ContinuousBatching,
     EarliestDeadline,
     FirstCome,
@@ -123,12 +124,30 @@ def test_every_request_ends_and_every_block_comes_back(lengths, engine, gamma, a
         assert pool.host_free == (12 if engine["memory"] == "swap" else 0)
     for step in steps:
         assert len(step.work) == step.sequences <= engine["seats"]
-        assert sum(work.tokens for work in step.work) <= 64
+        assert sum(work.tokens for work in step.work) <= 64 * engine["ranks"]
+        assert all(work.tokens <= 64 for work in step.work)
         assert step.blocks_used <= step.num_blocks
     if not any(step.preempted for step in steps):
         computed = sum(work.tokens for step in steps for work in step.prompts)
         found = sum(step.cached_tokens for step in steps)
         assert computed + found == sum(prompt for prompt, _ in lengths)
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=REQUESTS, micro_batches=st.integers(1, 5), chunked=st.booleans())
+def test_parts_of_prompts_in_a_round_are_those_of_its_micro_batches(lengths, micro_batches, chunked):
+    """Each has the engine's budget, and no prompt is in two of them: greedily laid, they find room."""
+    batching = ChunkedPrefill() if chunked else ContinuousBatching()
+    scheduler = Scheduler(batching, BlockPool(400, 4), 8, 64, micro_batches=micro_batches)
+    steps, ended = serve_all(scheduler, requests_of(lengths), 0)
+    assert len(ended) == len(lengths)
+    for step in steps:
+        rooms = [64 - (step.decoding + part) // micro_batches for part in range(micro_batches)]
+        for work in step.prompts:
+            room = max(rooms)
+            assert 0 < work.tokens <= room
+            rooms[rooms.index(room)] -= work.tokens
+    assert steps[0].filling
 
 
 def expanded(steps: list[tuple[Step, int]]) -> list[tuple]:
