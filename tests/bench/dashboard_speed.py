@@ -56,6 +56,8 @@ ANSWERING = ("start", "explore", "techniques", "stack", "advisor", "simulate", "
 PAGES = (*ANSWERING, "live", "experiments")
 # How many controls of a kind are tried on a page, and how long it must be calm to have answered.
 MOST_CONTROLS, CALM_MS = 8, 500
+# A list opens at once, on a busy machine within some seconds.
+OPENS_MS = 5_000
 # Of each page, the changes that took most processor time are named.
 MOST_COSTLY = 3
 THINK_S = (2.0, 6.0)
@@ -283,13 +285,20 @@ def _other_button(group: Any) -> Any | None:
 
 
 def _other_of_list(chosen: Any) -> Any | None:
-    """Opens the list and returns an option after the first that is not chosen."""
-    if not chosen.is_visible():
+    """Opens the list and returns an option after the first that is not chosen; None of a list without another.
+
+    A list closes where its page is drawn anew that moment, as a person's would, who opens it again.
+    """
+    if not chosen.is_visible() or not chosen.locator("input").is_enabled():
         return None
-    chosen.locator("input").click()
     options = chosen.page.locator("[role=option][aria-selected=false]")
-    options.first.wait_for(timeout=TIMEOUT_MS)
-    return options.nth(min(1, options.count() - 1))
+    for _ in range(3):
+        chosen.locator("input").click()
+        with contextlib.suppress(PlaywrightError):
+            options.first.wait_for(timeout=OPENS_MS)
+            return options.nth(min(1, options.count() - 1))
+        chosen.page.keyboard.press("Escape")
+    return None
 
 
 def _visible(one: Any) -> Any | None:

@@ -36,7 +36,7 @@ def _serious(page: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize(("language", "locale", "scheme"), [("en", "en-US", "light"), ("zh", "zh-CN", "dark")])
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_opens_and_fits_and_axe_finds_nothing_serious(
+def test_a_page_opens_and_fits_and_axe_finds_nothing_serious_wide_and_narrow(
     session: Callable[..., Any], name: str, language: str, locale: str, scheme: str
 ) -> None:
     tab = session(locale=locale, color_scheme=scheme)
@@ -50,6 +50,8 @@ def test_a_page_opens_and_fits_and_axe_finds_nothing_serious(
     tab.fits()
     tab.page.set_viewport_size(NARROW)
     tab.fits()
+    found = list(_serious(tab.page))
+    assert not found, "\n".join(found)
 
 
 def test_axe_finds_what_nobody_can_read_or_name(session: Callable[..., Any]) -> None:

@@ -40,6 +40,7 @@ GARBAGE = "&".join(
 # A trace that cannot be read, and what is said of it.
 BROKEN_TRACES = {
     "bytes.csv": (b"\x00\xff\xfe", "is not UTF-8 text"),
+    "model.csv": (b"GGUF\x03\x00\x00\x00\xff\xff", "is not UTF-8 text"),
     "empty.csv": (b"", "is empty"),
     "cut.jsonl": (b'{"timestamp": 1,', "is not a complete JSON object"),
     "\u8ddf\u8e2a.csv": (b"a,b\n1,2\n", "of no known format"),
@@ -102,6 +103,20 @@ def test_a_broken_trace_is_one_sentence_and_the_next_file_is_read(session: Sessi
         alert.wait_for(timeout=TIMEOUT_MS)
         assert len(alert.inner_text().strip().splitlines()) <= 3, "an icon and one sentence"
         tab.settle()
+
+
+@pytest.mark.parametrize("path", ["/simulate?traffic=trace", "/validate?against=table"])
+def test_a_file_of_300_mb_is_refused_in_one_sentence_and_is_never_sent(
+    session: Session, tmp_path: Path, path: str
+) -> None:
+    large = tmp_path / "large.csv"
+    with large.open("wb") as file:
+        file.truncate(300 * 2**20)
+    tab = session().open(path)
+    tab.page.on("request", lambda request: tab.problems.append(f"sent {request.method}") if request.post_data else None)
+    tab.page.locator("input[type=file]").first.set_input_files(large)
+    tab.sees(re.compile("must be 20.0MB or smaller"))
+    tab.settle()
 
 
 def test_a_worker_that_is_killed_is_said_with_what_to_do(session: Session, dashboard: Any) -> None:
