@@ -26,6 +26,7 @@ MOST_RUNS = 30
 # What the sections of the published validation are about, by their headings.
 SECTIONS = {
     "Devices and sources that were not fitted": "unfitted",
+    "Sources that nothing was fitted to": "unseen",
     "Ratios": "ratios",
     "Engines": "engines",
     "Beside membound": "peers",
