@@ -81,7 +81,7 @@ _ENGINES = {
     "vllm-0.13": "vLLM from 0.7 to 0.13: chunks of prompts, the device waits for the scheduler",
     "vllm-0.6": "vLLM 0.3 to 0.6, of 2024",
     "vllm-2023": "vLLM as it first was, in 2023",
-    "sglang": "SGLang",
+    "sglang": "SGLang: prompts in steps of their own, before decodes",
     "tensorrt-llm": "TensorRT-LLM from version 1 on",
     "tensorrt-llm-0": "TensorRT-LLM before version 1",
     "fastertransformer": "NVIDIA FasterTransformer, C++, before 2023",
