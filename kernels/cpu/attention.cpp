@@ -22,7 +22,7 @@ constexpr int TILE_TOKENS = 64;  // as many as the bits of a mask
 constexpr int SPAN_TOKENS = 128;
 constexpr int BLOCK_ROWS = 128;  // rows (query tokens x heads of the group) that share one conversion of K and V
 constexpr int ROW_TILE = 4;
-constexpr int DIRECT_ROWS = 2;
+constexpr int DIRECT_ROWS = REGISTERS == 32 ? 8 : 2;  // up to which K and V need no fp32 copies
 constexpr int COLUMN_ROWS = LANES * 3 / 4;  // from so many rows on, lanes are rows
 constexpr int COLUMN_VECTORS = 2;
 constexpr int COLUMN_TOKENS = REGISTERS == 32 ? 2 : 1;
@@ -364,26 +364,24 @@ template <KvFormat FORMAT> struct Direct {
 
     struct Token {
         const uint8_t* from;
-        Vec scale, minimum;
+        float scale, minimum;  // where each token has its own
     };
     // What lies before or behind the tile's tokens is not read, and no weight falls on what stands for it.
     INLINE int clamped(int t) const { return t < first ? first : t > last ? last : t; }
     INLINE Token token(int t) const {
         t = clamped(t);
-        Token token{base + at[t], head_scale, Vec{}};
-        if constexpr (FORMAT == KV_INT8 || FORMAT == KV_INT4) {
-            token.scale = broadcast(to_float(scales[scale_at[t]]));
-            if constexpr (FORMAT == KV_INT4) token.minimum = broadcast(to_float(scales[scale_at[t] + 1]));
-        }
+        Token token{base + at[t], 0, 0};
+        if constexpr (FORMAT == KV_INT8 || FORMAT == KV_INT4) token.scale = to_float(scales[scale_at[t]]);
+        if constexpr (FORMAT == KV_INT4) token.minimum = to_float(scales[scale_at[t] + 1]);
         return token;
     }
     INLINE Vec read(const Token& token, int64_t i) const {
         if constexpr (FORMAT == KV_BF16) return load((const bf16*)token.from + i);
-        if constexpr (FORMAT == KV_FP8) return load((const e4m3*)token.from + i) * token.scale;
-        if constexpr (FORMAT == KV_INT8) return load((const int8_t*)token.from + i) * token.scale;
+        if constexpr (FORMAT == KV_FP8) return load((const e4m3*)token.from + i) * head_scale;
+        if constexpr (FORMAT == KV_INT8) return load((const int8_t*)token.from + i) * broadcast(token.scale);
         const bool low = i < half_dim;
         const IntVec codes = low ? load_bytes(token.from + i) & 15 : load_bytes(token.from + i - half_dim) >> 4;
-        return fma(__builtin_convertvector(codes, Vec), token.scale, token.minimum);
+        return fma(__builtin_convertvector(codes, Vec), broadcast(token.scale), broadcast(token.minimum));
     }
     INLINE void prefetch(int t) const {
         if (last < 0) return;
@@ -397,7 +395,8 @@ template <KvFormat FORMAT> struct Direct {
 template <KvFormat FORMAT, int ROWS>
 void attend_direct(const KvBlocks& kv, const Places& here, const Places& next, const float* q, const uint64_t* seen,
                    int count, int64_t dim, float softcap, float* maximum, Vec* totals, float* sums) {
-    constexpr int TOGETHER = 16 / ROWS;  // tokens whose sums fill a tile of 4 x 4
+    constexpr int TOGETHER = ROWS == 1 ? 16 : ROWS == 2 ? 8 : ROWS <= 4 ? 4 : 2;  // tokens with sums in a tile of 4 x 4
+    constexpr int WIDE = ROWS <= 4 ? DIM_VECTORS : DIM_VECTORS / 2;
     alignas(64) float scores[ROWS * TILE_TOKENS];
     const Direct<FORMAT> keys(kv, KEYS, here), values(kv, VALUES, here), next_keys(kv, KEYS, next);
     for (int t = 0; t < count; t += TOGETHER) {
@@ -409,14 +408,15 @@ void attend_direct(const KvBlocks& kv, const Places& here, const Places& next, c
         }
         for (int64_t i = 0; i < dim; i += LANES) {
             Vec rows[ROWS];
-            for (int r = 0; r < ROWS; r++) rows[r] = load(q + r * dim + i);
-            for (int j = 0; j < TOGETHER; j++) {
+            unroll<ROWS>([&](auto r) LAMBDA { rows[r] = load(q + r * dim + i); });
+            unroll<TOGETHER>([&](auto j) LAMBDA {
                 const Vec key = keys.read(tokens[j], i);
-                for (int r = 0; r < ROWS; r++) {
-                    Vec& sum = tile[(r * TOGETHER + j) / 4][j % 4];
+                unroll<ROWS>([&](auto r) LAMBDA {
+                    constexpr int at = r * TOGETHER + j;
+                    Vec& sum = tile[at / 4][at % 4];
                     sum = fma(rows[r], key, sum);
-                }
-            }
+                });
+            });
         }
         float packed[16];
         sum_tile<4>(tile, packed, 4);
@@ -425,7 +425,7 @@ void attend_direct(const KvBlocks& kv, const Places& here, const Places& next, c
     }
     softmax_rows<ROWS>(scores, seen, dim, softcap, maximum, totals, sums);
     for (int64_t i = 0; i < dim;) {
-        const int vectors = dim - i >= DIM_VECTORS * LANES ? DIM_VECTORS : 1;
+        const int vectors = dim - i >= WIDE * LANES ? WIDE : 1;
         auto weigh_vectors = [&](auto constant) {
             constexpr int VECTORS = decltype(constant)::value;
             Vec acc[ROWS][VECTORS];
@@ -435,17 +435,17 @@ void attend_direct(const KvBlocks& kv, const Places& here, const Places& next, c
                 if (i == 0) next_keys.prefetch(t);
                 const auto token = values.token(t);
                 Vec value[VECTORS];
-                for (int d = 0; d < VECTORS; d++) value[d] = values.read(token, i + d * LANES);
-                for (int r = 0; r < ROWS; r++) {
+                unroll<VECTORS>([&](auto d) LAMBDA { value[d] = values.read(token, i + d * LANES); });
+                unroll<ROWS>([&](auto r) LAMBDA {
                     const Vec weight = broadcast(scores[r * TILE_TOKENS + t]);
-                    for (int d = 0; d < VECTORS; d++) acc[r][d] = fma(weight, value[d], acc[r][d]);
-                }
+                    unroll<VECTORS>([&](auto d) LAMBDA { acc[r][d] = fma(weight, value[d], acc[r][d]); });
+                });
             }
             for (int r = 0; r < ROWS; r++)
                 for (int d = 0; d < VECTORS; d++) store(sums + r * dim + i + d * LANES, acc[r][d]);
         };
-        if (vectors == DIM_VECTORS)
-            weigh_vectors(std::integral_constant<int, DIM_VECTORS>{});
+        if (vectors == WIDE)
+            weigh_vectors(std::integral_constant<int, WIDE>{});
         else
             weigh_vectors(std::integral_constant<int, 1>{});
         i += vectors * LANES;
@@ -502,8 +502,11 @@ void attend_span(const Arguments& a, const Task& task, const float* q, int64_t s
             const int most = 64 - __builtin_clzll(any);
             auto attend = [&](auto format) {
                 constexpr KvFormat FORMAT = decltype(format)::value;
-                auto run = rows == 1 ? attend_direct<FORMAT, 1> : attend_direct<FORMAT, 2>;
-                run(a.kv, here, next, q, seen, most, dim, a.softcap, state.maximum, totals, state.sums);
+                unroll<DIRECT_ROWS>([&](auto before) LAMBDA {
+                    if (rows == before + 1)
+                        attend_direct<FORMAT, before + 1>(a.kv, here, next, q, seen, most, dim, a.softcap,
+                                                          state.maximum, totals, state.sums);
+                });
             };
             switch (a.kv.format) {
                 case KV_BF16: attend(std::integral_constant<KvFormat, KV_BF16>{}); break;

@@ -103,7 +103,7 @@ QUICK = Plan(
     operators=OperatorGrid(
         tokens=(1, 4, 16, 64, 256, 1024),
         widths=(512, 2048),
-        heads=(Heads(8, 2, 64), Heads(32, 8, 64)),
+        heads=(Heads(8, 4, 64), Heads(32, 8, 64)),
         loads=(
             *(Load(sequences, context) for sequences in (1, 4, 16) for context in (64, 256, 1024)),
             *(Load(sequences, 256, 5) for sequences in (1, 4, 16)),

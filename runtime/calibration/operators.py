@@ -54,7 +54,15 @@ class OperatorGrid:
 
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     widths: tuple[int, ...] = (512, 2048, 8192)
-    heads: tuple[Heads, ...] = (Heads(8, 8, 64), Heads(8, 2, 64), Heads(16, 4, 128), Heads(32, 8, 64))
+    # Heads in groups of 1, 2, 3, 4 and 8: what a byte of K and V costs goes by how many heads of q read it.
+    heads: tuple[Heads, ...] = (
+        Heads(8, 8, 64),
+        Heads(8, 4, 64),
+        Heads(6, 2, 64),
+        Heads(32, 8, 64),
+        Heads(16, 4, 128),
+        Heads(16, 2, 128),
+    )
     loads: tuple[Load, ...] = (
         *(
             Load(sequences, context)

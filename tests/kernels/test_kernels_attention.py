@@ -65,6 +65,20 @@ def test_a_token_has_the_same_bits_decoded_alone_and_in_a_batch_or_a_draft(
         assert torch.equal(alone[0], y[row])
 
 
+@pytest.mark.parametrize("head_dim", [20, 64, 96, 128])
+def test_a_head_has_the_same_bits_alone_and_in_a_group_of_any_size(cpp, make_step, head_dim):
+    step = make_step([(1, 300), (3, 77)], 1, head_dim, 16)
+    q = torch.randn(step.batch.num_tokens, 13, head_dim, generator=torch.Generator().manual_seed(1))
+
+    def attended(first: int, last: int) -> torch.Tensor:
+        heads = q[:, first:last].contiguous()
+        return cpp.attention(heads, step.k_blocks, step.v_blocks, step.batch, head_dim**-0.5).view_as(heads)
+
+    alone = torch.cat([attended(head, head + 1) for head in range(13)], dim=1)
+    for group in range(2, 14):
+        assert torch.equal(attended(0, group), alone[:, :group]), group
+
+
 def test_a_long_context_shared_among_threads_has_the_bits_of_one_thread(cpp, make_step):
     step = make_step([(1, 3000)], 1, 64, 16)
     q = torch.randn(1, 4, 64)
