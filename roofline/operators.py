@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from membound.roofline.hardware.links import once_each
+from membound.roofline.hardware.links import Groups, once_each
 from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import AttentionPart, Count, is_there
 
@@ -109,7 +109,8 @@ class Collective:
     """A message among `ranks` devices, each `stride` from the next; `message_bytes` as nccl-tests counts them.
 
     One `in_layers` has the rest of the layers around it, behind whose computing another batch may hide it. Of a token
-    an all-to-all counts so many `copies`, of which each device, and each node over the network, gets one.
+    an all-to-all counts so many `copies`, of which each device, and each node over the network, gets one; where experts
+    are in `groups`, those that have one of the token's.
     """
 
     operation: Literal["allreduce", "allgather", "reducescatter", "alltoall", "sendrecv"]
@@ -118,6 +119,7 @@ class Collective:
     in_layers: bool = True
     copies: Count = 1.0
     stride: int = 1
+    groups: Groups | None = None
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,13 @@ def message(
     in_layers: bool = True,
     copies: Count = 1.0,
     stride: int = 1,
+    groups: Groups | None = None,
 ) -> Operator:
-    collective = Collective(operation, message_bytes, ranks, in_layers, copies, stride)  # type: ignore[arg-type]
+    collective = Collective(operation, message_bytes, ranks, in_layers, copies, stride, groups)  # type: ignore[arg-type]
     passes = {"allreduce": 2.0, "sendrecv": 1.0}.get(operation, 1.0)
     share: Count = 1.0 if operation == "sendrecv" else (ranks - 1) / ranks
     if operation == "alltoall":
-        share = share * once_each(ranks, copies)
+        share = share * once_each(ranks, copies, groups)
     return Operator(name, "collective", calls, link_bytes=passes * share * message_bytes, collective=collective)
 
 

@@ -436,7 +436,8 @@ class _Step:
             stride = parallel.moe_tp * cp
             for made, name, each in ((to, "dispatch", asked), (back, "combine", w)):
                 sent = elements * each
-                made.append(message(f"{prefix}{name}", count, "alltoall", sent, ep, copies=copies, stride=stride))
+                title, groups = f"{prefix}{name}", ffn.node_groups
+                made.append(message(title, count, "alltoall", sent, ep, copies=copies, stride=stride, groups=groups))
         if together > 1:
             name = f"{prefix}scatter_outputs"
             back.append(message(name, count, "reducescatter", gathered * w, together, stride=tp * cp))

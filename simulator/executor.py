@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import Link
+from membound.roofline.hardware.links import host_copies_bytes_per_s
 from membound.roofline.shape import StepShape
 from membound.simulator.content import Content, ModelledContent, RecordedContent
 from membound.simulator.scheduling.kv_memory import KvMemory
@@ -69,4 +70,4 @@ class RooflineExecutor:
                 f"hardware '{self.times.times.hardware.name}' gives no link to its host, over which KV blocks would "
                 "move; give one, or leave engine.host_kv_gib at 0"
             )
-        return blocks * self.block_bytes / self.link.bandwidth_bytes_per_s + self.link.latency_s
+        return blocks * self.block_bytes / host_copies_bytes_per_s(self.link) + self.link.latency_s

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, Link
 from membound.roofline.shape import Count
+
+# The share of a link's rate that copies between a device and its host reach. nvbandwidth's host_to_device_memcpy_ce
+# shows 12.4 GB/s in its README, which is of PCIe 3.0's 16, and 55.6 of PCIe 5.0's 64 in NVIDIA's article on it
+# (developer.nvidia.com/blog/?p=115566, as quoted elsewhere; both generations follow from the figures): the middle.
+HOST_COPY_SHARE = 0.82
+
+# Into how many groups experts are divided, and of how many a token takes some.
+Groups = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -25,18 +34,25 @@ class Hop:
 
 
 def hops(
-    hardware: HardwareSpec, operation: str, message_bytes: Count, ranks: int, copies: Count = 1.0, stride: int = 1
+    hardware: HardwareSpec,
+    operation: str,
+    message_bytes: Count,
+    ranks: int,
+    copies: Count = 1.0,
+    stride: int = 1,
+    groups: Groups | None = None,
 ) -> tuple[Hop, ...]:
     """The stages of a collective: one within a node or domain; beyond it a second one between the nodes.
 
     NCCL reduces within the node first, so that each device sends only its share of the message over its own network
     link (hierarchical rings and trees). Of the `copies` of a token in an all-to-all one goes to each device, and over
-    the network to each node, that they are for by chance. Where ranks are `stride` devices apart a node holds fewer of
+    the network to each node, that they are for by chance; where experts are in `groups`, to those that have one of the
+    token's. Where ranks are `stride` devices apart a node holds fewer of
     them. Raises MemboundError where no link reaches so many devices.
     """
     near, sent = hardware.scale_up, message_bytes
     if operation == "alltoall":
-        sent = message_bytes * once_each(ranks, copies)
+        sent = message_bytes * once_each(ranks, copies, groups)
     inside = near.max_devices // stride if near is not None else 0
     if operation == "sendrecv":
         return _from_one_to_the_next(hardware, message_bytes, ranks, stride, inside)
@@ -44,16 +60,35 @@ def hops(
         link, shared = link_for(hardware, ranks * stride)
         return (Hop(link, ranks, sent, shared, link is hardware.scale_out),)
     nodes = -(-ranks // inside)
-    share = message_bytes * once_each(nodes, copies) if operation == "alltoall" else message_bytes / inside
+    share = message_bytes * once_each(nodes, copies, groups) if operation == "alltoall" else message_bytes / inside
     return (
         Hop(near, inside, sent, near.topology == "host", False),
         Hop(hardware.scale_out, nodes, share, False, True),
     )
 
 
-def once_each(places: int, copies: Count) -> Count:
+def once_each(places: int, copies: Count, groups: Groups | None = None) -> Count:
     """The share of copies that is left where each of so many places gets one of those that are for it by chance."""
-    return places * (1.0 - (1.0 - 1.0 / places) ** copies) / copies
+    open_to_it = float(places) if groups is None else _places_of(places, *groups)
+    return open_to_it * (1.0 - (1.0 - 1.0 / open_to_it) ** copies) / copies
+
+
+def _places_of(places: int, groups: int, taken: int) -> float:
+    """Of places over which groups of experts are spread evenly, those that have one of the groups that a token takes.
+
+    The mean over equally likely groups, where a place has several. Source: DeepSeek-AI, DeepSeek-V3 Technical Report,
+    arXiv 2412.19437, section 2.1.2: a token is sent to at most four nodes.
+    """
+    if places >= groups:
+        return places * taken / groups
+    elsewhere = groups - groups / places
+    nothing_here = math.prod(max(elsewhere - drawn, 0.0) / (groups - drawn) for drawn in range(taken))
+    return places * (1.0 - nothing_here)
+
+
+def host_copies_bytes_per_s(link: Link) -> float:
+    """What copies over a link between a device and its host reach."""
+    return HOST_COPY_SHARE * link.bandwidth_bytes_per_s
 
 
 def _from_one_to_the_next(

@@ -69,7 +69,8 @@ class MoeFfn(Frozen):
     `shared_intermediate` is the sum over the shared experts, `shared_gate` a scalar gate on them (Qwen2-MoE). With
     `latent` the routed experts work on a projection of the hidden state to that width (Nemotron-3). With `choice`
     "expert" each expert takes the same number of a step's tokens, those that suit it best, so that a token has `top_k`
-    experts on average (Zhou et al. 2022, arXiv 2202.09368).
+    experts on average (Zhou et al. 2022, arXiv 2202.09368). Where experts are in `groups`, all of a token's are in
+    `groups_taken` of them, so that it is sent to few nodes (DeepSeek-V2 and V3).
     """
 
     kind: Literal["moe"] = "moe"
@@ -83,12 +84,21 @@ class MoeFfn(Frozen):
     expert_bias: bool = False
     latent: PositiveInt | None = None
     choice: Literal["token", "expert"] = "token"
+    groups: PositiveInt = 1
+    groups_taken: PositiveInt = 1
 
     @model_validator(mode="after")
     def _top_k_exists(self) -> Self:
         if self.top_k > self.experts:
             raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
+        if self.groups_taken > self.groups:
+            raise ValueError(f"groups_taken {self.groups_taken} is more than groups {self.groups}")
         return self
+
+    @property
+    def node_groups(self) -> tuple[int, int] | None:
+        """Groups of experts and how many of them a token takes, where it does not take all."""
+        return (self.groups, self.groups_taken) if self.groups_taken < self.groups else None
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[LinearShape, ...]:
         """The router, whole on each GPU, the shared experts, and the way to the experts' width and back."""

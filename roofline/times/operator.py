@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from membound.roofline.hardware import HardwareSpec
+from membound.roofline.hardware.links import host_copies_bytes_per_s
 from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
 from membound.roofline.shape import Count, StepShape
@@ -65,7 +66,7 @@ def _place_bytes_per_s(place: str, hardware: HardwareSpec) -> float:
     if place == "disk":
         return DISK_BYTES_PER_S
     if hardware.host is not None:
-        return hardware.host.bandwidth_bytes_per_s
+        return host_copies_bytes_per_s(hardware.host)
     return hardware.bandwidth_bytes_per_s / 2  # a copy within one memory reads and writes
 
 

@@ -211,6 +211,35 @@ def test_copies_of_a_token_cross_the_network_once_a_node(nodes, copies, sent):
     assert hops(hardware, "alltoall", sent, 8 * nodes)[1].message_bytes == pytest.approx(sent)
 
 
+@pytest.mark.parametrize("nodes", [2, 4, 8, 16])
+@pytest.mark.parametrize(("groups", "taken"), [(8, 4), (8, 3)])
+def test_a_token_goes_to_the_nodes_of_its_groups_of_experts(nodes, groups, taken):
+    """The nodes that a router reaches which draws groups, then 8 of their experts: an average over many tokens."""
+    rng = np.random.default_rng(7)
+    experts = np.arange(256)
+    reached = []
+    for _ in range(4000):
+        chosen = rng.choice(groups, taken, replace=False)
+        drawn = rng.choice(experts[np.isin(experts // (256 // groups), chosen)], 8, replace=False)
+        reached.append(len(set(drawn // (256 // nodes))))
+    _, between = hops(get_hardware("H100-SXM5"), "alltoall", 8.0, 8 * nodes, 8.0, groups=(groups, taken))
+    assert between.message_bytes == pytest.approx(np.mean(reached), rel=0.03)
+    free = hops(get_hardware("H100-SXM5"), "alltoall", 8.0, 8 * nodes, 8.0)[1]
+    assert between.message_bytes < free.message_bytes
+
+
+def test_groups_are_those_of_the_router_and_leave_decode_as_it_is():
+    """DeepSeek-V3's router takes 4 of 8 groups; kernels for decode send each copy, wherever it goes."""
+    for shape in (StepShape.prefill(32.0, 1024.0), StepShape.decode(4096.0, 1024.0)):
+        setup = spread(128, 0.0)
+        sent = [op.collective for op in step_operators(DEEPSEEK, setup, shape) if op.collective]
+        assert {one.groups for one in sent} == {(8, 4)}
+    one = sent[0]
+    free = hops(get_hardware("H100-SXM5"), one.operation, one.message_bytes, one.ranks, one.copies)
+    limited = hops(get_hardware("H100-SXM5"), one.operation, one.message_bytes, one.ranks, one.copies, groups=(8, 4))
+    assert [hop.message_bytes for hop in free] == pytest.approx([hop.message_bytes for hop in limited])
+
+
 def test_prompts_send_a_token_to_a_node_once_and_decode_sends_each_copy():
     for shape, copies in ((StepShape.prefill(32.0, 1024.0), 8.0), (StepShape.decode(4096.0, 1024.0), 1.0)):
         sent = [op.collective for op in step_operators(DEEPSEEK, spread(32, 0.0), shape) if op.collective]

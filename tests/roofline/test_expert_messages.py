@@ -104,10 +104,13 @@ def test_every_token_reaches_its_experts_whatever_the_degrees(degrees, tokens):
 
 @pytest.mark.parametrize(("model", "ep"), [(DEEPSEEK, 2), (DEEPSEEK, 8), (DEEPSEEK, 32), (QWEN, 4), (QWEN, 16)])
 def test_devices_with_several_experts_of_a_token_get_it_once_in_prompts(model, ep):
-    """Against random choices, with so many tokens that all devices get equally many."""
+    """Against random choices in the groups that the router takes, with so many tokens that all devices get as many."""
     ffn = next(group.ffn for group in model.groups() if isinstance(group.ffn, MoeFfn))
     random = np.random.default_rng(0)
-    chosen = np.argsort(random.random((4000, ffn.experts)), axis=1)[:, : ffn.top_k] // (ffn.experts // ep)
+    group_of = np.arange(ffn.experts) // (ffn.experts // ffn.groups)
+    taken = np.argsort(np.argsort(random.random((4000, ffn.groups)), axis=1), axis=1)[:, group_of] < ffn.groups_taken
+    liked = np.where(taken, random.random((4000, ffn.experts)), 2.0)
+    chosen = np.argsort(liked, axis=1)[:, : ffn.top_k] // (ffn.experts // ep)
     devices = np.mean([len(set(row)) for row in chosen.tolist()])
     tokens = 1e7
     ops = sent(model, StepShape.prefill(tokens, 1.0), "dispatch", dp=ep, ep=ep)

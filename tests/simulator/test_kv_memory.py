@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import get_hardware
+from membound.roofline.hardware.links import HOST_COPY_SHARE
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models.files import resolve_model
 from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import deploy, run
+from membound.simulator.scheduling.build import build_scheduler
 from membound.simulator.scheduling.kv_memory import kv_memory
 from membound.simulator.scheduling.prefix_cache import PrefixCache
+from membound.simulator.scheduling.request import Request
 from membound.simulator.steady import deployment_of
 
 SESSIONS = {
@@ -311,6 +314,21 @@ def test_swapping_saves_the_recomputation_and_costs_the_link():
     assert swapped.steps["prefill_tokens"].sum() <= prompts, "nothing is computed twice"
     moved = swapped.steps["moved_blocks"] > 0
     assert moved.any() and swapped.steps["moved_blocks"].sum() % 2 == 0, "what goes out comes back"
+
+
+def test_copies_to_the_host_take_longer_than_the_rate_of_their_link():
+    """Of steps that differ in what is moved alone: the bytes over the rate that copies reach, which no link exceeds."""
+    deployment, _ = deploy(scenario(num_blocks=120, preemption="swap", host_kv_gib=10.0))
+    executor, link = deployment.executor(step_by_step=True), get_hardware("H100-SXM5").host
+    scheduler = build_scheduler(
+        deployment.scenario, deployment.model, deployment.times, deployment.memory, content_known=False
+    )
+    scheduler.add(Request(0, 0.0, 100, 10))
+    step = scheduler.plan()
+    still, moving = (executor.run(step._replace(moved_by_one=n), {}).time_s for n in (0, 64))
+    at_line_rate_s = 64 * deployment.memory.block_bytes / link.bandwidth_bytes_per_s
+    assert moving - still == pytest.approx(at_line_rate_s / HOST_COPY_SHARE + link.latency_s)
+    assert moving - still > at_line_rate_s
 
 
 def test_without_a_link_to_the_host_nothing_moves_and_one_sentence_says_so():

@@ -15,8 +15,17 @@ def _experts(c: Config, **changes: Any) -> Fields:
         "experts": c.count("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
         "top_k": c.count("num_experts_per_tok", "moe_k", "top_k_experts", "num_experts_per_token", "moe_top_k"),
         "intermediate": changes.get("intermediate") or c.count("moe_intermediate_size", "intermediate_size"),
+        **_groups(c),
         **changes,
     }
+
+
+def _groups(c: Config) -> Fields:
+    """Groups of experts, where the router leaves some out (`group_limited_greedy`, `noaux_tc`)."""
+    groups = c.get("n_group", default=1) or 1
+    if groups == 1 or c.get("topk_method") == "greedy":
+        return {}
+    return {"groups": groups, "groups_taken": c.get("topk_group", default=groups)}
 
 
 def _gated(c: Config, *keys: str) -> Fields:
