@@ -252,13 +252,15 @@ class SteadyLoad:
 
     @property
     def median_itl_s(self) -> float:
-        """Median seconds between two tokens: a prompt is in it once most steps have one.
+        """Median seconds between two tokens: prompts are in it once most steps have some.
 
         Prompts come like a Poisson process of `batch / output_tokens` a step, whose median count is about its mean less
-        a third.
+        a third; those that come in groups in fewer steps, as many of them at once as a step holds.
         """
-        prompts = max(0.0, self.batch / max(self.output_tokens, 1.0) - 1.0 / 3.0)
-        return self.decode_s + prompts * self.prompt_s
+        mean = self.batch / max(self.output_tokens, 1.0)
+        group = min(self.batch, self.deployment.at_once(self.prompt_tokens))
+        apart, together = max(0.0, mean - 1.0 / 3.0), group * max(0.0, mean / group - 1.0 / 3.0)
+        return self.decode_s + (apart + self.in_groups * (together - apart)) * self.prompt_s
 
     @property
     def ttft_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
+from membound.roofline.serving import SteadyLoad
 from membound.simulator.costing import ClosedForm, Served, simulated
 from membound.simulator.load import think_s
 from membound.simulator.run import run
@@ -321,3 +323,12 @@ def test_closed_forms_refuse_what_only_runs_show():
             answer(cluster)
         with pytest.raises(MemboundError, match="prefix cache"):
             answer(scenario(prefix_caching=True))
+
+
+def test_the_median_time_between_tokens_is_that_of_a_loop_of_equal_requests():
+    """Who began together ends together: most steps have no prompt, though there are as many prompts as steps."""
+    asked = scenario(users=128, prompt=1024, profile="vllm", max_batched_tokens=8192)
+    deployment = deployment_of(asked, resolve_model(asked.model), get_hardware(asked.hardware))
+    load = SteadyLoad(deployment, 128, 1024, 128, in_groups=1.0)
+    assert load.median_itl_s == pytest.approx(run(asked).summary.itl_s.p50, rel=0.05)
+    assert replace(load, in_groups=0.0).median_itl_s > 1.3 * load.median_itl_s
