@@ -245,6 +245,17 @@ def test_a_prediction_that_is_no_number_above_0_is_refused(tmp_path: Path, monke
     assert "the prediction is -1.05e+07; not above 0" in found[0].reason
 
 
+def test_a_busier_device_draws_more_and_never_more_than_its_board_may(tmp_path: Path) -> None:
+    """Joules a token times tokens a second are the watts of the one device, an H100 of 700 W."""
+    drawn = []
+    for batch in (1, 16, 256, 4096):
+        rows = ({"metric": m, "batch_or_concurrency": batch} for m in ("joules_per_token", "throughput_tok_s_total"))
+        joules, rate = predictions(runs(tmp_path / "runs.csv", *rows))
+        assert joules is not None and rate is not None
+        drawn.append(joules * rate)
+    assert drawn == sorted(drawn) and 0.3 * 700 < drawn[0] < drawn[-1] <= 700
+
+
 def test_an_engine_is_left_out_by_forgetting_its_profile(tmp_path: Path) -> None:
     rows = [RUN | {"engine": engine, "batch_or_concurrency": batch} for engine in ("vllm", "mine") for batch in (1, 64)]
     path = table(tmp_path / "runs.csv", rows, END_TO_END_COLUMNS)
