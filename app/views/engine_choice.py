@@ -11,7 +11,7 @@ from membound.app import text
 from membound.app.engine_choice import ANY_TASK, AUTO, CACHES, WEIGHTS, EngineChoice, contexts_of, lengths_at
 from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
-from membound.app.views import fields, linked
+from membound.app.views import fields
 from membound.app.views.choices import (
     BATCH,
     CONTEXT,
@@ -50,7 +50,7 @@ def choose_engine(t: Translate, *, formats: bool = False, more: Callable[[], Non
         tp = fields.one_of("choice", "tp", divisors(model, EngineSetup(precision=model.published)), 1, t, str)
         metric = fields.one_of("choice", "gain", METRICS, METRICS[0], t, lambda name: t(f"short.{name}"))
         task = fields.one_of("choice", "task", TASKS, TASK, t, lambda name: t(f"engine.{name}_task"))
-        profile = _profile(t)
+        profile = fields.choice("choice", "profile", list(profiles()), PROFILE, t)
         weights = _format("weights", WEIGHTS, t) if formats else AUTO
         cache = _format("kv", CACHES, t) if formats else AUTO
         more()
@@ -69,32 +69,16 @@ def _more_chosen(choice: EngineChoice, t: Translate) -> str:
     ]
     for key, name in (("weights", choice.weights), ("kv", choice.kv)):
         if name != AUTO:
-            chosen.append(f"{t(f'choice.{key}')}{t('sign.colon')}{name.replace('/', ' + ')}")
+            chosen.append(f"{t(f'choice.{key}')}{t('sign.colon')}{_format_title(name, t)}")
     return text.plain(" · ".join(chosen))
 
 
 def _format(key: str, formats: Sequence[str], t: Translate) -> str:
-    linked.seed(key, linked.one_of(formats), AUTO)
-    name = st.selectbox(
-        t(f"choice.{key}"),
-        formats,
-        key=key,
-        persist_state="session",
-        format_func=lambda name: t("engine.auto") if name == AUTO else name.replace("/", " + "),
-        help=t(f"choice.{key}_help"),
-    )
-    linked.keep(key, AUTO)
-    return name or AUTO
+    return fields.choice("choice", key, formats, AUTO, t, lambda name: _format_title(name, t))
 
 
-def _profile(t: Translate) -> str:
-    names = list(profiles())
-    linked.seed("profile", linked.one_of(names), PROFILE)
-    name = st.selectbox(
-        t("choice.profile"), names, key="profile", persist_state="session", help=t("choice.profile_help")
-    )
-    linked.keep("profile", PROFILE)
-    return name or PROFILE
+def _format_title(name: str, t: Translate) -> str:
+    return t("engine.auto") if name == AUTO else name.replace("/", " + ")
 
 
 def conditions(choice: EngineChoice, t: Translate) -> str:

@@ -16,7 +16,7 @@ from membound.app.experiments.finding import Finding
 from membound.app.figures.experiments import experiment_figure
 from membound.app.i18n import Translate
 from membound.app.store import Run
-from membound.app.views import asked, linked, states
+from membound.app.views import asked, fields, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.said import in_words
 from membound.app.views.session import has_torch, store, translate
@@ -43,7 +43,7 @@ def page() -> None:
     assert name is not None, "one is always chosen"
     linked.keep("experiment", "x5")
     st.write(t(f"experiments.about_{name}"))
-    quick = st.toggle(t("experiments.quick"), value=True, help=t("experiments.quick_help"), key="experiment_quick")
+    quick = not fields.switch("experiments", "whole", t)
     if name not in PREDICTED and not has_torch():
         states.no_torch()
         return
