@@ -135,7 +135,8 @@ def plan(
     ] = PRECISIONS,
     objective: Annotated[str, typer.Option(help="cost, or devices: the fewest")] = "cost",
     confirm: Annotated[
-        int, typer.Option(min=0, max=50, help="deployments that the simulator confirms; 0 for closed forms alone")
+        int,
+        typer.Option(min=0, max=50, help="how many the simulator confirms; 0: closed forms alone, in seconds"),
     ] = CONFIRMED,
     disaggregate: Annotated[
         bool, typer.Option(help="also with prompts and outputs on engines of their own, where something is confirmed")
@@ -149,12 +150,16 @@ def plan(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput."""
+    """The cheapest or smallest deployment that meets the objective, and the front of speed against throughput.
+
+    Of devices that are named the best of each, with prompts and outputs together and apart. `--confirm 0` answers in
+    seconds, by closed forms; where it is interrupted, what is known until then is printed.
+    """
     from membound.app.reports import plan as report
     from membound.simulator.planning.deployed import Objective
     from membound.simulator.planning.document import to_json
     from membound.simulator.planning.most import max_rate
-    from membound.simulator.planning.planner import plan as make_plan
+    from membound.simulator.planning.planner import Options, Plan, plan_by_stages
 
     chosen = scenario_of(scenario, set_)
     aims: tuple[Objective, ...] = get_args(Objective)
@@ -170,24 +175,24 @@ def plan(
                 "--confirm": None if confirm == CONFIRMED else confirm,
             }
         )
-    with progress() as listener:
-        if most_rate:
+        with progress() as listener:
             rate, summary = max_rate(chosen, progress=listener.progress)
-        else:
-            found = make_plan(
-                chosen,
-                devices=None if devices is None else _names(devices, "--devices"),
-                precisions=_names(precision, "--precision"),
-                objective=aim,
-                confirm=confirm,
-                disaggregate=disaggregate,
-                workers=None if jobs is None and backend == "loky" else _workers(backend, jobs, address),
-                progress=listener.progress,
-            )
-    if most_rate:
         document = {"max_rate_rps": rate, "summary": summary.model_dump(mode="json"), "scenario": chosen.name}
         print_result(document, as_json, report.max_rate)
         return
+    named = None if devices is None else _names(devices, "--devices")
+    options = Options(tuple(_names(precision, "--precision")), aim, confirm, disaggregate)
+    workers = None if jobs is None and backend == "loky" else _workers(backend, jobs, address)
+    found: Plan | None = None
+    try:
+        with progress() as listener:
+            for found in plan_by_stages(chosen, named, options, workers, listener.progress):  # noqa: B007
+                pass
+    except (KeyboardInterrupt, SystemExit):  # who stops it has what is known until then
+        if found is not None:
+            print_result(to_json(found), as_json, report.plan)
+        raise
+    assert found is not None, "a plan has a stage"
     print_result(to_json(found), as_json, report.plan)
 
 

@@ -39,10 +39,12 @@ def plan(document: dict[str, Any]) -> RenderableType:
             prices = "; ".join(f"{technique}: {price}" for technique, price in lossy.items())
             parts.append(f"{name} is not the same model in quality; {prices}")
             parts += [] if best is None or option == best else _dearer(name, option, best)
-    parts += [] if best is None else _at_upper_end(best)
+    parts += _compared(document["compared"])
+    parts += [] if best is None else _at_upper_end(best, document["safest"])
     parts += _sensitivity(document["sensitivity"])
     parts.append(_front(document))
-    return Group(*parts, *document["notes"])
+    missing = [f"this is a part of the answer: {document['missing']}"] if document["missing"] else []
+    return Group(*parts, *document["notes"], *missing)
 
 
 def _dearer(name: str, option: dict[str, Any], best: dict[str, Any]) -> list[str]:
@@ -75,31 +77,95 @@ def _deployments(rows: list[tuple[str, dict[str, Any]]], objective: str) -> Tabl
     table = table_of(title, "", "devices", *right, right=right)
     fold(table, "devices")
     for name, one in rows:
-        summary, estimate = one["summary"], one["estimate"]
-        ttft = summary["ttft_s"]["p99"] if summary else estimate["ttft_p99_s"]
-        tpot = summary["tpot_s"]["p99"] if summary else estimate["tpot_p99_s"]
         energy = one["energy_j_per_token_at_board_power"]
         table.add_row(
             name,
             f"{one['gpus']} x {one['device']}",
-            "no price" if one["usd_per_h"] is None else f"{one['usd_per_h']:.2f}",
+            _usd(one["usd_per_h"]),
             "" if one["usd_per_h"] is None else f"{one['cost_usd_per_million_tokens']:.2f}",
-            "" if ttft is None else text.seconds(ttft),
-            "" if tpot is None else text.milliseconds(tpot),
+            *_p99(one),
             "" if energy is None else f"{energy:.2f}",
         )
     return table
 
 
-def _at_upper_end(best: dict[str, Any]) -> Iterator[str]:
+def _compared(compared: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """The best of each device and way to serve, with what of it meets the objective where its times are longest."""
+    if not any(one["best"] for one in compared):
+        return
+    held = any(one["best"]["upper_end"] for one in compared if one["best"])
+    right = ("$/h", "p99\nTTFT", "p99\nTPOT", "times", *(["at upper\nend", "its\n$/h"] if held else []))
+    columns = ("prompts,\noutputs", "devices", "made of", *right)
+    table = table_of("the best of each device, by where prompts and outputs are computed", *columns, right=right)
+    for one in compared:
+        best, way = one["best"], "apart" if one["disaggregated"] else "together"
+        if best is None:
+            table.add_row(way, one["device"] or "any device", "none")
+            continue
+        table.add_row(
+            way,
+            f"{best['gpus']} x {best['device']}",
+            _made_of(best["deployment"]),
+            _usd(best["usd_per_h"]),
+            *_p99(best),
+            _sure(best["origin"]),
+            *(_longest(one["at_upper_end"]) if held else ()),
+        )
+    yield table
+    yield "* no kernel was measured on this device"
+    if held:
+        yield (
+            "at the upper end all times of a device are as long as their interval allows; so many devices were seen to "
+            "meet the objective there"
+        )
+    for one in compared:
+        if one["best"] is None:
+            way = "prompts and outputs apart" if one["disaggregated"] else "prompts and outputs together"
+            yield f"{one['device'] or 'any device'}, {way}: {one['reason']}"
+
+
+def _p99(one: dict[str, Any]) -> tuple[str, str]:
+    """99th percentiles of the first token and of the time per token, as simulated or else by closed forms."""
+    summary, estimate = one["summary"], one["estimate"]
+    ttft = summary["ttft_s"]["p99"] if summary else estimate["ttft_p99_s"]
+    tpot = summary["tpot_s"]["p99"] if summary else estimate["tpot_p99_s"]
+    return "" if ttft is None else text.seconds(ttft), "" if tpot is None else text.milliseconds(tpot)
+
+
+def _usd(usd_per_h: float | None) -> str:
+    return "no price" if usd_per_h is None else f"{usd_per_h:.2f}"
+
+
+def _sure(origin: dict[str, Any]) -> str:
+    """The interval of a device's times, with a star where no kernel was measured on it."""
+    return f"±{text.percent(origin['relative_error'])}{'*' if origin['kind'] == 'inherited' else ''}"
+
+
+def _made_of(deployment: dict[str, Any]) -> str:
+    """`4 x tp 2, ep 2`, or `3 + 2 x tp 2` of engines for prompts and for outputs."""
+    pools = deployment["disaggregation"]
+    count = f"{pools['prefill_engines']} + {pools['decode_engines']}" if pools else str(deployment["replicas"])
+    return f"{count} x {_divided(deployment) or 'tp 1'}"
+
+
+def _longest(enough: dict[str, Any] | None) -> tuple[str, str]:
+    return ("none", "") if enough is None else (str(enough["gpus"]), _usd(enough["usd_per_h"]))
+
+
+def _at_upper_end(best: dict[str, Any], safest: dict[str, Any] | None) -> Iterator[str]:
     """What it takes where the answer's times are as long as their interval allows."""
     end = best["upper_end"]
     if end is None or end["meets_slo"]:
         return
-    enough, at = (
-        end["gpus_that_meet_it"],
-        f"at the upper end of the interval, times {text.percent(end['relative_error'])} longer",
-    )
+    longer = f"times {text.percent(end['relative_error'])} longer"
+    if best["origin"]["kind"] == "inherited":
+        yield f"the best rests on a guess: no kernel was measured on {best['device']}"
+    if safest is not None:
+        costs = "" if safest["usd_per_h"] is None else f" at {safest['usd_per_h']:.2f} $/h"
+        sure = f"{safest['gpus']} x {safest['device']}{costs}"
+        yield f"it misses the objective with {longer}; of those compared {sure} ranks first that meets it up to the end"
+        return
+    enough, at = end["gpus_that_meet_it"], f"at the upper end of the interval, {longer}"
     said = (
         f"it takes {enough} x {end['device_that_meets_it']}"
         if enough
@@ -162,12 +228,12 @@ def _front(document: dict[str, Any]) -> Table:
     first = next(iter(document["options"]))
     points = [point for point in document["front"] if point["deployment"]["precision"] == first]
     shown = points[:: max(1, -(-len(points) // _MOST_FRONT))]
+    right = ("user\ntok/s", "GPU\ntok/s", "$/M\nout", "TTFT")
     table = table_of(
         f"front of precision '{first}' ({len(points)} of {len(document['front'])} points, {len(shown)} shown)",
-        *("device", "each", "batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT", "SLO", "times"),
-        right=("batch", "user tok/s", "GPU tok/s", "$/M out", "TTFT"),
+        *("device", "each", "batch", *right, "SLO", "times"),
+        right=("batch", *right, "times"),
     )
-    fold(table, "device")
     for point in shown:
         usd = point["cost_usd_per_million_tokens"]
         table.add_row(
@@ -176,10 +242,10 @@ def _front(document: dict[str, Any]) -> Table:
             f"{point['batch']:.0f}",
             text.digits(point["tokens_per_s_per_user"]),
             text.digits(point["tokens_per_s_per_gpu"]),
-            "no price" if usd is None else f"{usd:.2f}",
+            _usd(usd),
             text.seconds(point["ttft_s"]),
             "yes" if point["meets_slo"] else "no",
-            f"{point['origin']['kind']}, ±{text.percent(point['origin']['relative_error'])}",
+            _sure(point["origin"]),
         )
     return table
 

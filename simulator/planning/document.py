@@ -9,6 +9,7 @@ import numpy as np
 
 from membound.simulator.advice.prices import quality_of
 from membound.simulator.planning.candidates import Replica
+from membound.simulator.planning.compared import Compared, safest
 from membound.simulator.planning.deployed import Deployed
 from membound.simulator.planning.front import FrontPoint
 from membound.simulator.planning.planner import Plan, certainty_of
@@ -23,6 +24,8 @@ def to_json(found: Plan) -> dict[str, Any]:
         "front": [_front_json(point) for point in found.front],
         "confirmed": [_deployed_json(found, one) for one in found.confirmed],
         "options": {name: _deployed_json(found, one) for name, one in found.options.items()},
+        "compared": [_compared_json(found, one) for one in found.compared],
+        "safest": _place_json(safest(found.compared, found.objective)),
         "sensitivity": None
         if found.sensitivity is None
         else {
@@ -49,6 +52,7 @@ def to_json(found: Plan) -> dict[str, Any]:
         "simulated": found.simulated,
         "unpriced": list(found.unpriced),
         "notes": list(found.notes),
+        "missing": found.missing,
     }
 
 
@@ -61,7 +65,25 @@ def _upper_end_json(end: UpperEnd | None) -> dict[str, Any] | None:
         "meets_slo": end.holds,
         "gpus_that_meet_it": None if enough is None else enough.gpus,
         "device_that_meets_it": None if enough is None else enough.replica.hardware.name,
+        "usd_per_h_that_meets_it": None if enough is None else enough.usd_per_h,
     }
+
+
+def _compared_json(found: Plan, one: Compared) -> dict[str, Any]:
+    """The best of a device and a way to serve, `at_upper_end` the least that was seen to hold there."""
+    return {
+        "device": one.device,
+        "disaggregated": one.apart,
+        "best": _deployed_json(found, one.best, one.end),
+        "reason": one.reason,
+        "at_upper_end": _place_json(one.safe),
+    }
+
+
+def _place_json(deployed: Deployed | None) -> dict[str, Any] | None:
+    if deployed is None:
+        return None
+    return {"device": deployed.replica.hardware.name, "gpus": deployed.gpus, "usd_per_h": deployed.usd_per_h}
 
 
 def _changed_json(one: Changed) -> dict[str, Any]:
@@ -91,7 +113,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     }
 
 
-def _deployed_json(found: Plan, deployed: Deployed | None) -> dict[str, Any] | None:
+def _deployed_json(found: Plan, deployed: Deployed | None, end: UpperEnd | None = None) -> dict[str, Any] | None:
     if deployed is None:
         return None
     replica, demand = deployed.replica, deployed.demand
@@ -112,7 +134,7 @@ def _deployed_json(found: Plan, deployed: Deployed | None) -> dict[str, Any] | N
         "cost_usd_per_million_tokens": deployed.usd_per_million_tokens,
         "price": None if price is None else price.model_dump(mode="json"),
         "origin": certainty_of(replica).to_json(),
-        "upper_end": _upper_end_json(found.upper_end(deployed)),
+        "upper_end": _upper_end_json(end or found.upper_end(deployed)),
         "energy_j_per_token_at_board_power": deployed.energy_j_per_token,
         "scenario": deployed.scenario.model_dump(mode="json"),
     }

@@ -6,13 +6,14 @@ could be cheapest, with fewer replicas until the objective is missed, so that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE
+from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import ClosedLoop, TraceArrivals
 from membound.roofline.shape import StepShape
@@ -22,9 +23,10 @@ from membound.roofline.times.known import times_for
 from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
 from membound.simulator.planning.candidates import Demand, Replica, replicas_on
-from membound.simulator.planning.deployed import Deployed, Objective
+from membound.simulator.planning.compared import Compared, Comparing, HoldingSlower, compare, hold_slower, safest
+from membound.simulator.planning.deployed import Deployed, Key, Objective
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
-from membound.simulator.planning.search import Searching, search
+from membound.simulator.planning.search import Found, Searching, screened_best, search
 from membound.simulator.planning.sensitivity import (
     Asking,
     Changed,
@@ -38,6 +40,7 @@ from membound.simulator.planning.sensitivity import (
     sensitivity_of,
     slow,
 )
+from membound.simulator.planning.verdict import Missed
 from membound.simulator.steady import check_context
 from membound.simulator.sweeping.sweep import Workers
 
@@ -51,7 +54,10 @@ def silent(fraction: float, message: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer, the confirmed runners-up, the best of each precision, and the front."""
+    """The answer, the confirmed runners-up, the best of each precision, of each device, and the front.
+
+    `missing` says what a part of a plan is without.
+    """
 
     scenario: Scenario
     demand: Demand
@@ -66,11 +72,13 @@ class Plan:
     unpriced: tuple[str, ...]
     reason: str | None = None
     notes: tuple[str, ...] = ()
-    upper_ends: dict[int, UpperEnd] = field(default_factory=dict)
+    upper_ends: Mapping[Key, UpperEnd] = field(default_factory=dict)
+    compared: tuple[Compared, ...] = ()
+    missing: str | None = None
 
     def upper_end(self, deployed: Deployed) -> UpperEnd | None:
         """Whether it holds at the upper end of its times' interval; None where nothing was simulated."""
-        return self.upper_ends.get(id(deployed))
+        return self.upper_ends.get(deployed.key)
 
 
 # --- what is asked for ---
@@ -136,20 +144,47 @@ def plan(
     objective: Objective = "cost",
     confirm: int = 3,
     disaggregate: bool = True,
+    compares: bool = False,
     workers: Workers | None = None,
     progress: Progress = silent,
 ) -> Plan:
     """The cheapest (or smallest) deployment that meets the scenario's objective, with `confirm` of them simulated.
 
     Deployments with prompts and outputs on engines of their own are among them where `disaggregate`: closed forms say
-    too little of them, so that they take part only where something is simulated.
+    too little of them, so that they take part only where something is simulated. With `compares` the best of each
+    device that was named, and of both ways to serve, is looked for too.
 
     Where nothing meets it, `best` is None and `reason` says by how much the nearest misses. Raises MemboundError where
     the scenario asks for nothing, or names something unknown.
     """
+    options = Options(tuple(precisions), objective, confirm, disaggregate, compares)
+    *_, whole = plan_by_stages(scenario, devices, options, workers, progress)
+    return whole
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a plan is looked for, as `plan` says."""
+
+    precisions: tuple[str, ...] = PRECISIONS
+    objective: Objective = "cost"
+    confirm: int = 3
+    disaggregate: bool = True
+    compares: bool = True
+
+
+def plan_by_stages(
+    scenario: Scenario,
+    devices: Sequence[str] | None,
+    options: Options,
+    workers: Workers | None = None,
+    progress: Progress = silent,
+) -> Iterator[Plan]:
+    """The plan as far as it is known: by closed forms, as the simulator searched it, with what else was compared, with
+    the upper ends of its times, and whole. `missing` says what the others are without."""
     if scenario.cluster is not None:
         raise MemboundError("field 'cluster' names replicas, and a plan chooses them; remove it, or simulate it")
-    demand, specs = demand_of(scenario), devices_of(scenario, devices)
+    demand, specs, precisions = demand_of(scenario), devices_of(scenario, devices), options.precisions
     if len(set(precisions)) < len(precisions) or not precisions:
         raise MemboundError("--precision needs names that differ; give some of given, 8bit, 4bit")
     plain = scenario.model_copy(update={"sweep": ()})
@@ -159,75 +194,183 @@ def plan(
     served = demand.lengths.within(model.max_context)
     refused = 1.0 - len(served.prompts) / len(demand.lengths.prompts)
     demand = replace(demand, lengths=served)
-    tasks = [_Screening(plain, spec, tuple(precisions), demand.lengths) for spec in specs]
+    tasks = [_Screening(plain, spec, precisions, demand.lengths) for spec in specs]
     crowd = workers or Workers("loky" if len(tasks) > 16 else "sequential")
-    found = crowd.map(_screen, tasks, lambda done, message: progress(done * 0.5, f"devices screened: {message}"))
+    found = crowd.map(_screen, tasks, lambda done, message: progress(done * 0.3, f"devices screened: {message}"))
     replicas = [replica for listed, _ in found for replica in listed]
-    reasons = [reason for _, listed in found for reason in listed]
+    reasons = {spec.name: listed[0] for spec, (_, listed) in zip(specs, found, strict=True) if listed}
     unpriced = tuple(spec.name for spec in specs if spec.price is None)
     if not replicas:
-        raise MemboundError(f"no device can hold the model: {reasons[0] if reasons else 'none is given'}")
-
-    searches = [
-        Searching(
-            tuple(one for one in replicas if one.precision.name == name),
-            demand,
-            objective,
-            confirm if name == precisions[0] else min(confirm, 1),
-            disaggregate,
-        )
-        for name in precisions
-    ]
-    crowd = workers or Workers("loky" if confirm else "sequential")
-    answers = crowd.map(search, searches, lambda done, said: progress(0.5 + done * 0.3, f"precisions searched: {said}"))
-    missed, runs = answers[0].nearest, sum(answer.runs for answer in answers)
-    simulated = [one for answer in answers for one in answer.found if one.summary is not None]
-    slower = {id(one): Slower(one, objective, certainty_of(one.replica).relative_error) for one in simulated}
-    said_of = crowd.map(slow, [*slower.values()], lambda done, said: progress(0.8 + done * 0.05, f"upper ends: {said}"))
-    ends = dict(zip(slower, said_of, strict=True))
-    ordered = [_holding_first(answer.found, ends, objective) for answer in answers]
-    options = {name: found[0] if found else None for name, found in zip(precisions, ordered, strict=True)}
-    confirmed, best = ordered[0], options[precisions[0]]
-    pool = tuple(one for one in replicas if one.precision.name == precisions[0])
-    changed: list[Changed] = []
-    if best is not None:
-        asked = [Asking(best, pool, objective, change, answers[0].seen, disaggregate) for change in changes_of(demand)]
-        changed = crowd.map(ask, asked, lambda done, said: progress(0.85 + done * 0.1, f"inputs changed: {said}"))
-    if best is not None and id(best) in ends and not ends[id(best)].holds:
-        known = next((one for one in confirmed if ends[id(one)].holds), None)
-        growing = [Growing(slower[id(one)], known, disaggregate) for one in confirmed if not ends[id(one)].holds]
-        grown = crowd.map(grow, growing, lambda done, said: progress(0.95 + done * 0.05, f"upper ends: {said}"))
-        enough = [one for one in (known, *grown) if one is not None]
-        first = min(enough, key=lambda deployed: deployed.rank(objective), default=None)
-        ends[id(best)] = replace(ends[id(best)], enough=first)
-    progress(1.0, "done")
-    reason = None
-    if best is None:
-        near = missed.said if missed is not None else nearest_miss(pool or replicas, demand)
-        reason = f"nothing in precision '{precisions[0]}' meets the objective; {near}"
-    return Plan(
+        raise MemboundError(f"no device can hold the model: {next(iter(reasons.values()), 'none is given')}")
+    of = {name: tuple(one for one in replicas if one.precision.name == name) for name in precisions}
+    screened = {name: screened_best(listed, demand, options.objective) for name, listed in of.items()}
+    first = screened[precisions[0]]
+    named = [spec.name for spec in specs] if devices is not None or scenario.sweep else [None]
+    planning = _Planning(of, options, named, reasons, progress, workers)
+    known = Plan(
         plain,
         demand,
-        objective,
-        best,
-        tuple(confirmed),
-        options,
+        options.objective,
+        first,
+        () if first is None else (first,),
+        screened,
         tuple(front_of(replicas, demand.slo)),
-        None if best is None else sensitivity_of(best, pool, objective, changed),
+        None,
         len(replicas),
-        runs,
+        0,
         unpriced,
-        reason,
-        tuple(_notes(scenario, demand, unpriced, objective, refused)),
-        ends,
+        None if first else planning.no_answer(demand),
+        tuple(_notes(scenario, demand, unpriced, options.objective, refused)),
+        missing="closed forms alone answer, as nothing was simulated yet",
     )
+    if options.confirm:
+        yield known
+    yield from planning.stages(known)
 
 
-def _holding_first(found: Sequence[Deployed], ends: Mapping[int, UpperEnd], objective: Objective) -> list[Deployed]:
+@dataclass(frozen=True)
+class _Planning:
+    """What comes after the screening: `replicas` by precision, the devices that were asked for (None: all), and why
+    some of them hold no replica."""
+
+    replicas: dict[str, tuple[Replica, ...]]
+    options: Options
+    named: Sequence[str | None]
+    reasons: Mapping[str, str]
+    progress: Progress
+    workers: Workers | None
+
+    @property
+    def crowd(self) -> Workers:
+        return self.workers or Workers("loky" if self.options.confirm else "sequential")
+
+    @property
+    def pool(self) -> tuple[Replica, ...]:
+        return self.replicas[self.options.precisions[0]]
+
+    def told(self, begin: float, end: float, what: str) -> Progress:
+        return lambda done, said: self.progress(begin + done * (end - begin), f"{what}: {said}")
+
+    def stages(self, known: Plan) -> Iterator[Plan]:
+        options, screened = self.options, known.best
+        answers = self._searched(known)
+        found = [one for answer in answers for one in answer.found]
+        known = replace(self._with_answers(known, [answer.found for answer in answers]), simulated=_runs(answers))
+        if known.best is None:
+            known = replace(known, reason=self.no_answer(known.demand, answers[0].nearest))
+        yield replace(known, missing="other devices, upper ends of times and changed inputs were not looked at yet")
+        if options.compares:
+            known = replace(known, compared=tuple(self._compared(known, answers[0], found)))
+            yield replace(known, missing="upper ends of times and changed inputs were not looked at yet")
+        if any(one.summary is not None for one in (*found, *(other.best for other in known.compared if other.best))):
+            known = self._with_upper_ends(known, answers)
+            yield replace(known, missing="changed inputs were not looked at yet")
+        if known.best is not None:
+            changed = self._changed(known.best, answers[0].seen)
+            known = replace(known, sensitivity=sensitivity_of(known.best, screened, changed))
+        self.progress(1.0, "done")
+        yield replace(known, missing=None)
+
+    def no_answer(self, demand: Demand, missed: Missed | None = None) -> str:
+        """That nothing meets the objective, and by how much the nearest misses."""
+        every = [one for listed in self.replicas.values() for one in listed]
+        near = missed.said if missed is not None else nearest_miss(self.pool or every, demand)
+        return f"nothing in precision '{self.options.precisions[0]}' meets the objective; {near}"
+
+    def _searched(self, known: Plan) -> list[Found]:
+        options = self.options
+        searches = [
+            Searching(
+                self.replicas[name],
+                known.demand,
+                options.objective,
+                options.confirm if name == options.precisions[0] else min(options.confirm, 1),
+                options.disaggregate,
+            )
+            for name in options.precisions
+        ]
+        return self.crowd.map(search, searches, self.told(0.3, 0.5, "precisions searched"))
+
+    def _with_answers(self, known: Plan, found: Sequence[Sequence[Deployed]]) -> Plan:
+        firsts = dict(zip(self.options.precisions, (listed[0] if listed else None for listed in found), strict=True))
+        best = firsts[self.options.precisions[0]]
+        reason = None if best else known.reason
+        return replace(known, best=best, confirmed=tuple(found[0]), options=firsts, reason=reason)
+
+    def _compared(self, known: Plan, answer: Found, found: Sequence[Deployed]) -> list[Compared]:
+        """The best of each device that was named, of both ways to serve."""
+        options, pool = self.options, self.pool
+        tasks = [
+            Comparing(
+                name,
+                apart,
+                tuple(one for one in pool if name in (None, one.hardware.name)),
+                known.demand,
+                options.objective,
+                options.confirm > 0,
+                answer.seen,
+                self.reasons.get(name or "", "it cannot hold the model"),
+            )
+            for name in self.named
+            for apart in ((False, True) if options.disaggregate and options.confirm else (False,))
+        ]
+        each = self.crowd.map(compare, tasks, self.told(0.5, 0.7, "devices and ways to serve compared"))
+        return [one.with_known(answer.found, options.objective) for one in each]
+
+    def _with_upper_ends(self, known: Plan, answers: Sequence[Found]) -> Plan:
+        """With what holds at the upper end of its times first of what ranks alike, and what the answer takes there."""
+        objective, disaggregate = self.options.objective, self.options.disaggregate
+        slower = {
+            one.key: Slower(one, objective, certainty_of(one.replica).relative_error)
+            for answer in answers
+            for one in answer.found
+            if one.summary is not None
+        }
+        said_of = self.crowd.map(slow, [*slower.values()], self.told(0.7, 0.75, "upper ends"))
+        ends = dict(zip(slower, said_of, strict=True))
+        compared = self._slower_compared(known)
+        known = self._with_answers(known, [_holding_first(answer.found, ends, objective) for answer in answers])
+        best, confirmed = known.best, known.confirmed
+        if best is not None and best.key in ends and not ends[best.key].holds:
+            holding = next((one for one in confirmed if ends[one.key].holds), None)
+            growing = [Growing(slower[one.key], holding, disaggregate) for one in confirmed if not ends[one.key].holds]
+            grown = [] if compared else self.crowd.map(grow, growing, self.told(0.8, 0.85, "upper ends"))
+            enough = [one for one in (holding, safest(compared, objective), *grown) if one is not None]
+            first = min(enough, key=lambda deployed: deployed.rank(objective), default=None)
+            ends[best.key] = replace(ends[best.key], enough=first)
+        return replace(known, upper_ends=ends, compared=tuple(compared))
+
+    def _slower_compared(self, known: Plan) -> list[Compared]:
+        """Each of the compared at the upper end of its times, and what of its kind holds there."""
+        tasks = {
+            at: HoldingSlower(
+                one,
+                tuple(replica for replica in self.pool if one.best.replica.hardware == replica.hardware),
+                Slower(one.best, self.options.objective, certainty_of(one.best.replica).relative_error),
+            )
+            for at, one in enumerate(known.compared)
+            if one.best is not None and one.best.summary is not None
+        }
+        held = self.crowd.map(hold_slower, [*tasks.values()], self.told(0.75, 0.85, "upper ends compared"))
+        ends = dict(zip(tasks, held, strict=True))
+        return [ends.get(at, one) for at, one in enumerate(known.compared)]
+
+    def _changed(self, best: Deployed, seen: dict[Key, Summary]) -> list[Changed]:
+        """The answers to changed inputs."""
+        objective, apart = self.options.objective, self.options.disaggregate
+        asked = [Asking(best, self.pool, objective, change, seen, apart) for change in changes_of(best.demand)]
+        return self.crowd.map(ask, asked, self.told(0.85, 1.0, "inputs changed"))
+
+
+def _runs(answers: Iterable[Found]) -> int:
+    return sum(answer.runs for answer in answers)
+
+
+def _holding_first(found: Sequence[Deployed], ends: Mapping[Key, UpperEnd], objective: Objective) -> list[Deployed]:
     """By rank; of those that rank alike the ones first that also hold at the upper end of their times."""
 
     def place(one: Deployed) -> tuple[float, ...]:
-        end = ends.get(id(one))
+        end = ends.get(one.key)
         return (*one.rank(objective), float(end is None or not end.holds))
 
     return sorted(found, key=place)

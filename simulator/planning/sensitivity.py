@@ -81,19 +81,18 @@ _RESOURCES: dict[str, Callable[[HardwareSpec, float], HardwareSpec]] = {
 
 def sensitivity_of(
     best: Deployed,
-    replicas: Sequence[Replica],
-    objective: Objective,
+    screened: Deployed | None,
     changed: Sequence[Changed],
 ) -> Sensitivity:
-    """What the best deployment's rate depends on, beside what was found under changed inputs."""
-    replica, demand = best.replica, best.demand
+    """What the best deployment's rate depends on, beside what closed forms would answer, and changed inputs."""
+    replica = best.replica
     before = _most(best, replica)
     elasticity = {}
     for name, scaled in _RESOURCES.items():
         after = _most(best, _rebuilt(replica, scaled(replica.hardware, 1.0 + PERTURBED)))
         # below nothing is the error of curves that are straight between two batches
         elasticity[name] = max(0.0, (after / before - 1.0) / PERTURBED) if before > 0 else 0.0
-    return Sensitivity(elasticity, _said(screened_best(replicas, demand, objective)), tuple(changed))
+    return Sensitivity(elasticity, _said(screened), tuple(changed))
 
 
 # --- under a changed input ---

@@ -28,7 +28,7 @@ from membound.simulator.planning.deployed import Deployed, on_a_slower_clock, sh
 from membound.simulator.planning.document import to_json
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.most import max_rate
-from membound.simulator.planning.planner import demand_of, plan
+from membound.simulator.planning.planner import Options, demand_of, plan, plan_by_stages
 from membound.simulator.planning.search import Search
 from membound.simulator.planning.sensitivity import Growing, Slower, changes_of
 from membound.simulator.planning.verdict import FAR, excess, meets, simulate_while_hopeful
@@ -550,3 +550,41 @@ def test_requests_that_no_engine_takes_do_not_count():
     assert any("every engine refuses them" in note for note in found.notes)
     _, most = max_rate(asked.with_values({"slo": {"tpot_s": 0.1}, "engine.batching": "chunked_prefill"}), tolerance=0.5)
     assert most.rejected == 0 and most.requests == 600 - longer
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return plan(scenario(40.0), devices=["L40S", "A100-SXM4-80GB"], precisions=["given"], confirm=1, compares=True)
+
+
+def test_each_device_that_was_named_has_its_best_with_prompts_and_outputs_together_and_apart(compared):
+    kinds = {(one.device, one.apart): one for one in compared.compared}
+    assert set(kinds) == {(device, apart) for device in ("L40S", "A100-SXM4-80GB") for apart in (False, True)}
+    for (device, apart), one in kinds.items():
+        assert (one.best is None) == (one.reason is not None)
+        if one.best is not None:
+            assert one.best.replica.hardware.name == device and bool(one.best.prompt_engines) == apart
+            assert meets(one.best.summary, compared.demand.slo)
+            assert one.best.rank("cost") >= compared.best.rank("cost")
+    assert any(one.best is not None and one.best.rank("cost") == compared.best.rank("cost") for one in kinds.values())
+    words = io.StringIO()
+    Console(file=words, width=80).print(report(to_json(compared)))
+    assert "…" not in words.getvalue() and all(device in words.getvalue() for device in ("L40S", "A100-SXM4-80GB"))
+
+
+def test_at_the_upper_end_a_device_takes_no_less_and_the_safest_is_the_cheapest_there(compared):
+    safe = [one.safe for one in compared.compared if one.safe is not None]
+    assert safe
+    for one in compared.compared:
+        if one.safe is not None and one.end is not None:
+            assert one.safe is one.best or one.safe.rank("cost") > one.best.rank("cost")
+    least = min(one.rank("cost") for one in safe)
+    end = compared.upper_end(compared.best)
+    assert (compared.best if end.holds else end.enough).rank("cost") <= least
+
+
+def test_a_plan_that_is_stopped_has_an_answer_from_closed_forms_on():
+    parts = list(plan_by_stages(scenario(), ["L40S"], Options(("given",), confirm=1)))
+    assert [part.missing is None for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert all(part.best is not None and to_json(part)["missing"] == part.missing for part in parts)
+    assert parts[0].simulated == 0 < parts[1].simulated
