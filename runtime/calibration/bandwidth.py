@@ -14,6 +14,7 @@ MIB = 2**20
 WORKING_SETS = tuple(int(mib * MIB) for mib in (0.25, 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024))
 COLUMNS = 4096
 SAMPLES = 24
+CELL_S = 20e-3
 # Below this a read takes no longer than its call, so the same bytes are read many times in one call.
 REPEATED_BELOW = 8 * MIB
 REPEATED_BYTES = 32 * MIB
@@ -22,19 +23,16 @@ REPEATED_BYTES = 32 * MIB
 class BandwidthProbe:
     """Reads working sets of a pool with whatever reads fastest here: the roof must not lie below what a kernel does."""
 
-    def __init__(self, kernels: Kernels, stopwatch: Stopwatch, pool: Pool, cell_s: float = 20e-3) -> None:
+    def __init__(self, kernels: Kernels, stopwatch: Stopwatch, pool: Pool) -> None:
         self.kernels = kernels
         self.stopwatch = stopwatch
         self.pool = pool
-        self.cell_s = cell_s
 
     def measure(self, working_sets: Sequence[int]) -> Iterator[float]:
         """Seconds a byte of each working set."""
         for size in working_sets:
             readers = self._readers(size)
-            yield min(
-                self.stopwatch.time_s([call] * SAMPLES, lambda: None, self.cell_s) / count for count, call in readers
-            )
+            yield min(self.stopwatch.time_s([call] * SAMPLES, lambda: None, CELL_S) / count for count, call in readers)
 
     def _readers(self, size: int) -> Iterator[tuple[int, Call[None]]]:
         """Ways to read a working set, with the bytes that each reads in a call."""

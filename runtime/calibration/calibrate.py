@@ -123,11 +123,10 @@ def calibrate(
     threads: int | None = None,
     progress: Progress | None = None,
     plan: Plan | None = None,
-    kernels: Kernels | None = None,
 ) -> Calibration:
     """Measures the kernels of `device` with `threads` threads, or as many as torch has.
 
-    `progress` hears the fraction that is done and what is measured; `plan` and `kernels` are for tests.
+    `progress` hears the fraction that is done and what is measured; `plan` says what, all if not given.
     Raises CalibrationError where two passes over a part differ by more than 20 %, three tries long.
     """
     plan = plan or Plan()
@@ -135,7 +134,7 @@ def calibrate(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        return _Calibrator(kernels or kernels_for(device), device, plan).run(progress or (lambda fraction, text: None))
+        return _Calibrator(kernels_for(device), device, plan).run(progress or (lambda fraction, text: None))
     finally:
         torch.set_num_threads(before)
 

@@ -119,9 +119,9 @@ class Calibrator:
         self._moments = False
 
     @classmethod
-    def on_text(cls, kernels: Kernels, tokenizer: Tokenizer, tokens: int = CALIBRATION_TOKENS) -> Calibrator:
-        """Calibrates on about `tokens` tokens of English and code that come with Python."""
-        return cls(kernels, calibration_windows(tokenizer, tokens))
+    def on_text(cls, kernels: Kernels, tokenizer: Tokenizer) -> Calibrator:
+        """Calibrates on English and code that come with Python."""
+        return cls(kernels, calibration_windows(tokenizer, CALIBRATION_TOKENS))
 
     def statistics(self, spec: ModelSpec, weights: Weights, *, moments: bool = True) -> Statistics:
         """Those of the model in bf16, with second `moments` or without; collected once for the same weights."""

@@ -21,7 +21,6 @@ def gptq(
     grid: Grid,
     *,
     act_order: bool = True,
-    damping: float = 0.01,
     keep_zeros: bool = False,
 ) -> Quantized:
     """Weight [n, k] rounded column by column with the inputs' second moments [k, k].
@@ -38,7 +37,7 @@ def gptq(
     dead = second_moments.diagonal() == 0  # never an input: its weight may be anything
     weight = weight.masked_fill(dead, 0)
     order = second_moments.diagonal().argsort(descending=True) if act_order else torch.arange(k, device=weight.device)
-    factor = inverse_factor(second_moments[order][:, order], damping)
+    factor = inverse_factor(second_moments[order][:, order])
     shrinks = search_shrinks(weight, second_moments, grid)
     scale, offset = grid.fit(grouped(weight, group), shrinks)  # [n, groups]
     codes = torch.empty_like(weight)

@@ -14,11 +14,7 @@ from membound.runtime.quantization.surgeon import BLOCK, inverse_factor, sweep
 
 
 def sparsegpt(
-    weight: Tensor,
-    second_moments: Tensor,
-    sparsity: float = 0.5,
-    pattern: Pattern = "unstructured",
-    damping: float = 0.01,
+    weight: Tensor, second_moments: Tensor, sparsity: float = 0.5, pattern: Pattern = "unstructured"
 ) -> Pruned:
     """Weight [n, k] pruned column by column with the inputs' second moments [k, k].
 
@@ -29,7 +25,7 @@ def sparsegpt(
     k = weight.shape[1]
     checked_share(sparsity, pattern, k)
     weight = weight.masked_fill(second_moments.diagonal() == 0, 0)
-    factor = inverse_factor(second_moments, damping)
+    factor = inverse_factor(second_moments)
     diagonal = factor.diagonal()
     kept = torch.ones_like(weight, dtype=torch.bool)
     period = 4 if pattern == "2:4" else BLOCK

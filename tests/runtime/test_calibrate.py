@@ -244,9 +244,9 @@ def test_a_quick_plan_has_all_that_the_first_look_needs_and_a_fifth_of_the_sizes
     operators = [op for setup in setups for op in step_operators(model, setup, StepShape.decode(16, 300))]
     assert {op.kind for op in operators} - {"linear"} <= {*QUICK.kinds, "host"}
     assert {setup.weights.name for setup in setups} <= set(QUICK.linears.formats)
-    for quick, whole in (
-        (QUICK.linears.size * len(QUICK.linears.formats), Plan().linears.size * len(Plan().linears.formats)),
-        *((len(grid.loads) * len(grid.heads) for grid in (QUICK.operators, Plan().operators)),),
-    ):
+    plans = QUICK, Plan()
+    linears = [plan.linears.size * len(plan.linears.formats) for plan in plans]
+    attentions = [len(plan.operators.loads) * len(plan.operators.heads) for plan in plans]
+    for quick, whole in (linears, attentions):
         assert quick < whole / 4
     assert sentences("en")["says.quickly"] == QUICK.note
