@@ -201,7 +201,7 @@ class StepShape:
 
     def _of(self, decode: AttentionPart, prompts: AttentionPart, logits_rows: Count) -> StepShape:
         """A step of other parts, with prompts as large as these."""
-        whole = (one + other for one, other in zip(decode, prompts, strict=True))
+        whole = AttentionPart(*(one + other for one, other in zip(decode, prompts, strict=True)))
         largest = (self.largest_tokens, self.largest_kv_tokens, self.largest_attended)
         return StepShape(*whole, logits_rows, *prompts, *largest)
 
@@ -240,9 +240,12 @@ def shape_sums(
             prefill_sequences += 1
             prefill_kv_tokens += cached + new
             prefill_attended += pairs
-            largest_tokens = max(largest_tokens, new)
-            largest_kv_tokens = max(largest_kv_tokens, cached + new)
-            largest_attended = max(largest_attended, pairs)
+            if new > largest_tokens:
+                largest_tokens = new
+            if cached + new > largest_kv_tokens:
+                largest_kv_tokens = cached + new
+            if pairs > largest_attended:
+                largest_attended = pairs
     return (
         tokens,
         sequences,
