@@ -29,9 +29,9 @@ class RankLoad(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """A router that first chooses `chosen` of `count` groups of experts and then experts of those alone."""
+    """A router that first chooses `chosen` of a `number` of groups of experts and then experts of those alone."""
 
-    count: int
+    number: int
     chosen: int
 
 
@@ -87,10 +87,10 @@ def even(experts: float, top_k: float, ranks: float, tokens: float, groups: Grou
     if groups is None:
         pairs = tokens * top_k / ranks
         return _known(pairs, min(experts / ranks, max(pairs, 1.0)))
-    kept = top_k * groups.chosen / groups.count
-    reached = min(groups.count / ranks, float(groups.chosen)) / groups.chosen
+    kept = top_k * groups.chosen / groups.number
+    reached = min(groups.number / ranks, float(groups.chosen)) / groups.chosen
     pairs = tokens * (kept * reached + top_k - kept)
-    in_reach = experts * groups.chosen / groups.count * reached
+    in_reach = experts * groups.chosen / groups.number * reached
     return _known(pairs, min(in_reach, tokens * kept * reached + top_k - kept))
 
 
