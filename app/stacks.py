@@ -1,7 +1,7 @@
 """What do chosen techniques gain together on an engine that keeps its other techniques?
 
-`membound stack` starts from an engine without any technique; here the engine keeps what it has, so that weights can be
-quantized, say, on one that batches continuously all along.
+`membound stack` starts from an engine that keeps of its techniques how it schedules; here it keeps all of them, so that
+a cache can be quantized, say, on one whose weights are.
 """
 
 from __future__ import annotations
@@ -21,24 +21,6 @@ from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
 from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
 from membound.simulator.steady import Steady, check_context, deployment_of
 from membound.simulator.sweeping.sweep import Workers
-
-
-class EngineGame(StackingGame):
-    """Subsets of techniques on top of those that the engine keeps."""
-
-    def __init__(
-        self,
-        techniques: Sequence[Technique],
-        plain: Scenario,
-        costing: Costing,
-        metric: GainMetric,
-    ) -> None:
-        super().__init__(techniques, plain, costing, metric)
-        self.kept = plain.techniques
-
-    def scenario(self, subset: Iterable[int]) -> Scenario:
-        chosen = tuple(self.techniques[index] for index in sorted(subset))
-        return self.plain.with_techniques((*self.kept, *chosen))
 
 
 def parse_techniques(documents: Iterable[Mapping[str, Any]]) -> list[Technique]:
@@ -71,7 +53,7 @@ def stack_document(
     plain = closed_loop(plain, batch, lengths, context)
     load = Load(float(batch), lengths)
     costing = Costing(simulated, Workers()) if simulate else Costing(ClosedForm(load))
-    game = EngineGame(techniques, plain, costing, metric)
+    game = StackingGame(techniques, plain, costing, metric)
     most = MOST_SIMULATED if simulate else MOST_FACTORIAL
     game.ahead(most, progress)
     error = Steady(deployment_of(plain, model, hardware), load).relative_error

@@ -65,8 +65,9 @@ class StackingGame:
         self._served: dict[Subset, Served | str] = {}
 
     def scenario(self, subset: Iterable[int]) -> Scenario:
-        """The plain engine with these techniques."""
-        return self.plain.with_techniques(tuple(self.techniques[index] for index in sorted(subset)))
+        """The plain engine with these techniques beside its own."""
+        chosen = (self.techniques[index] for index in sorted(subset))
+        return self.plain.with_techniques((*self.plain.techniques, *chosen))
 
     def served(self, subset: Subset) -> Served | str:
         """What the plain engine with these techniques comes to, or why it cannot be."""

@@ -164,12 +164,13 @@ def notes_of(
 ) -> Iterator[str]:
     """What a reader would not expect: techniques of the scenario that are left out, another metric than the scenario's,
     formats that the device multiplies in another one."""
-    names = {technique.name for technique in techniques}
+    kept = [technique.name for technique in plain_engine(scenario, techniques).techniques]
+    if kept:
+        yield f"the plain engine keeps {', '.join(kept)} of the scenario: gains are on top of it"
+    names = {*kept, *(technique.name for technique in techniques)}
     left = [technique.name for technique in scenario.techniques if technique.name not in names]
     if left:
-        static = ": it batches statically" if "continuous_batching" in left and scenario.engine.batching is None else ""
-        without = ", ".join(left)
-        yield f"the plain engine is without {without} of the scenario, since --techniques leaves them out{static}"
+        yield f"the plain engine is without {', '.join(left)} of the scenario, since --techniques leaves them out"
     metric = metric_for(techniques)
     if asked is None and scenario.techniques and metric != metric_for(scenario.techniques):
         other = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
@@ -180,9 +181,15 @@ def notes_of(
 
 
 def plain_engine(scenario: Scenario, techniques: Sequence[Technique]) -> Scenario:
-    """The scenario's engine without any of the techniques; of the usual ones it lacks those that are stacked."""
-    with_all = scenario.model_copy(update={"techniques": tuple(techniques), "sweep": ()})
-    return with_all.with_techniques(())
+    """The scenario's engine without any of the techniques; of the usual ones it lacks those that are stacked.
+
+    How it schedules, and in which kernels, stays as the scenario says, unless that is stacked: an engine that batches
+    continuously does so whatever its weights are in.
+    """
+    names = {technique.name for technique in techniques}
+    kept = tuple(one for one in scenario.techniques if one.layer in ("schedule", "kernels") and one.name not in names)
+    with_all = scenario.model_copy(update={"techniques": (*kept, *techniques), "sweep": ()})
+    return with_all.with_techniques(kept)
 
 
 def metric_for(techniques: Sequence[Technique]) -> GainMetric:

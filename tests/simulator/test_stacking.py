@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES, Size
+from membound.simulator.advice.advisor import advise
 from membound.simulator.costing import Costing, Served
 from membound.simulator.stacking.game import StackingGame
 from membound.simulator.stacking.stacking import Stack, analyse, chosen_techniques, stack, to_json
@@ -163,6 +164,17 @@ def test_a_point_at_which_the_plain_engine_does_not_fit_says_so():
     assert found.plain is None and "does not fit" in found.reason and found.alone == ()
 
 
+def test_a_technique_gains_in_a_stack_what_advice_says_of_it_on_an_engine_that_batches_continuously():
+    asked = scenario(techniques=[{"name": "continuous_batching"}])
+    (found,) = stack(asked, techniques=["weight_quantization", "kv_quantization"], metric="tpot_s")
+    assert found.plain is not None and any("keeps continuous_batching" in note for note in found.notes)
+    advised = {one.move.name: one.gain for one in advise(asked, metric="tpot_s").moves}
+    for step in found.alone:
+        assert step.gain == pytest.approx(advised[step.technique], rel=0.01)
+    (both,) = stack(asked, techniques=["continuous_batching", "weight_quantization"])
+    assert not any("keeps" in note for note in both.notes) and both.alone[0].technique == "continuous_batching"
+
+
 def test_small_weights_leave_room_for_a_larger_batch():
     narrow = scenario(hardware="L4")
     (found,) = stack(narrow, techniques=["weight_quantization"], batches=[64], contexts=[1024])
@@ -297,7 +309,7 @@ def test_a_format_in_a_name_is_that_of_the_technique():
 def test_what_techniques_leave_out_and_what_a_device_lacks_are_noted():
     (found,) = stack(scenario(hardware="A100-SXM4-80GB"), techniques=["w8a8:fp8"], batches=[4])
     said = " ".join(found.notes)
-    assert "without weight_quantization, kv_quantization, continuous_batching, eagle" in said
+    assert "keeps continuous_batching" in said and "without weight_quantization, kv_quantization, eagle" in said
     assert "no matrix unit for fp8" in said
     assert not stack(scenario(), batches=[4])[0].notes
 
