@@ -38,7 +38,11 @@ def advice(document: dict[str, Any]) -> RenderableType:
         )
     parts.append(f"gains below are of {names[metric]}: {document['metric_reason']}")
     columns = ("move", names[metric], "interval", names[other], "then bound by", "price")
-    table = table_of("moves by gain", *columns, right=(names[metric], names[other]))
+    table = table_of(
+        "moves by gain, those with a heavy price in quality (!) after what gains without",
+        *columns,
+        right=(names[metric], names[other]),
+    )
     for move in document["moves"]:
         instead = f" instead of {', '.join(move['instead_of'])}" if move["instead_of"] else ""
         state = " (has it)" if move["state"] == "on" else instead
@@ -66,9 +70,10 @@ def advice(document: dict[str, Any]) -> RenderableType:
 
 
 def _price(move: dict[str, Any]) -> str:
-    """More devices with what each of them then does, or quality."""
+    """More devices with what each of them then does, or the figure of what it costs in quality."""
     each = "" if move["gain_per_device"] is None else f": {text.gain(move['gain_per_device'])} a device"
-    return f"{move['price']}{each}" if move["price"] else "lossless" if move["lossless"] else "quality"
+    quality = move["quality"]
+    return f"{move['price']}{each}" if move["price"] else f"{quality['brief']}{' (!)' if quality['heavy'] else ''}"
 
 
 def _why(move: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from membound.roofline.errors import MemboundError
@@ -177,9 +177,10 @@ def _metric_reason(situation: Situation) -> str:
 
 
 def _by_gain(advised: Advised) -> tuple[Any, ...]:
-    """Moves with gains first, the largest first; then what makes a model fit, the least loss first; then the rest."""
+    """Moves with gains first, the largest first, but those with a heavy price in quality after all that gain without;
+    then what makes a model fit, the least loss first; then the rest."""
     if advised.gain is not None:
-        return (0, -advised.gain)
+        return (0, advised.gain <= 1.0 or advised.move.quality.heavy, -advised.gain)
     return (1, advised.move.quality.rank, advised.after.tpot_s) if advised.after else (2, advised.move.quality.rank)
 
 
@@ -395,7 +396,7 @@ def _move_json(one: Advised) -> dict[str, Any]:
         "gain_per_device": one.gain_per_device,
         "possible": one.after is not None,
         "lossless": move.quality.rank == 0,
-        "quality": {"rank": move.quality.rank, "note": move.quality.note, "source": move.quality.source},
+        "quality": {**asdict(move.quality), "heavy": move.quality.heavy},
         "price": move.price or None,
         "bottleneck_before": None if one.before is None else one.before.bottleneck,
         "bottleneck_after": None if one.after is None else one.after.bottleneck,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from membound.app.reports.advice import advice as report
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
@@ -204,7 +207,11 @@ def test_what_a_model_is_published_in_is_no_move(model, device, left_out, kept):
 @pytest.mark.parametrize("concurrency", [1, 16, 128])
 def test_moves_are_ranked_by_their_gains_and_each_has_interval_reason_and_price(concurrency):
     advice = advise(scenario(concurrency))
-    assert gains(advice) == sorted(gains(advice), reverse=True)
+    known = [one for one in advice.moves if one.gain is not None]
+    helps = [one.gain for one in known if one.gain > 1.0 and not one.move.quality.heavy]
+    assert gains(advice)[: len(helps)] == sorted(helps, reverse=True)
+    rest = gains(advice)[len(helps) :]
+    assert rest == sorted(rest, reverse=True)
     for one in advice.moves:
         assert one.why
         if one.gain is not None:
@@ -252,6 +259,20 @@ def test_what_takes_more_devices_says_what_each_gains():
 def test_a_price_is_a_figure_with_its_source():
     lossy = [one.move.quality for one in advise(scenario()).moves if one.move.quality.rank]
     assert lossy and all(any(map(str.isdigit, quality.note)) and quality.source for quality in lossy)
+    assert all(quality.brief and quality.loss > 0.0 for quality in lossy)
+
+
+def test_what_doubles_perplexity_does_not_stand_before_what_helps_without_and_shows_its_figure():
+    advice = advise(scenario(16))
+    names = [one.move.name for one in advice.moves]
+    sparse = moves(advice)["sparsity_2_4"]
+    assert sparse.move.quality.heavy and sparse.gain > 1.0
+    before = [one for one in advice.moves if one.gain is not None and one.gain > 1.0 and not one.move.quality.heavy]
+    assert all(names.index("sparsity_2_4") > names.index(one.move.name) for one in before)
+    words = io.StringIO()
+    Console(file=words, width=120).print(report(to_json(advice)))
+    (row,) = (line for line in words.getvalue().splitlines() if line.startswith("2:4 sparsity (magnitude)"))
+    assert "perplexity +99%" in row
 
 
 @pytest.mark.parametrize(
