@@ -11,7 +11,9 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
 from membound.roofline.models.base import TokenMixer
 from membound.roofline.models.ffn import MoeFfn
+from membound.roofline.planned import planned_groups
 from membound.roofline.precision import PRECISIONS, Precision
+from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.shape import Count
 from membound.roofline.techniques import EngineSetup
 
@@ -41,13 +43,13 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
     plan, parallel = setup.precision, setup.parallel
     parts: dict[str, float] = {}
 
-    def add(part: str, n: int, k: int, matrices: float) -> None:
-        parts[part] = parts.get(part, 0.0) + plan.weights_of(part).matrix_bytes(n, k) * matrices
+    def add(part: str, n: int, k: int, matrices: float, formats: PrecisionPlan = plan) -> None:
+        parts[part] = parts.get(part, 0.0) + formats.weights_of(part).matrix_bytes(n, k) * matrices
 
-    for group in model.groups():
+    for group, formats in planned_groups(model, plan):
         count, mixer, ffn = group.count / parallel.pp, group.attention, group.ffn
         for _, n, k in mixer.linears(model.hidden, parallel.tp):
-            add("attention", n, k, count)
+            add("attention", n, k, count, formats)
         if isinstance(mixer, LatentAttention) and setup.absorbed_mla:
             # Halves of kv_b that are unpacked once, in 16 bits, for decode; kv_b itself stays for prompts.
             heads = mixer.heads_on_gpu(parallel.tp)
@@ -55,13 +57,13 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
                 parts["attention"] += plan.plain.matrix_bytes(heads * n, k) * count
         for name, n, k in ffn.linears(model.hidden, parallel.tp):
             routing = "router" if name == "router" else "shared_experts"
-            add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count)
+            add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count, formats)
         if isinstance(ffn, MoeFfn):
             held = ffn.experts + (setup.redundant_experts or 0)
             if setup.expert_storage is not None:
                 held = min(ffn.experts, setup.expert_storage.cached)
             for _, n, k in ffn.expert_linears(model.hidden, parallel.moe_tp):
-                add("experts", n, k, count * held / parallel.ep)
+                add("experts", n, k, count * held / parallel.ep, formats)
     add("lm_head", model.lm_head.n, model.lm_head.k, 1.0 / parallel.tp)
     if not (model.tie_embeddings and plan.weights_of("embedding") == plan.weights_of("lm_head")):
         add("embedding", model.vocab + model.position_rows, model.hidden, 1.0 / parallel.tp)

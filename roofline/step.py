@@ -8,6 +8,7 @@ Megatron-LM, 2019 (tensor parallelism: two all-reduces a layer).
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +31,9 @@ from membound.roofline.operators import (
     matrix_bytes,
     message,
 )
+from membound.roofline.planned import planned_groups
 from membound.roofline.precision import PRECISIONS, Precision
+from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.shape import AttentionPart, Count, StepShape, is_there
 from membound.roofline.techniques import EngineSetup, KvBudget
 from membound.roofline.times.efficiency import distinct_experts, missing_experts
@@ -70,9 +73,9 @@ class _Step:
             elementwise("embed", "embed", 1, t * model.hidden, t * model.hidden * (2 + w)),
             elementwise("first_norm", "rms_norm", 1, t * model.hidden, 2 * t * model.hidden * w),
         ]
-        several = len(model.groups()) > 1
-        for index, group in enumerate(model.groups()):
-            made += self._layers(group, f"{index + 1}." if several else "")
+        groups = planned_groups(model, self.plan)
+        for index, (group, plan) in enumerate(groups):
+            made += self._with(plan)._layers(group, f"{index + 1}." if len(groups) > 1 else "")
         head = model.lm_head
         rows = self.shape.logits_rows
         if np.any(np.asarray(rows) > 0):
@@ -85,6 +88,14 @@ class _Step:
             made.append(message("next_stage", pp - 1, "sendrecv", passed, pp, in_layers=False, stride=of_a_stage))
         made.append(Operator("host", "host", 1, sequences=self.shape.sequences, elements=t, logits=rows * model.vocab))
         return made
+
+    def _with(self, plan: PrecisionPlan) -> _Step:
+        """The same step of layers in other formats."""
+        if plan == self.plan:
+            return self
+        other = copy(self)
+        other.plan = plan
+        return other
 
     def _layers(self, group: LayerGroup, prefix: str) -> list[Operator]:
         model, t, w, tp = self.model, self.tokens, self.width, self.parallel.tp

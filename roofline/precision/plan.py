@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from membound.roofline.errors import MemboundError
@@ -48,13 +48,14 @@ class PrecisionPlan:
         """The format of the cache of full or of sliding-window layers."""
         return dict(self.exceptions).get("kv_sliding", self.kv) if sliding else self.kv
 
-    def layer_weights(self, part: str, layers: int) -> tuple[tuple[Precision, int], ...]:
-        """How many of `layers` layers have a part in which format."""
-        plain = min(layers, self.plain_first_layers + self.plain_last_layers)
-        counts = {self.plain: plain}
-        format = self.weights_of(part)
-        counts[format] = counts.get(format, 0) + layers - plain
-        return tuple((format, count) for format, count in counts.items() if count)
+    def keeps(self, layer: int, layers: int) -> bool:
+        """Whether the layer with this index of so many keeps 16 bits."""
+        return layer < self.plain_first_layers or layer >= layers - self.plain_last_layers
+
+    def of_kept_layers(self) -> PrecisionPlan:
+        """The plan of the layers that keep 16 bits; their caches are as all others."""
+        caches = tuple(exception for exception in self.exceptions if exception[0] == "kv_sliding")
+        return replace(self, weights=self.plain, activations=self.plain, exceptions=caches)
 
 
 def plan_of(

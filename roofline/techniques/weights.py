@@ -79,6 +79,7 @@ class WeightQuantization(WeightFormat):
     lm_head: str | None = Field(
         None, description="the format of the lm_head, such as int8; without, what checkpoints in `format` usually have"
     )
+    plain_layers: int = Field(0, ge=0, description="so many of the first layers, and of the last, stay in 16 bits")
     method: QuantizationMethod = Field("rtn", description=_METHOD_HELP)
 
     @model_validator(mode="before")
@@ -130,7 +131,9 @@ class WeightQuantization(WeightFormat):
         weights = _weight_format(self.format)
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
         head = {} if self.lm_head is None else {"lm_head": _weight_format(self.lm_head)}
-        return _quantized(setup, weights, activations, usual_exceptions(weights, setup.precision.plain) | head)
+        quantized = _quantized(setup, weights, activations, usual_exceptions(weights, setup.precision.plain) | head)
+        kept = {"plain_first_layers": self.plain_layers, "plain_last_layers": self.plain_layers}
+        return replace(quantized, precision=replace(quantized.precision, **kept))
 
 
 def engines_activations(weights: Precision) -> Precision | None:

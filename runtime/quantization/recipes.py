@@ -117,10 +117,8 @@ class RoundingRecipe:
     def format_of(self, name: str) -> Precision:
         """The weight format of a matrix by its name, as the precision plan has it."""
         plan, path = self.plan, name.split(".")
-        if path[0] == "layers":
-            index, end = int(path[1]), self.layers - plan.plain_last_layers
-            if index < plan.plain_first_layers or index >= end:
-                return plan.plain
+        if path[0] == "layers" and plan.keeps(int(path[1]), self.layers):
+            return plan.plain
         return plan.weights_of(_part(path))
 
     def _with_rounded_inputs(self, quantized: Quantized | Float8, format: Precision) -> Linear | None:

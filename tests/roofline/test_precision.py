@@ -15,7 +15,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware, parse_hardware
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, get_precision, integer, sparse24
 from membound.roofline.precision.names import parse_plan, parse_precision
-from membound.roofline.precision.plan import PrecisionPlan, compute_dtype, plan_of
+from membound.roofline.precision.plan import PARTS, PrecisionPlan, compute_dtype, plan_of
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"
 SIZES = st.integers(1, 40).map(lambda i: 256 * i)
@@ -292,9 +292,10 @@ def test_an_exception_replaces_a_usual_one() -> None:
 @given(first=st.integers(0, 50), last=st.integers(0, 50), layers=st.integers(1, 60))
 def test_every_layer_has_one_format(first: int, last: int, layers: int) -> None:
     plan = plan_of("int4", "fp16", plain_first_layers=first, plain_last_layers=last)
-    counts = {format.name: count for format, count in plan.layer_weights("ffn", layers)}
-    assert sum(counts.values()) == layers
-    assert counts.get("fp16", 0) == min(layers, first + last)
+    kept = [plan.keeps(layer, layers) for layer in range(layers)]
+    assert sum(kept) == min(layers, first + last)
+    assert kept[: min(first, layers)] == [True] * min(first, layers)
+    assert {plan.of_kept_layers().weights_of(part).name for part in PARTS} == {"fp16"}
 
 
 def test_the_plain_plan_is_bf16_throughout() -> None:

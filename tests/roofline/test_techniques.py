@@ -183,6 +183,21 @@ def test_absorption_reads_the_latents_and_not_every_head():
     assert step_cost(LLAMA, EngineSetup(), H100, DECODE).time_s == step_cost(LLAMA, unpacked, H100, DECODE).time_s
 
 
+def test_layers_that_stay_in_16_bits_are_read_and_held_as_such():
+    def bytes_of(layers: int) -> tuple[float, float]:
+        setup = engine_setup((WeightQuantization(format="int4", plain_layers=layers),))
+        return weights_bytes(LLAMA, setup), step_weight_bytes(LLAMA, setup)
+
+    plain = engine_setup((WeightQuantization(format="bf16"),))
+    half = LLAMA.layers // 2
+    held, read = zip(*map(bytes_of, (0, 1, 2, half)), strict=True)
+    assert held[1] - held[0] == pytest.approx(held[2] - held[1])
+    assert read[1] - read[0] == pytest.approx(held[1] - held[0])
+    assert held[3] == pytest.approx(weights_bytes(LLAMA, plain))
+    times = [step_cost(LLAMA, engine_setup((WeightQuantization(plain_layers=n),)), H100, DECODE).time_s for n in (0, 2)]
+    assert times[0] < times[1]
+
+
 def test_fp8_weights_alone_are_not_what_engines_run_where_the_device_multiplies_fp8():
     alone = engine_setup((WeightQuantization(format="fp8"),))
     (said,) = remarks(alone, get_hardware("H100-SXM5"))
