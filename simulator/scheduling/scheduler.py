@@ -81,6 +81,7 @@ class Scheduler:
         self.admission = admission
         self.pool = pool
         self.pools = pool, *others
+        self._num_blocks = len(self.pools) * pool.num_blocks
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.micro_batches = micro_batches
@@ -200,8 +201,9 @@ class Scheduler:
             step = self._planned()  # everybody was preempted for want of blocks that these have
         if step is not None:
             self._preempted.clear()
-            self._moved_blocks = [0] * len(self.pools)
             self._cached_tokens = 0
+            if step.moved_blocks:
+                self._moved_blocks = [0] * len(self.pools)
         return step
 
     def _planned(self) -> Step | None:
@@ -211,7 +213,7 @@ class Scheduler:
         preempted: list[int] = []
         joined: list[Sequence] = []
         prompts: list[Work] = []
-        if alone:
+        if alone and (self._queue or self.prompts):
             prompts = self._plan_prompts(self._rooms([0] * len(self.pools)), joined)
         decoding = not prompts
         drafts: dict[int, Draft] = {}
@@ -224,7 +226,7 @@ class Scheduler:
             elif self.drafter is not None:
                 drafts, guesses = self._proposing.listed(self.drafter)
             self._draft_blocks = guesses.blocks
-        if not alone:
+        if not alone and (self._queue or self.prompts):
             guessed = -(-guesses.total // len(self.pools))
             rooms = self._rooms([decoding + guessed for decoding in self.decoders.on_rank])
             prompts = self._plan_prompts(rooms, joined, join=not preempted)
@@ -563,6 +565,9 @@ class Scheduler:
             ends = decoders.steps_to_first_end()
             if (steady := ends) > 1:
                 steady = 1 + min([decoders.steps_within(pool.available, ends - 1, i) for i, pool in enumerate(pools)])
+        moved, unused = sum(self._moved_blocks), 0
+        for pool in pools:
+            unused += pool.available
         return Step(
             members,
             kv_tokens,
@@ -571,15 +576,15 @@ class Scheduler:
             tuple([sequence.id for sequence in joined if sequence.clock is None]) if joined else (),
             tuple([sequence.id for sequence in joined if sequence.clock is not None]) if joined else (),
             preempted,
-            sum(self._moved_blocks),
+            moved,
             self._cached_tokens,
-            sum([pool.used if pool.cache is None else pool.used - pool.cache.unused for pool in pools]),
+            self._num_blocks - unused,
             decoders.tokens + self._prompt_tokens - self._repeated_tokens,
-            sum([pool.num_blocks for pool in pools]),
+            self._num_blocks,
             steady,
             sums,
             guesses.each,
-            max(self._moved_blocks),
+            max(self._moved_blocks) if moved else 0,
             self._filling,
         )
 
