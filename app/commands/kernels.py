@@ -246,7 +246,7 @@ def _gathered(
     done: Iterator[tuple[int, Row]],
     numbers: Sequence[int],
     show: Callable[[float, str], None],
-    keep: Callable[[list[Row]], None],
+    keep: Callable[[list[Row]], object],
 ) -> list[Row]:
     """The rows of all `numbers` in their order; those that are there are kept whenever one more is done."""
     rows: dict[int, Row] = {}
