@@ -79,6 +79,9 @@ class Times(Protocol):
 
     needs_working_set: bool
 
+    def __hash__(self) -> int:
+        """Equal ones give the same times: the cost of a step is kept by them."""
+
     def of(self, operator: Operator, working_set_bytes: float) -> OperatorTime:
         """Seconds of one call where the step as a whole reads `working_set_bytes`."""
 
