@@ -16,8 +16,9 @@ import numpy as np
 from membound.roofline.cost import StepCost, micro_batch, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
-from membound.roofline.hardware import HardwareSpec
+from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.files import resolve_model
 from membound.roofline.remedies import remedies
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.scenario import Scenario
@@ -412,3 +413,15 @@ def _crossing(over: Callable[[float], float], most: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if over(middle) >= 0 else (middle, high)
     return high
+
+
+def usual_step(scenario: Scenario) -> tuple[int, int]:
+    """Sequences of a decode step under the scenario's own load, as many as memory and seats hold, and tokens that it
+    attends to for each. Raises MemboundError where the engine cannot serve it, or it is a cluster's."""
+    if scenario.cluster is not None:
+        raise MemboundError("field 'cluster' names replicas, each of which has a part of the load")
+    deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
+    load = load_of(scenario, deployment, at_busiest=True)
+    steady = Steady(deployment, load)
+    steady.check()
+    return max(1, round(steady.batch)), max(1, round(load.lengths.context))

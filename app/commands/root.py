@@ -40,6 +40,7 @@ from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
     from membound.roofline.results.result import RunResult
+    from membound.roofline.scenario import Scenario
     from membound.simulator.scheduling.request import Outcome, Step
     from membound.simulator.timeline import PhaseLog
 
@@ -110,8 +111,13 @@ def dashboard(
 @app.command()
 def predict(
     scenario: ScenarioArgument,
-    batch: Annotated[int, typer.Option(min=1, max=1_000_000, help="sequences in the step")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="tokens of each sequence, the new ones included")] = 512,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="sequences in the step; by default the load's"),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="tokens of each sequence, the new ones included; by default the load's")
+    ] = None,
     phase: Annotated[str, typer.Option(help="decode, prefill, or verify with drafts")] = "decode",
     hardware: HardwareOption = None,
     set_: SetOption = None,
@@ -125,14 +131,35 @@ def predict(
     from membound.roofline.operating_point import OperatingPoint
 
     chosen = scenario_of(scenario, set_, hardware)
+    batch, context, notes = _step_asked(chosen, batch, context, phase)
     point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
-    document = {"scenario": chosen.model_dump(mode="json"), **point.to_json()}
+    document = {"scenario": chosen.model_dump(mode="json"), **point.to_json(), "notes": notes}
     if (drafts := chosen.setup.drafts) is not None and phase != "verify":
-        document["notes"] = [
+        document["notes"] += [
             f"a step without drafts: what speculation by {drafts.kind} gains is a matter of many steps, which "
             "`membound stack` and `membound simulate` look at; --phase verify is the step that checks the drafts"
         ]
     print_result(document, as_json, report.operating_point, answered=document["memory"]["fits"])
+
+
+def _step_asked(scenario: Scenario, batch: int | None, context: int | None, phase: str) -> tuple[int, int, list[str]]:
+    """Batch and context of a step, where not given those of the scenario's load, and a note that says so."""
+    if batch is not None and context is not None:
+        return batch, context, []
+    from membound.simulator.load import Lengths
+    from membound.simulator.steady import usual_step
+
+    lengths, whose = Lengths.of(scenario.workload), "the scenario's own load"
+    if phase == "prefill":
+        found, whose = (1, max(1, round(lengths.prompt_tokens))), "one prompt of the scenario"
+    else:
+        try:
+            found = usual_step(scenario)
+        except MemboundError:  # of a model that does not fit, say, which the step itself explains better
+            found, whose = (1, max(1, round(lengths.context))), "one request of the scenario"
+    batch, context = batch or found[0], context or found[1]
+    said = f"batch {batch} at context {context} is by {whose}; --batch and --context ask about others"
+    return batch, context, [said]
 
 
 @app.command()

@@ -29,7 +29,7 @@ workload:
 """
 
 
-PREDICT_EXPLAINS = {"formats", "model", "groups", "ridge", "parallel", "origin", "remarks", "pipeline"}
+PREDICT_EXPLAINS = {"formats", "model", "groups", "ridge", "parallel", "origin", "remarks", "pipeline", "notes"}
 OPERATORS = """source,gpu,op,model,tp,m,n,k,batch,q_len,kv_len,n_heads,n_kv_heads,head_dim,dtype,latency_us,notes
 [/lab],H100-SXM5,gemm,,1,16,8192,8192,,,,,,,bf16,60,[red]first
 [/lab],H100-SXM5,gemm,,1,4096,8192,8192,,,,,,,bf16,800,

@@ -328,3 +328,22 @@ def test_no_output_replaces_its_input(asked: str, tmp_path: Path) -> None:
 )
 def test_an_option_that_would_change_nothing_is_refused(arguments: list[str], said: str) -> None:
     assert said in refused(*arguments)
+
+
+def test_a_step_is_asked_about_at_the_load_of_the_scenario_unless_a_batch_or_context_is_given(membound, asked) -> None:
+    def point(*given: str) -> dict[str, Any]:
+        return json.loads(membound("predict", asked, "--json", *given)[1])["point"]
+
+    loop = (
+        "--set",
+        "workload.arrivals={kind: closed_loop, concurrency: 3}",
+        "--set",
+        "techniques=[continuous_batching]",
+    )
+    usual = point(*loop)
+    assert usual["batch"] == 3 and usual["context"] > 1
+    assert point(*loop, "--batch", "7") == usual | {"batch": 7}
+    assert point(*loop, "--batch", "7", "--context", "99") == usual | {"batch": 7, "context": 99}
+    prompt = point(*loop, "--phase", "prefill")
+    assert prompt["batch"] == 1 and prompt["context"] < usual["context"]
+    assert "the scenario's own load" in " ".join(membound("predict", asked, *loop)[1].split())
