@@ -19,6 +19,7 @@ _SHOWN = {
     "requests_per_s": "req/s",
     "ttft_s": "TTFT",
     "tpot_s": "TPOT",
+    "itl_s": "ITL",
     "goodput_rps": "goodput",
     "acceptance_rate": "acceptance",
 }
@@ -33,12 +34,30 @@ def sweep(document: dict[str, Any]) -> RenderableType:
     summaries = [point["summary"] for point in points]
     swept = [_values(points, path) for path in points[0]["values"]]
     metrics = [_metric(summaries, name) for name in _SHOWN if any(s and s.get(name) is not None for s in summaries)]
+    fewer = [summary is not None and _waiting(summary) >= 0.5 for summary in summaries]
+    if any(fewer):
+        at_once = ("" if summary is None else f"{summary['batch']:.0f}" for summary in summaries)
+        metrics.insert(0, _Column("at once", tuple(at_once), number=True))
     metrics.append(_Column("bottleneck", tuple(_bottleneck(summary) for summary in summaries)))
     reasons = Counter(point["reason"] for point in points if point["summary"] is None)
     return Group(
         _Points(f"{document['scenario']['name']}, by {document['by']}", tuple(swept), tuple(metrics)),
+        *_waiting_said(fewer),
         *(f"refused: {reason} ({count} of {len(points)} points)" for reason, count in reasons.items()),
     )
+
+
+def _waiting(summary: dict[str, Any]) -> float:
+    """Sequences under way that no engine decodes, as closed forms say; of a run nobody asks."""
+    return summary["concurrency"] - summary["batch"] if "batch" in summary else 0.0
+
+
+def _waiting_said(fewer: list[bool]) -> Iterator[str]:
+    if any(fewer):
+        yield (
+            f"at {sum(fewer)} of {len(fewer)} points more sequences are under way than memory or seats hold: so many "
+            "decode at once, and the others wait for their first token"
+        )
 
 
 @dataclass(frozen=True)

@@ -347,3 +347,16 @@ def test_a_step_is_asked_about_at_the_load_of_the_scenario_unless_a_batch_or_con
     prompt = point(*loop, "--phase", "prefill")
     assert prompt["batch"] == 1 and prompt["context"] < usual["context"]
     assert "the scenario's own load" in " ".join(membound("predict", asked, *loop)[1].split())
+
+
+def test_a_row_with_more_sequences_than_fit_says_how_many_decode_at_once(membound, asked) -> None:
+    over = ("--over", "batch=1,4000", "--set", "model=Llama-3.1-8B", "--set", "techniques=[continuous_batching]")
+    found = json.loads(membound("sweep", asked, *over, "--closed-form", "--json")[1])["points"]
+    assert found[0]["summary"]["batch"] == 1 and found[1]["summary"]["batch"] < 4000
+    words = membound("sweep", asked, *over, "--closed-form")[1]
+    assert f"{found[1]['summary']['batch']:.0f}" in words and "at 1 of 2 points more sequences are under way" in words
+    assert "at once" not in membound("sweep", asked, "--over", "batch=1,2", "--closed-form")[1]
+
+
+def test_a_simulated_sweep_shows_the_gaps_between_tokens_that_chunks_change(membound, asked) -> None:
+    assert "ITL p50 (p99)" in membound("sweep", asked, "--over", "engine.max_batched_tokens=2048,4096")[1]
