@@ -132,8 +132,9 @@ class WeightQuantization(WeightFormat):
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
         head = {} if self.lm_head is None else {"lm_head": _weight_format(self.lm_head)}
         quantized = _quantized(setup, weights, activations, usual_exceptions(weights, setup.precision.plain) | head)
-        kept = {"plain_first_layers": self.plain_layers, "plain_last_layers": self.plain_layers}
-        return replace(quantized, precision=replace(quantized.precision, **kept))
+        ends = self.plain_layers
+        plan = replace(quantized.precision, plain_first_layers=ends, plain_last_layers=ends)
+        return replace(quantized, precision=plan)
 
 
 def engines_activations(weights: Precision) -> Precision | None:
