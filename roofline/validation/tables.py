@@ -126,7 +126,8 @@ def _schema_of(header: tuple[str, ...], path: Path) -> Schema:
             return schema
     nearest = min(missing, key=lambda schema: len(missing[schema]))
     raise MemboundError(
-        f"table '{path}' lacks the columns {', '.join(missing[nearest][:6])} of the {nearest.replace('_', '-')} schema"
+        f"table '{path}' lacks the columns {', '.join(missing[nearest])} of the {nearest.replace('_', '-')} schema; "
+        "those of which nothing is known may be empty"
     )
 
 

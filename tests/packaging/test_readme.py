@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from membound.roofline.validation.tables import END_TO_END_COLUMNS
+from membound.simulator.scheduling.workload.traces import FORMATS
+
 READMES = ("README.md", "README.zh-CN.md")
 
 
@@ -67,3 +70,9 @@ def test_the_example_in_python_runs(root: Path) -> None:
     gains = names["gains"]
     assert gains.shape == (3, 9, 50)
     assert (gains[0] == 1).all() and (gains[1:, 0] > 1).all()
+
+
+def test_the_columns_that_commands_take_are_documented(root: Path) -> None:
+    words = (root / "app" / "COMMANDS.md").read_text("utf-8")
+    plain = next(form for form in FORMATS if form.name == "vidur")
+    assert not [column for column in (*END_TO_END_COLUMNS, *plain.columns) if f"`{column}`" not in words]

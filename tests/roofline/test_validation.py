@@ -86,7 +86,7 @@ def test_columns_may_be_in_any_order_and_more_than_needed(tmp_path: Path) -> Non
     ("content", "says"),
     [
         (b"", "lacks the columns source"),
-        (b"a,b\n1,2\n", "lacks the columns source"),
+        (b"a,b\n1,2\n", f"lacks the columns {', '.join(OPERATOR_COLUMNS)} of the operators schema"),
         (",".join(c for c in OPERATOR_COLUMNS if c != "kv_len").encode(), "lacks the columns kv_len of the operators"),
         (",".join(c for c in END_TO_END_COLUMNS if c != "value").encode(), "lacks the columns value of the end-to-end"),
         (",".join(OPERATOR_COLUMNS).encode(), "has a header and no rows"),
