@@ -79,7 +79,9 @@ class WeightQuantization(WeightFormat):
     lm_head: str | None = Field(
         None, description="the format of the lm_head, such as int8; without, what checkpoints in `format` usually have"
     )
-    plain_layers: int = Field(0, ge=0, description="so many of the first layers, and of the last, stay in 16 bits")
+    plain_layers: int | None = Field(
+        None, ge=1, description="so many of the first layers, and of the last, stay in 16 bits; none without"
+    )
     method: QuantizationMethod = Field("rtn", description=_METHOD_HELP)
 
     @model_validator(mode="before")
@@ -132,7 +134,7 @@ class WeightQuantization(WeightFormat):
         activations = parse_precision(self.activations or "", "activations") or PRECISIONS["bf16"]
         head = {} if self.lm_head is None else {"lm_head": _weight_format(self.lm_head)}
         quantized = _quantized(setup, weights, activations, usual_exceptions(weights, setup.precision.plain) | head)
-        ends = self.plain_layers
+        ends = self.plain_layers or 0
         plan = replace(quantized.precision, plain_first_layers=ends, plain_last_layers=ends)
         return replace(quantized, precision=plan)
 
