@@ -48,8 +48,8 @@ class Mamba2Mixer:
         conv = weights["conv"], weights["conv_bias"]
         mixed = cache.advance("conv", batch, (inputs,), lambda s, x, at: kernels.causal_convolution(s, *x, *conv, at))
         inner, b, c = mixed.split([spec.d_inner, *2 * (spec.groups * spec.d_state,)], dim=-1)
-        inner, z = (part.unflatten(1, (spec.heads, -1)) for part in (inner, z))
-        b, c = (part.unflatten(1, (spec.groups, -1)) for part in (b, c))
+        inner, z = (_parted(rows, spec.heads) for rows in (inner, z))
+        b, c = (_parted(rows, spec.groups) for rows in (b, c))
         scanned = inner, dt, b, c, z
         y = cache.advance("state", batch, scanned, lambda s, x, at: kernels.mamba2_scan(s, *x, self.vectors, at))
         y = y.flatten(1)
@@ -116,3 +116,12 @@ class Mamba1Mixer:
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         return iter(self._linears.items())
+
+
+def _parted(rows: Tensor, parts: int) -> Tensor:
+    """Rows [tokens, parts * width] as [tokens, parts, width], as far apart as they were.
+
+    `unflatten` forgets that where there is one row, and what was recorded with one is played for several.
+    """
+    width = rows.shape[1] // parts
+    return rows.as_strided((rows.shape[0], parts, width), (rows.stride(0), width, 1))
