@@ -44,9 +44,7 @@ def page() -> None:
     try:
         with st.container(border=True):
             choice = choose_engine(t, formats=True)
-        known = background.ask(choice.effects_key, effects_of, choice, tuple(TECHNIQUES))
-        ask_ahead(choice)
-        effects = background.answer(known, "techniques")
+        effects = _effects(choice)
     except MemboundError as error:
         states.problem(str(error), t("techniques.error_help"))
         return
@@ -58,6 +56,21 @@ def page() -> None:
     technique_sweep(choice, measured, t)
     technique_cards(choice, effects, measured, t)
     experts_read(choice, t)
+
+
+def _effects(choice: EngineChoice) -> dict[str, Effect] | None:
+    """What each technique does alone; None while that is computed, drafters beside all others, which take as long."""
+    drafters = QUESTIONS["speculation"]
+    parts = (drafters, tuple(name for name in TECHNIQUES if name not in drafters))
+    asked = [background.ask((choice.effects_key, part), effects_of, choice, part) for part in parts]
+    ask_ahead(choice)
+    found: dict[str, Effect] = {}
+    for future in asked:
+        effects = background.answer(future, "techniques")
+        if effects is None:
+            return None
+        found |= effects
+    return {name: found[name] for name in TECHNIQUES}
 
 
 # --- the answer ---
