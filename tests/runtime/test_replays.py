@@ -237,8 +237,10 @@ def test_layers_of_every_family_are_replayed(kernels: CpuKernels, family: str, t
     weights = random_weights(spec, seed=1)
     played, plain = Decoder(spec, weights, kernels), Decoder(spec, weights, kernels, replayed=False)
     caches = [decoder.new_cache(SEQUENCES * BLOCKS_EACH, BLOCK_SIZE, SEQUENCES) for decoder in (played, plain)]
-    one_token = [Part(0, 1, range(BLOCKS_EACH), 0)]  # a single row hides how far apart rows are
-    for number, parts in enumerate([one_token, *steps(3)]):
+    # A single row hides how far apart rows are, and what is recorded with it is played for a few.
+    blocks = [range(i * BLOCKS_EACH, (i + 1) * BLOCKS_EACH) for i in range(3)]
+    one, few = [Part(0, 1, blocks[0], 0)], [Part(0, 3, blocks[i], i) for i in range(3)]
+    for number, parts in enumerate([one, few, *steps(3)]):
         if not trees:
             parts = [part._replace(guesses=0, parents=None) for part in parts]
         batch = ragged_batch(parts, BLOCK_SIZE)
