@@ -122,9 +122,10 @@ def _step_words(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _layers(kind: dict[str, Any]) -> str:
-    """`48 gqa in a window of 1024, gated`."""
+    """`48 gqa in a window of 1024, gated MLP`."""
     window = f" in a window of {kind['window']}" if kind["window"] else ""
-    return f"{kind['count']} {kind['attention']}{window}, {kind['ffn']}"
+    ffn = "gated MLP" if kind["ffn"] == "gated" else kind["ffn"]
+    return f"{kind['count']} {kind['attention']}{window}, {ffn}"
 
 
 def _memory_table(memory: dict[str, Any], formats: dict[str, Any]) -> Table:

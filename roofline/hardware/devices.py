@@ -19,7 +19,7 @@ from membound.roofline.hardware.calibration import Calibration
 from membound.roofline.hardware.names import Reading, normalised, readings
 from membound.roofline.hardware.spec import DTYPES, HardwareSpec
 from membound.roofline.home import home_folder, local_calibration_path
-from membound.roofline.reading.files import expanded, read_text, state_of
+from membound.roofline.reading.files import expanded, is_file, read_text, state_of
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.reading.problems import kind_of, one_sentence
 
@@ -212,6 +212,8 @@ def get_hardware(name: str) -> HardwareSpec:
         if found:
             where, spec = found[0]
             return _as_named(read_hardware(where) if isinstance(where, Path) else spec, reading)
+    if is_file(Path(name)):
+        raise MemboundError(f"hardware '{name}' is a file, but no data sheet; give one that ends in .yaml")
     raise MemboundError(f"hardware '{name}' is unknown; {_closest(name, (spec for _, spec in own))}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,20 @@ def resolve_model(name_or_path: str) -> ModelSpec:
     if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
     if path.suffix == ".json":
-        return ModelSpec.from_hf_config(_config(path, name_or_path), path.resolve().parent.name or path.stem)
+        config = _config(path, name_or_path)
+        return ModelSpec.from_hf_config(config, _name_of(config, path))
     if path.suffix in (".yaml", ".yml"):
         return build(**{"source": f"{path.name}, a file of the user"} | _mapping(path, name_or_path))
+    if is_file(path):
+        raise ModelError(f"model '{name_or_path}' is a file of no known kind; give a config.json, GGUF or YAML")
     return get_model(name_or_path)
+
+
+def _name_of(config: Mapping[str, Any], path: Path) -> str:
+    """What a config calls its model, else its file where that has a name of its own, else its folder."""
+    own = config.get("_name_or_path")
+    named = Path(own).name if isinstance(own, str) else ""
+    return named or (path.stem if path.stem != "config" else path.resolve().parent.name or path.stem)
 
 
 def published_formats(model: str) -> PrecisionPlan:

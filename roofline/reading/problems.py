@@ -64,6 +64,8 @@ def _single(problem: Any) -> str:
         meant = f" (meant: {close})" if close else ""
         unknown = f"{named} has the unknown {_tag(problem)} '{tag}'{meant}"
         return f"{unknown}; known are {', '.join(known)}{problem['example']}"
+    if problem["type"] == "missing":
+        return f"{named} is missing{problem['example']}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error" and isinstance(problem["input"], dict | BaseModel):
         return f"{named}: {message}" if field else message

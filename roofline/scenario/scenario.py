@@ -240,6 +240,8 @@ def load_scenario(name_or_path: str) -> Scenario:
         text = read_text(path, "scenario file")
     else:
         shipped = shipped_scenarios()
+        if is_folder(path):
+            raise MemboundError(f"scenario '{name_or_path}' is a folder; give the path of a YAML file in it")
         if name_or_path not in shipped:
             raise MemboundError(
                 f"scenario '{name_or_path}' is neither a file nor shipped{did_you_mean(name_or_path, shipped)}; "

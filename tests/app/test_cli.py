@@ -157,7 +157,7 @@ def test_predict_explains_its_number(tiny: str) -> None:
     for part in ("attention", "ffn", "communication", "2.experts", "lm_head"):
         assert f" {part} " in shown
     words = " ".join(shown.split())
-    assert "1. 3 mla, gated; 2. 58 mla, moe" in words
+    assert "1. 3 mla, gated MLP; 2. 58 mla, moe" in words
     assert "on 8 devices (tp 8): operators, bytes and memory are those of one of them" in words
     assert "times below the ridge of" in words and "would still fit: " in words
     assert "measured on H100-SXM5" in words and "interval ±" in words

@@ -18,6 +18,7 @@ from membound.roofline.hardware import get_hardware, parse_hardware
 from membound.roofline.home import file_stem, home_folder
 from membound.roofline.models.files import resolve_model
 from membound.roofline.reading.files import locked, write_files
+from membound.roofline.scenario import load_scenario
 from membound.roofline.times.device_fits import DeviceFits
 from membound.roofline.times.efficiency import published_fits
 
@@ -138,3 +139,22 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
         thread.join()
     assert sorted(path.read_text()) == sorted("abcd" * 10)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["kept", "lock"]
+
+
+def test_a_file_or_folder_of_another_kind_is_told_to_be_one(tmp_path: Path) -> None:
+    other = tmp_path / "numbers.csv"
+    other.write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(MemboundError, match="is a file, but no data sheet"):
+        get_hardware(str(other))
+    with pytest.raises(MemboundError, match="is a file of no known kind"):
+        resolve_model(str(other))
+    with pytest.raises(MemboundError, match="is a folder; give the path of a YAML file"):
+        load_scenario(str(tmp_path))
+
+
+def test_what_is_missing_beside_another_mistake_is_not_shown_with_the_whole_sheet_as_its_value(tmp_path: Path) -> None:
+    sheet = tmp_path / "mine.yaml"
+    sheet.write_text("{name: Mine, vendor: Acme, kind: gpu, architecture: Rubin}", encoding="utf-8")
+    with pytest.raises(MemboundError) as refused:
+        get_hardware(str(sheet))
+    assert "{" not in str(refused.value) and "missing" in str(refused.value)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from membound.roofline.models import ModelError, ModelSpec, OtherRopeScaling, get_model
+from membound.roofline.models.files import resolve_model
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -484,3 +487,22 @@ def test_a_config_that_makes_no_sense_says_where(change: dict[str, Any], said: s
     ModelSpec.from_hf_config(llama, "slip")
     with pytest.raises(ModelError, match=said):
         ModelSpec.from_hf_config(llama | change, "slip")
+
+
+@pytest.mark.parametrize(
+    ("file", "own", "name"),
+    [
+        ("config.json", {"_name_or_path": "org/Named-7B"}, "Named-7B"),
+        ("config.json", {}, "folder"),
+        ("gemma.json", {}, "gemma"),
+    ],
+)
+def test_a_config_is_called_as_it_says_or_as_its_file(
+    tmp_path: Path, file: str, own: dict[str, str], name: str
+) -> None:
+    path = tmp_path / "folder" / file
+    path.parent.mkdir()
+    path.write_text(
+        json.dumps(config("LlamaForCausalLM", 2, 64, 4, 2, 100, intermediate_size=128) | own), encoding="utf-8"
+    )
+    assert resolve_model(str(path)).name == name
