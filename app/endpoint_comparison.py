@@ -15,6 +15,7 @@ import numpy as np
 from membound.app.compare import ComparisonResult, Listener
 from membound.app.text import digits, seconds
 from membound.roofline.hardware import get_hardware
+from membound.roofline.models.files import resolve_model
 from membound.roofline.results.comparison import baseline_row, spread
 from membound.roofline.results.result import Distribution, RunResult, Summary
 from membound.roofline.scenario import Scenario
@@ -23,6 +24,7 @@ from membound.runtime.endpoint.address import Endpoint
 from membound.runtime.endpoint.measure import measure as measure_at
 from membound.runtime.endpoint.measure import need_answers
 from membound.simulator.drafting import with_best_drafts
+from membound.simulator.run import certainty_of
 from membound.simulator.run import run as simulate
 
 if TYPE_CHECKING:
@@ -44,11 +46,17 @@ class EndpointComparison(ComparisonResult):
     def judge(self, point: dict[str, Any], predicted: RunResult, measured: list[RunResult], whence: str) -> None:
         """Adds a point with its prediction and the repeats of its measurement."""
         scenario, index = predicted.scenario, len(self.predicted)
-        relative_error = times_for(get_hardware(scenario.hardware)).relative_error
+        times = times_for(get_hardware(scenario.hardware), scenario.setup.profile)
+        certainty = certainty_of(resolve_model(scenario.model), scenario.setup, times, predicted.steps)
+        relative_error = certainty.relative_error
         self.predicted[index, "baseline"], self.measured[index, "baseline"] = predicted, measured
         conditions = f"{_conditions(scenario)}, {whence}"
         self.rows.append(baseline_row(predicted, measured, relative_error, point, conditions))
-        self.metrics += _metric_rows(predicted.summary, [run.summary for run in measured], relative_error, point)
+        rows = list(_metric_rows(predicted.summary, [run.summary for run in measured], relative_error, point))
+        if other := _other_load(predicted, measured[-1]):
+            rows = [row | {"error": None} for row in rows]
+            self.notes.append(other)
+        self.metrics += rows
         self.notes += [note for note in measured[-1].provenance.notes if note not in self.notes]
 
     def to_json(self) -> dict[str, Any]:
@@ -105,6 +113,26 @@ def _metric_rows(
             "error": expected / median - 1 if median else None,
             "samples": samples,
         }
+
+
+# Relative difference in the tokens of a request from which on two runs are not of one load.
+_OTHER = 0.1
+
+
+def _other_load(predicted: RunResult, measured: RunResult) -> str | None:
+    """That the server served another load than the one that is predicted, so that no error is the prediction's."""
+    if not (predicted.summary.completed and len(measured.requests["id"]) and measured.requests["completed"].any()):
+        return None  # results of other tools may have means alone
+    asked, served = (
+        [float(run.requests[name][run.requests["completed"]].mean()) for name in ("prompt_tokens", "output_tokens")]
+        for run in (predicted, measured)
+    )
+    if all(abs(got / wished - 1.0) <= _OTHER for got, wished in zip(served, asked, strict=True)):
+        return None
+    return (
+        f"no errors are given: the server read {served[0]:.0f} tokens and wrote {served[1]:.0f} of a request, and "
+        f"{asked[0]:.0f} and {asked[1]:.0f} are predicted; give the scenario the lengths that the server sees"
+    )
 
 
 def _value(summary: Summary, metric: str, statistic: str | None) -> float | None:

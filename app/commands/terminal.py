@@ -130,7 +130,9 @@ def measuring(holder: str) -> Iterator[TerminalListener]:
     with progress(quiet_s=0.0) as listener:
 
         def on_wait(ahead: str) -> None:
-            listener.progress(0.0, f"waiting for {ahead} to finish")
+            listener.progress(
+                0.0, f"waiting for {ahead} to finish, as both would disturb each other on this machine; Ctrl-C gives up"
+            )
 
         with measurement_slot(holder, on_wait):
             yield listener

@@ -24,7 +24,12 @@ def validation(document: dict[str, Any]) -> RenderableType:
         f"{document['table']}: {document['rows']:,} rows, {document['predicted']:,} predicted, "
         f"{document['refused']:,} refused, {document['judged']:,} judged",
         *_in_sample(document["fitted_to_it"]),
-        *(_groups(names, groups) for names, groups in by_names.items()),
+        *_of_one(by_names, document["judged"]),
+        *(
+            _groups(names, groups)
+            for names, groups in by_names.items()
+            if not _is_all(names, groups, document["judged"])
+        ),
         *_worst(document["worst"]),
         *counts_of("refused", document["refusals"]),
         *counts_of("predicted, but not judged", document["set_aside"]),
@@ -37,6 +42,22 @@ def _in_sample(devices: list[str]) -> Iterator[str]:
             f"in-sample: kernels of {', '.join(devices)} were fitted to this table on this machine, so its errors say "
             "how well they fit, not how well they predict; give rows that they were not fitted to"
         )
+
+
+def _is_all(names: tuple[str, ...], groups: list[dict[str, Any]], judged: int) -> bool:
+    """Whether the one group has all rows, so that its table would be that of all."""
+    return bool(names) and len(groups) == 1 and groups[0]["n"] == judged
+
+
+def _of_one(by_names: dict[tuple[str, ...], list[dict[str, Any]]], judged: int) -> Iterator[str]:
+    alike = {
+        name: value
+        for names, groups in by_names.items()
+        if _is_all(names, groups, judged)
+        for name, value in groups[0]["by"].items()
+    }
+    if alike:
+        yield "all judged rows are of " + ", ".join(f"{name} {value}" for name, value in alike.items())
 
 
 def _groups(names: tuple[str, ...], groups: list[dict[str, Any]]) -> Table:

@@ -147,7 +147,8 @@ class ValidationReport:
                 key = tuple(_value(result, name) for name in names)
                 if all(key):
                     parts[key].append(result)
-            ordered = sorted(parts.items(), key=lambda item: -len(item[1]))
+            by_size = {name: place for place, (_, name) in enumerate(_BATCHES) if names == ("batch",)}
+            ordered = sorted(parts.items(), key=lambda item: (by_size.get(item[0][0], 0), -len(item[1])))
             found += [Group.of(dict(zip(names, key, strict=True)), members) for key, members in ordered]
         return found
 
@@ -190,9 +191,14 @@ def _value(result: RowResult, name: str) -> str:
     return str(getattr(result, name))
 
 
+_BATCHES = (
+    *((1.0, "1"), (4.0, "2 to 4"), (16.0, "5 to 16"), (64.0, "17 to 64"), (256.0, "65 to 256")),
+    (math.inf, "above 256"),
+)
+
+
 def _batch_class(batch: float) -> str:
-    bounds = ((1, "1"), (4, "2 to 4"), (16, "5 to 16"), (64, "17 to 64"), (256, "65 to 256"))
-    return next((name for bound, name in bounds if batch <= bound), "above 256")
+    return next(name for bound, name in _BATCHES if batch <= bound)
 
 
 def _refused(row: Row, error: MemboundError) -> RowResult:

@@ -345,6 +345,11 @@ def test_every_grouping_holds_every_judged_row_once(tmp_path: Path) -> None:
     assert {names: n for names, n in totals.items() if names != ("model",)} == dict.fromkeys(
         [(), ("phase",), ("source",), ("device",), ("batch",), ("device", "phase")], 6
     )
+    assert [group.by["batch"] for group in report.groups if tuple(group.by) == ("batch",)] == [
+        "1",
+        "17 to 64",
+        "above 256",
+    ]
 
 
 def test_flagged_rows_are_predicted_and_not_judged(tmp_path: Path) -> None:

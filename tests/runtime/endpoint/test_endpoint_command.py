@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from membound.app.endpoint_comparison import EndpointComparison
 from membound.app.store import Store
+from membound.roofline.scenario import load_scenario
 from membound.roofline.validation.report import validate_table
+from membound.simulator.run import run as simulate
 
 SCENARIO = """
 name: asked
@@ -105,6 +109,17 @@ def test_a_server_is_held_against_its_prediction(serving, well, membound, asked,
     (run,) = Store(tmp_path / "home").runs("compare")
     producers = run.table("requests").column("producer").to_pylist()
     assert {producers.count(name) for name in ("simulator", "endpoint")} == {4, 8}
+
+
+def test_of_a_server_that_served_other_lengths_than_predicted_no_error_is_given() -> None:
+    run = simulate(load_scenario("live-cpu").with_values({"hardware": "H100-SXM5", "sweep": [], "variants": []}))
+    shorter = replace(run, requests=run.requests | {"prompt_tokens": run.requests["prompt_tokens"] / 2})
+    alike, other = EndpointComparison([], {}, {}), EndpointComparison([], {}, {})
+    alike.judge({}, run, [run], "against itself")
+    other.judge({}, run, [shorter], "against another load")
+    assert alike.metrics and all(row["error"] == 0 for row in alike.metrics)
+    assert other.metrics and all(row["error"] is None for row in other.metrics)
+    assert any("no errors are given" in note for note in other.notes)
 
 
 def test_a_result_of_another_tool_is_kept_beside_its_prediction(membound, tmp_path) -> None:
