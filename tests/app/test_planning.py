@@ -108,7 +108,7 @@ def test_advise_at_a_batch_and_a_context_says_which_metric_and_speaks_plainly(as
 def test_a_stack_of_one_has_nothing_to_add_up_and_says_what_it_left_out(asked: str) -> None:
     words = shown("stack", asked, "--techniques", "weight_quantization:int8")
     assert "weight_quantization (int8" in words and "prompts take" in words and "of the time)" in words
-    assert "without continuous_batching, eagle of the scenario" in words and "judged by tpot_s" in words
+    assert "keeps continuous_batching" in words and "without eagle of the scenario" in words and "by tpot_s" in words
     assert "each alone" in words and "in the given order" not in words and "product" not in words
 
 
