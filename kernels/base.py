@@ -192,6 +192,7 @@ class Kernels(PagedKernels, RecurrentKernels, ByHeadKernels, Protocol):
     emulates_quantized_kv: bool  # whether quantized K and V take a time that says nothing about their format
     emulates_kivi: bool  # the same of KIVI's
     chain_verifier: ChainVerifier | None  # None: the host verifies drafts and draws
+    batch_invariant: bool  # whether a row's numbers never depend on how many rows share its product
     keeps_mxfp4: bool  # whether `pack` and `linear` have mxfp4
     interleaved: bool  # whether `pack` lays the words of 16 rows side by side
 

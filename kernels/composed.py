@@ -44,6 +44,7 @@ class ComposedKernels(ComposedByHead, ABC):
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
     emulates_kivi = True
+    batch_invariant = False
     keeps_mxfp4 = False
     chain_verifier: ChainVerifier | None = None
 

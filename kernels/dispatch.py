@@ -48,6 +48,16 @@ def kernels_for(device: str, prefer: Preference = "auto", *, batch_invariant: bo
     return kernels
 
 
+def rounding(kernels: Kernels) -> str:
+    """How these kernels round, for another process that is to round alike; see `alike`."""
+    return "batch-invariant" if kernels.batch_invariant else "usual"
+
+
+def alike(device: str, said: str) -> Kernels:
+    """The kernels for a device that round as `rounding` said of another process's."""
+    return kernels_for(device, batch_invariant=said == "batch-invariant")
+
+
 def why_not_cpp() -> str | None:
     """Why the last `kernels_for` on a CPU fell back to plain PyTorch; None if it did not have to."""
     return str(_build_errors[0]) if _build_errors else None

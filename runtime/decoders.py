@@ -145,6 +145,6 @@ class Decoders:
             self.close()
             spec = self.model(scenario).spec
             shard_spec(spec, scenario.parallel)
-            opened = divided(scenario, spec, self.device, lambda group: self.part(scenario, group))
+            opened = divided(scenario, spec, self.device, self.kernels, lambda group: self.part(scenario, group))
             self._divided = key, self._processes.enter_context(opened)
         return self._divided[1]

@@ -29,6 +29,7 @@ class LinearCalls(LibraryCalls):
 
     def __init__(self, *, batch_invariant: bool) -> None:
         super().__init__()
+        self.batch_invariant = batch_invariant
         self._linear = self._declare("membound_linear", _LinearArguments)
         self._weights: dict[int, _KnownWeight] = {}
         self._packer = Packer(Arena(), interleaved=self.interleaved)

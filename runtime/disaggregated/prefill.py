@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from membound.kernels.dispatch import alike
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import load_scenario
@@ -124,13 +125,13 @@ class PromptRecorder(Recorder):
         """Nothing was computed."""
 
 
-def main(scenario: str, folder: str, device: str, threads: str, hardware: str, parent: str) -> None:
+def main(scenario: str, folder: str, device: str, threads: str, hardware: str, parent: str, rounds: str) -> None:
     """Computes prompts until standard input ends."""
     end_with(int(parent), Path(folder))
     torch.set_num_threads(int(threads))
     answers, sys.stdout = sys.stdout, sys.stderr
     read = load_scenario(scenario)
-    runtime = Runtime(device)
+    runtime = Runtime(device, kernels=alike(device, rounds))
     recorder = PromptRecorder()
     assembly = runtime.assemble(read, clock := WallClock(), get_hardware(hardware), recorder, engines=ENGINES)
     recorder.bounds = None  # those who read the records work them out

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from membound.kernels.dispatch import rounding
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.result import RunResult
@@ -47,11 +48,16 @@ GONE = ""  # what the reader puts when the other process has closed its output
 class PrefillProcess:
     """The process that computes prompts, and the lines that it says."""
 
-    def __init__(self, scenario: Path, folder: Path, device: str, threads: int, hardware: str) -> None:
+    def __init__(self, scenario: Path, folder: Path, runtime: Runtime, threads: int, hardware: str) -> None:
+        device, rounds = runtime.device, rounding(runtime.kernels)
         command = [sys.executable, "-m", "membound.runtime.disaggregated.prefill", str(scenario), str(folder), device]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            [*command, str(threads), hardware, str(os.getpid())], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+            [*command, str(threads), hardware, str(os.getpid()), rounds],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
         )
         self.lines: queue.Queue[str] = queue.Queue()
         self._last_words: list[str] = []
@@ -238,7 +244,7 @@ def run_disaggregated(
         folder = Path(name)
         written = folder / "scenario.yaml"
         written.write_text(whole.to_yaml(), encoding="utf-8")
-        prefill = PrefillProcess(written, folder, runtime.device, share, hardware.name)
+        prefill = PrefillProcess(written, folder, runtime, share, hardware.name)
         torch.set_num_threads(share)
         try:
             recorder = Recorder(observer)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from membound.kernels.dispatch import alike
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import load_scenario
 from membound.runtime.decoder import Decoder, KvCache
@@ -41,13 +42,13 @@ def follow(decoder: Decoder, group: Group) -> None:
                 )
 
 
-def main(scenario: str, meeting: str, rank: str, device: str, threads: str, leader: str) -> None:
+def main(scenario: str, meeting: str, rank: str, device: str, threads: str, leader: str, rounds: str) -> None:
     """Builds this rank's part and follows the leader."""
     end_with(int(leader), Path(meeting).parent)
     torch.set_num_threads(int(threads))
     read = load_scenario(scenario)
     where = f"cuda:{rank}" if device.startswith("cuda") else device
-    runtime = Runtime(where)
+    runtime = Runtime(where, kernels=alike(where, rounds))
     runtime.model(read)
     ready_file(Path(meeting), int(rank)).touch()
     group = Group(Path(meeting), int(rank), read.setup.parallel.tp, where)

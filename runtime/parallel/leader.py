@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from membound.kernels.base import RaggedBatch
+from membound.kernels.base import Kernels, RaggedBatch
+from membound.kernels.dispatch import rounding
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
@@ -159,12 +160,13 @@ class Followers:
 
 @contextmanager
 def divided(
-    scenario: Scenario, spec: ModelSpec, device: str, build: Callable[[Group], Decoder]
+    scenario: Scenario, spec: ModelSpec, device: str, kernels: Kernels, build: Callable[[Group], Decoder]
 ) -> Iterator[DividedDecoder]:
     """The scenario's model, of shape `spec`, on `parallel.tp` processes, this one included; they end with the context.
 
-    `build` makes one process's part, here as in the followers. The threads of this process are divided among them.
-    Raises MemboundError where there are fewer GPUs than processes, GroupError where a follower does not come up.
+    `build` makes one process's part, here as in the followers, whose kernels round as `kernels` do. The threads of this
+    process are divided among them. Raises MemboundError where there are fewer GPUs than processes, GroupError where a
+    follower does not come up.
     """
     tp = scenario.setup.parallel.tp
     if device.startswith("cuda") and torch.cuda.device_count() < tp:
@@ -176,7 +178,10 @@ def divided(
         written.write_text(scenario.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "membound.runtime.parallel.follower", str(written), str(meeting)]
         followers = Followers(
-            [_started([*command, str(rank), device, str(share), str(os.getpid())]) for rank in range(1, tp)]
+            [
+                _started([*command, str(rank), device, str(share), str(os.getpid()), rounding(kernels)])
+                for rank in range(1, tp)
+            ]
         )
         torch.set_num_threads(share)
         group: Group | None = None

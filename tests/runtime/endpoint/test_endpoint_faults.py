@@ -131,7 +131,7 @@ FAULTS = {
     html_as_events: "not JSON",
     bytes_of_noise: "no HTTP answer",
     long_lines: "more than 1",
-    endless_tokens: "more than 16 KiB for each token",
+    endless_tokens: "more than (16 KiB|4 events) for each token",
     more_tokens_than_asked_for: "more than 4 events for each token",
     server_error: "status 500: out of memory",
     elsewhere: "redirected to http://192.0.2.1:1",
@@ -155,7 +155,8 @@ def test_a_fault_ends_its_own_request_and_the_others_finish(serving, well, scena
     for reason in reasons:
         assert re.search(FAULTS[fault], reason), reason
         assert "\n" not in reason and "Traceback" not in reason
-    assert sum(f"{summary.failed} of 12 requests failed" in note for note in run.provenance.notes) == 1
+    counted = [int(note.split()[0]) for note in run.provenance.notes if " of 12 requests failed: " in note]
+    assert sum(counted) == summary.failed  # how an endless answer arrives decides which limit it passes first
 
 
 def test_after_all_faults_nothing_is_left_open(serving, well, scenario) -> None:
