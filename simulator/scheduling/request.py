@@ -141,6 +141,11 @@ class Sequence:
         return self.standing_computed if self.clock is None else self.standing + self.clock.steps - 1
 
     @property
+    def left_to_compute(self) -> int:
+        """Tokens of one that does not decode that have no K and V yet."""
+        return self.standing - self.standing_computed
+
+    @property
     def emitted(self) -> int:
         return self.tokens - self.request.prompt_tokens
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from heapq import heappop, heappush
 
 from membound.roofline.scenario.engine import Reservation
+from membound.simulator.scheduling.assembling import Moved, StepAssembly
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter
-from membound.simulator.scheduling.guessing import NO_GUESSES, Guesses, ModelledDrafter, Proposing
+from membound.simulator.scheduling.guessing import NO_GUESSES, ModelledDrafter, Proposing
+from membound.simulator.scheduling.holdings import Holdings
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
-from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work, step_sums
+from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work
 from membound.simulator.scheduling.reservation import Reserving
+from membound.simulator.scheduling.waiting import WaitingLine
 
 Classify = Callable[[Sequence], None]
 
 FIRST_COME, EVERYBODY = FirstCome(), Everybody()
-_NO_DRAFT = Draft()
 
 
 class Scheduler:
@@ -81,7 +82,6 @@ class Scheduler:
         self.admission = admission
         self.pool = pool
         self.pools = pool, *others
-        self._num_blocks = len(self.pools) * pool.num_blocks
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.micro_batches = micro_batches
@@ -101,11 +101,12 @@ class Scheduler:
             pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None, ranks=len(self.pools)
         )
         round_tokens = len(self.pools) * micro_batches * max_batched_tokens
+        self._holdings = Holdings(self.pools, self.reserving, tables)
+        self._steps = StepAssembly(self.decoders, self._holdings, itemized=itemized, drafting=drafter is not None)
         self._proposing = Proposing(self.decoders, self.pools, round_tokens, lengths, tables, self.reserving)
         self.prompts: dict[int, Sequence] = {}
         self.preemptions = 0
-        self._queue: list[tuple[float, int]] = []
-        self._waiting: dict[int, Sequence] = {}
+        self._line = WaitingLine()
         self._arrivals = 0
         self._draft_blocks: tuple[int, ...] = ()  # on each rank
         self._reserved: dict[int, Sequence] = {}  # whose blocks are taken, and which have not joined
@@ -113,7 +114,6 @@ class Scheduler:
         self._moved_blocks = [0] * len(self.pools)
         self._cached_tokens = 0
         self._preempted: list[int] = []
-        self._prompt_tokens = 0
         self._begun = False  # whether the batch has decoded since it was last empty
         self._filling = True  # whether nobody was under way before the step
         self._grown = False  # whether those who decode have the block of the token that they are about to compute
@@ -121,7 +121,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         """Sequences that wait, in no order."""
-        return list(self._waiting.values())
+        return list(self._line.members.values())
 
     @property
     def running(self) -> list[Sequence]:
@@ -134,7 +134,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or self.num_running > 0
+        return bool(self._line) or self.num_running > 0
 
     def refusal(self, request: Request) -> str | None:
         """Why the engine can never serve `request`, or None."""
@@ -171,14 +171,12 @@ class Scheduler:
             self.classify(sequence)
         if sequence.reserved_blocks:
             sequence.key = -math.inf  # it goes first: others may need the blocks that it has
-            self._wait(sequence)
+            self._line.join(sequence)
             return
         sequence.key = self.order.key(sequence)
-        reason = self.refusal(sequence.request) or self.admission.refusal(
-            sequence, len(self._waiting), self._tokens_ahead
-        )
+        reason = self.refusal(sequence.request) or self.admission.refusal(sequence, len(self._line), self._tokens_ahead)
         if reason is None:
-            self._wait(sequence)
+            self._line.join(sequence)
         else:
             sequence.status, sequence.reason = "rejected", reason
 
@@ -197,7 +195,7 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when nothing can be computed. Blocks for all its tokens are taken."""
         step = self._planned()
-        while step is None and any(sequence.reserved_blocks for sequence in self._waiting.values()):
+        while step is None and any(sequence.reserved_blocks for sequence in self._line.members.values()):
             step = self._planned()  # everybody was preempted for want of blocks that these have
         if step is not None:
             self._preempted.clear()
@@ -213,7 +211,7 @@ class Scheduler:
         preempted: list[int] = []
         joined: list[Sequence] = []
         prompts: list[Work] = []
-        if alone and (self._queue or self.prompts):
+        if alone and (self._line or self.prompts):
             prompts = self._plan_prompts(self._rooms([0] * len(self.pools)), joined)
         decoding = not prompts
         drafts: dict[int, Draft] = {}
@@ -226,14 +224,24 @@ class Scheduler:
             elif self.drafter is not None:
                 drafts, guesses = self._proposing.listed(self.drafter)
             self._draft_blocks = guesses.blocks
-        if not alone and (self._queue or self.prompts):
+        if not alone and (self._line or self.prompts):
             guessed = -(-guesses.total // len(self.pools))
             rooms = self._rooms([decoding + guessed for decoding in self.decoders.on_rank])
             prompts = self._plan_prompts(rooms, joined, join=not preempted)
         self._preempted += preempted
         if not prompts and not self.decoders.members:
             return None
-        return self._step(decoding, tuple(prompts), drafts, guesses, joined, tuple(self._preempted))
+        return self._steps.of(
+            decoding,
+            tuple(prompts),
+            drafts,
+            guesses,
+            joined,
+            tuple(self._preempted),
+            self.prompts,
+            Moved(tuple(self._moved_blocks), self._cached_tokens),
+            self._filling,
+        )
 
     def usage(self, step: Step, outcome: Outcome) -> tuple[float, float]:
         """Block-seconds in use and token-seconds held in them, of a planned step that came to `outcome`."""
@@ -269,7 +277,7 @@ class Scheduler:
             self._advance_prompt(work, outcome, ended)
         for sequence in ended:
             sequence.status = "completed"
-            self._release(sequence, self.pool.blocks_for(self.reserving.held(sequence.request, sequence.computed)))
+            self._holdings.release(sequence, self._holdings.of(sequence, sequence.computed))
         return ended
 
     def check_integrity(self) -> None:
@@ -277,8 +285,7 @@ class Scheduler:
         everybody = [*self.running, *self.waiting]
         ids = [sequence.id for sequence in everybody]
         assert len(ids) == len(set(ids)), "a sequence is in two places"
-        assert len(self._queue) == len(self._waiting), "the queue and those who wait differ"
-        assert self._prompt_tokens == sum(sequence.tokens for sequence in self.prompts.values())
+        self._line.check_integrity()
         for rank, pool in enumerate(self.pools):
             here = [sequence for sequence in self.running if sequence.rank == rank]
             assert len(here) <= self._seats_of_rank, "a rank has more sequences than seats"
@@ -292,8 +299,6 @@ class Scheduler:
         if self.tables is not None:
             self.tables.check_integrity(everybody)
             assert self.tables.used == self.pool.used, "counted and numbered blocks differ"
-
-    # -- prompts
 
     def _rooms(self, taken: list[int]) -> list[list[int]]:
         """Tokens that are left in each micro-batch of each rank, over which those `taken` on it are spread."""
@@ -311,10 +316,10 @@ class Scheduler:
             if (room := max(here)) > 0:
                 planned.append(self._chunk(sequence, room))
                 here[here.index(room)] -= planned[-1].tokens
-        if not (join and self._queue and self.batching.admits(self._begun)):
+        if not (join and self._line and self.batching.admits(self._begun)):
             return planned
-        while self._queue and self.num_running < self.max_num_seqs:
-            sequence = self._waiting[self._queue[0][1]]
+        while self._line and self.num_running < self.max_num_seqs:
+            sequence = self._line.first
             ranks = (rank for rank in self._ranks_for(sequence) if max(rooms[rank]) > 0)
             if not any(self._join(sequence, max(rooms[rank]), rank) for rank in ranks):
                 break
@@ -329,9 +334,9 @@ class Scheduler:
         return planned
 
     def _chunk(self, sequence: Sequence, room: int) -> Work:
-        start, left = sequence.standing_computed, sequence.standing - sequence.standing_computed
+        left = sequence.left_to_compute
         tokens = min(left, room)
-        return Work(sequence.id, start, tokens, (), tokens == left)
+        return Work(sequence.id, sequence.standing_computed, tokens, (), tokens == left)
 
     @property
     def _seats_of_rank(self) -> int:
@@ -371,7 +376,7 @@ class Scheduler:
         needed = pool.blocks_for(self.reserving.held(sequence.request, sequence.tokens)) - here
         if needed > pool.available - idle:
             return False
-        self._leave_queue()
+        self._line.leave()
         sequence.rank = rank
         if cache is not None:
             cache.use(hashes[:here])
@@ -387,7 +392,6 @@ class Scheduler:
         sequence.standing_computed = computed
         sequence.status = "running"
         self.prompts[sequence.id] = sequence
-        self._prompt_tokens += sequence.standing
         return True
 
     def _resume(self, sequence: Sequence, rank: int) -> bool:
@@ -396,7 +400,7 @@ class Scheduler:
         needed = self._blocks_to_resume(sequence) - sequence.reserved_blocks
         if needed > pool.available:
             return False
-        self._leave_queue()
+        self._line.leave()
         if self._reserved.pop(sequence.id, None) is not None:
             sequence.key, sequence.reserved_blocks = self.order.key(sequence), 0
         sequence.rank = rank
@@ -416,7 +420,7 @@ class Scheduler:
     def _blocks_to_resume(self, sequence: Sequence) -> int:
         # Where steps of prompts go alone, the blocks of the next token are taken after this.
         tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
-        return self.pool.blocks_for(self.reserving.held(sequence.request, tokens))
+        return self._holdings.of(sequence, tokens)
 
     def _advance_prompt(self, work: Work, outcome: Outcome, ended: list[Sequence]) -> None:
         """The tokens of `work` are computed; with the last of a prompt its sequence emits a token and decodes."""
@@ -425,9 +429,8 @@ class Scheduler:
         if not work.emits:
             return
         del self.prompts[work.sequence]
-        self._prompt_tokens -= sequence.standing
         if self.pool.cache is not None:
-            self._share(sequence)
+            self._holdings.share(sequence)
         sequence.standing += 1
         if sequence.token_ids is not None:
             assert outcome.emitted is not None, "content is known"
@@ -436,8 +439,6 @@ class Scheduler:
             ended.append(sequence)
         else:
             self.decoders.add(sequence)
-
-    # -- sequences that decode
 
     def _make_room(self, preempted: list[int]) -> None:
         """Takes a block for everybody who needs one for the next token, from those last in order if need be."""
@@ -470,7 +471,6 @@ class Scheduler:
         held, pool = self._blocks(sequence), self.pools[sequence.rank]
         if sequence.clock is None:
             del self.prompts[sequence.id]
-            self._prompt_tokens -= sequence.standing
         else:
             self.decoders.remove(sequence)
             if self.swap and held <= pool.host_free and not sequence.cached:
@@ -480,140 +480,18 @@ class Scheduler:
                 sequence.loaded = True
                 if self.tables is not None:
                     self.tables.swap_out(sequence)
-        self._release(sequence, held)
+        self._holdings.release(sequence, held)
         if not sequence.loaded:
             sequence.standing_computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self._wait(sequence)
-
-    # -- blocks
+        self._line.join(sequence)
 
     def _blocks(self, sequence: Sequence) -> int:
         """Blocks that a running sequence holds, with those that it shares."""
         all_taken = sequence.clock is None or self._grown
-        return self.pool.blocks_for(
-            self.reserving.held(sequence.request, sequence.tokens if all_taken else sequence.computed)
-        )
-
-    def _share(self, sequence: Sequence) -> None:
-        """Blocks of `sequence` that are full and computed become blocks of the prefix cache."""
-        cache, prefix = self.pools[sequence.rank].cache, sequence.request.prefix
-        if cache is None or prefix is None:
-            return
-        # What it found there it already uses; what others have meanwhile put there stays its own, a second time.
-        begun = len(sequence.cached)
-        hashes = prefix.block_hashes(self.pool.block_size, sequence.computed, begun).tolist()
-        for index, name in enumerate(hashes, begun):
-            if cache.add(name):
-                sequence.cached.append(name)
-                if self.tables is not None:
-                    self.tables.name(sequence, index, name)
-
-    def _release(self, sequence: Sequence, held: int) -> None:
-        """Gives up all its blocks; those that can be found again stay in the prefix cache."""
-        self._share(sequence)
-        pool = self.pools[sequence.rank]
-        pool.give(held - len(sequence.cached))
-        if pool.cache is not None:
-            pool.cache.leave(sequence.cached)
-            sequence.cached = []
-        if self.tables is not None:
-            self.tables.hold(sequence, 0)
-
-    # -- the queue
-
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.status = "waiting"
-        self._waiting[sequence.number] = sequence
-        heappush(self._queue, (sequence.key, sequence.number))
-
-    def _leave_queue(self) -> None:
-        _, number = heappop(self._queue)
-        del self._waiting[number]
+        return self._holdings.of(sequence, sequence.tokens if all_taken else sequence.computed)
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
-        begun = sum(other.standing - other.standing_computed for other in self.prompts.values())
-        return begun + sum(
-            other.standing - other.standing_computed for other in self._waiting.values() if other.key <= sequence.key
-        )
-
-    # -- the step
-
-    def _step(
-        self,
-        decoding: bool,
-        prompts: tuple[Work, ...],
-        drafts: dict[int, Draft],
-        guesses: Guesses,
-        joined: list[Sequence],
-        preempted: tuple[int, ...],
-    ) -> Step:
-        decoders, pools = self.decoders, self.pools
-        members = len(decoders.members) if decoding else 0
-        work: tuple[Work, ...] = ()
-        if self.itemized:
-            work = self._items(drafts) + prompts if decoding else prompts
-            if self.tables is not None:
-                self._hold(work, joined, self.tables)
-        kv_tokens = decoders.tokens if decoding else 0
-        sums = step_sums(0, 0, work) if self.itemized else step_sums(members, kv_tokens, prompts)
-        if guesses.each:
-            sums = _with_guesses(sums, guesses)
-        steady = 1
-        if not (prompts or preempted or self.itemized or self.drafter is not None):
-            ends = decoders.steps_to_first_end()
-            if (steady := ends) > 1:
-                steady = 1 + min([decoders.steps_within(pool.available, ends - 1, i) for i, pool in enumerate(pools)])
-        moved, unused = sum(self._moved_blocks), 0
-        for pool in pools:
-            unused += pool.available
-        return Step(
-            members,
-            kv_tokens,
-            prompts,
-            work,
-            tuple([sequence.id for sequence in joined if sequence.clock is None]) if joined else (),
-            tuple([sequence.id for sequence in joined if sequence.clock is not None]) if joined else (),
-            preempted,
-            moved,
-            self._cached_tokens,
-            self._num_blocks - unused,
-            decoders.tokens + self._prompt_tokens - self._repeated_tokens,
-            self._num_blocks,
-            steady,
-            sums,
-            guesses.each,
-            max(self._moved_blocks) if moved else 0,
-            self._filling,
-        )
-
-    @property
-    def _repeated_tokens(self) -> int:
-        """Tokens that several sequences count, of blocks that they share."""
-        return sum([pool.cache.repeated for pool in self.pools if pool.cache is not None]) * self.pool.block_size
-
-    def _items(self, drafts: dict[int, Draft]) -> tuple[Work, ...]:
-        return tuple(
-            Work(sequence.id, sequence.computed, 1 + len(guess.tokens), guess.tokens, parents=guess.parents)
-            for sequence in self.decoders.members.values()
-            for guess in (drafts.get(sequence.id, _NO_DRAFT),)
-        )
-
-    def _hold(self, work: tuple[Work, ...], joined: list[Sequence], tables: BlockTables) -> None:
-        running = {sequence.id: sequence for sequence in self.running}
-        for item in work:
-            sequence = running[item.sequence]
-            tables.hold(sequence, self.reserving.held(sequence.request, max(item.context, sequence.tokens)))
-        computing = {item.sequence for item in work}
-        for sequence in joined:
-            if sequence.clock is not None and sequence.id not in computing:
-                # It came back, and waits for a step of those who decode.
-                tables.hold(sequence, self.reserving.held(sequence.request, sequence.computed))
-
-
-def _with_guesses(sums: tuple[float, ...], guesses: Guesses) -> tuple[float, ...]:
-    """The sums of a step that verifies these too: each guess is a token that is attended to, and has logits."""
-    tokens, sequences, kv_tokens, attended, rows, *prompts = sums
-    more = guesses.total
-    return (tokens + more, sequences, kv_tokens + more, attended + guesses.attended, rows + more, *prompts)
+        begun = sum(other.left_to_compute for other in self.prompts.values())
+        return begun + self._line.tokens_ahead(sequence)
