@@ -70,10 +70,6 @@ class Comparing:
         return Compared(self.device, self.apart, None, missed)
 
 
-def compare(task: Comparing) -> Compared:
-    return task()
-
-
 @dataclass(frozen=True)
 class HoldingSlower:
     """What a worker does: whether one of them holds at the upper end of its times, and what of its kind does."""
@@ -91,10 +87,6 @@ class HoldingSlower:
         looking = Search(asked.demand, self.slower.objective, 1, MOST_CHANGED_RUNS, MOST_POOL_RUNS)
         found = (looking.among_pools if self.compared.apart else looking.among)(slow)
         return replace(self.compared, end=replace(end, enough=found[0] if found else None))
-
-
-def hold_slower(task: HoldingSlower) -> Compared:
-    return task()
 
 
 def safest(compared: Sequence[Compared], objective: Objective) -> Deployed | None:

@@ -23,10 +23,10 @@ from membound.roofline.times.known import times_for
 from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
 from membound.simulator.planning.candidates import Demand, Replica, replicas_on
-from membound.simulator.planning.compared import Compared, Comparing, HoldingSlower, compare, hold_slower, safest
+from membound.simulator.planning.compared import Compared, Comparing, HoldingSlower, safest
 from membound.simulator.planning.deployed import Deployed, Key, Objective
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
-from membound.simulator.planning.search import Found, Searching, screened_best, search
+from membound.simulator.planning.search import Found, Searching, screened_best
 from membound.simulator.planning.sensitivity import (
     Asking,
     Changed,
@@ -34,11 +34,8 @@ from membound.simulator.planning.sensitivity import (
     Sensitivity,
     Slower,
     UpperEnd,
-    ask,
     changes_of,
-    grow,
     sensitivity_of,
-    slow,
 )
 from membound.simulator.planning.verdict import Missed
 from membound.simulator.steady import check_context
@@ -129,10 +126,6 @@ class _Screening:
         return replicas_on(self.scenario, self.device, self.precisions, self.lengths)
 
 
-def _screen(task: _Screening) -> tuple[list[Replica], list[str]]:
-    return task()
-
-
 # --- the plan ---
 
 
@@ -196,7 +189,7 @@ def plan_by_stages(
     demand = replace(demand, lengths=served)
     tasks = [_Screening(plain, spec, precisions, demand.lengths) for spec in specs]
     crowd = workers or Workers("loky" if len(tasks) > 16 else "sequential")
-    found = crowd.map(_screen, tasks, lambda done, message: progress(done * 0.3, f"devices screened: {message}"))
+    found = crowd.calls(tasks, lambda done, message: progress(done * 0.3, f"devices screened: {message}"))
     replicas = [replica for listed, _ in found for replica in listed]
     reasons = {spec.name: listed[0] for spec, (_, listed) in zip(specs, found, strict=True) if listed}
     unpriced = tuple(spec.name for spec in specs if spec.price is None)
@@ -289,7 +282,7 @@ class _Planning:
             )
             for name in options.precisions
         ]
-        return self.crowd.map(search, searches, self.told(0.3, 0.5, "precisions searched"))
+        return self.crowd.calls(searches, self.told(0.3, 0.5, "precisions searched"))
 
     def _with_answers(self, known: Plan, found: Sequence[Sequence[Deployed]]) -> Plan:
         firsts = dict(zip(self.options.precisions, (listed[0] if listed else None for listed in found), strict=True))
@@ -314,7 +307,7 @@ class _Planning:
             for name in self.named
             for apart in ((False, True) if options.disaggregate and options.confirm else (False,))
         ]
-        each = self.crowd.map(compare, tasks, self.told(0.5, 0.7, "devices and ways to serve compared"))
+        each = self.crowd.calls(tasks, self.told(0.5, 0.7, "devices and ways to serve compared"))
         return [one.with_known(answer.found, options.objective) for one in each]
 
     def _with_upper_ends(self, known: Plan, answers: Sequence[Found]) -> Plan:
@@ -326,7 +319,7 @@ class _Planning:
             for one in answer.found
             if one.summary is not None
         }
-        said_of = self.crowd.map(slow, [*slower.values()], self.told(0.7, 0.75, "upper ends"))
+        said_of = self.crowd.calls([*slower.values()], self.told(0.7, 0.75, "upper ends"))
         ends = dict(zip(slower, said_of, strict=True))
         compared = self._slower_compared(known)
         known = self._with_answers(known, [_holding_first(answer.found, ends, objective) for answer in answers])
@@ -334,7 +327,7 @@ class _Planning:
         if best is not None and best.key in ends and not ends[best.key].holds:
             holding = next((one for one in confirmed if ends[one.key].holds), None)
             growing = [Growing(slower[one.key], holding, disaggregate) for one in confirmed if not ends[one.key].holds]
-            grown = [] if compared else self.crowd.map(grow, growing, self.told(0.8, 0.85, "upper ends"))
+            grown = [] if compared else self.crowd.calls(growing, self.told(0.8, 0.85, "upper ends"))
             enough = [one for one in (holding, safest(compared, objective), *grown) if one is not None]
             first = min(enough, key=lambda deployed: deployed.rank(objective), default=None)
             ends[best.key] = replace(ends[best.key], enough=first)
@@ -351,7 +344,7 @@ class _Planning:
             for at, one in enumerate(known.compared)
             if one.best is not None and one.best.summary is not None
         }
-        held = self.crowd.map(hold_slower, [*tasks.values()], self.told(0.75, 0.85, "upper ends compared"))
+        held = self.crowd.calls([*tasks.values()], self.told(0.75, 0.85, "upper ends compared"))
         ends = dict(zip(tasks, held, strict=True))
         return [ends.get(at, one) for at, one in enumerate(known.compared)]
 
@@ -359,7 +352,7 @@ class _Planning:
         """The answers to changed inputs."""
         objective, apart = self.options.objective, self.options.disaggregate
         asked = [Asking(best, self.pool, objective, change, seen, apart) for change in changes_of(best.demand)]
-        return self.crowd.map(ask, asked, self.told(0.85, 1.0, "inputs changed"))
+        return self.crowd.calls(asked, self.told(0.85, 1.0, "inputs changed"))
 
 
 def _runs(answers: Iterable[Found]) -> int:

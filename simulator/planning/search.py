@@ -241,10 +241,6 @@ class Searching:
         return Found(found, looking.nearest, looking.runs, looking.seen)
 
 
-def search(task: Searching) -> Found:
-    return task()
-
-
 def screened_best(replicas: Iterable[Replica], demand: Demand, objective: Objective) -> Deployed | None:
     """What closed forms alone would answer."""
     possible = (

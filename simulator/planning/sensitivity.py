@@ -141,10 +141,6 @@ class Asking:
         return Changed(change.name, change.easier, self.best, answer, looking.runs)
 
 
-def ask(task: Asking) -> Changed:
-    return task()
-
-
 @dataclass(frozen=True)
 class Change:
     """A demand with one input changed; arrivals are `load_by` times as dense, or clients as many."""
@@ -241,14 +237,6 @@ class Growing:
             looking.among_pools([asked.replica])
         first = looking.confirmed[0] if looking.confirmed else None
         return None if first is self.known else first
-
-
-def slow(task: Slower) -> UpperEnd:
-    return task()
-
-
-def grow(task: Growing) -> Deployed | None:
-    return task()
 
 
 # --- closed forms of what binds ---

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import call
 from typing import Any, Literal, TypeVar, get_args
 
 from membound.roofline.errors import MemboundError
@@ -68,6 +69,10 @@ class Workers:
             results.append(result)
             progress(done / len(items), f"{done} of {len(items)}")
         return results
+
+    def calls(self, tasks: Sequence[Callable[[], Result]], progress: Progress = _silent) -> list[Result]:
+        """What each of the tasks returns, in their order."""
+        return self.map(call, tasks, progress)
 
     def _results(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         if self.address is not None:
@@ -204,10 +209,6 @@ class _Task:
         return Swept(self.values, summary, None)
 
 
-def _run_task(task: _Task) -> Swept:
-    return task()
-
-
 def sweep(
     scenario: Scenario,
     axes: Iterable[tuple[str, Sequence[Any]]],
@@ -226,7 +227,7 @@ def sweep(
     points = grid(axes)
     check(scenario, axes)
     tasks = [_Task(scenario, values, simulate) for values in points]
-    return (workers or Workers()).map(_run_task, tasks, progress)
+    return (workers or Workers()).calls(tasks, progress)
 
 
 def simulated(scenario: Scenario) -> dict[str, Any]:
