@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from membound.roofline.models.files import resolve_model
 from membound.roofline.results.result import Summary
@@ -65,20 +66,45 @@ def simulate_while_hopeful(deployed: Deployed) -> tuple[Summary, bool]:
     return summary, not lateness.hopeless
 
 
+class _Bounded(NamedTuple):
+    """A 99th percentile that the objective bounds."""
+
+    metric: str
+    p99_s: float
+    bound_s: float
+
+    @property
+    def times_too_slow(self) -> float:
+        return self.p99_s / self.bound_s
+
+
+def _bounded(summary: Summary, slo: Slo) -> list[_Bounded]:
+    asked = (
+        ("TTFT", summary.ttft_s, slo.ttft_s),
+        ("TPOT", summary.tpot_s, slo.tpot_s),
+        ("end to end", summary.e2e_s, slo.e2e_s),
+    )
+    return [
+        _Bounded(metric, value.p99, bound)
+        for metric, value, bound in asked
+        if bound is not None and value.p99 is not None
+    ]
+
+
+def _serves_everybody(summary: Summary) -> bool:
+    return not summary.rejected and summary.completed > 0
+
+
 def meets(summary: Summary, slo: Slo) -> bool:
     """Whether everybody was served, and the 99th percentiles are within the bounds."""
-    if summary.rejected or not summary.completed:
-        return False
-    asked = ((summary.ttft_s, slo.ttft_s), (summary.tpot_s, slo.tpot_s), (summary.e2e_s, slo.e2e_s))
-    return all(bound is None or value.p99 is None or value.p99 <= bound for value, bound in asked)
+    return _serves_everybody(summary) and all(one.p99_s <= one.bound_s for one in _bounded(summary, slo))
 
 
 def excess(summary: Summary, slo: Slo) -> float:
     """How many times too slow the slowest of the bounded 99th percentiles is: at most 1 where all are met."""
-    if summary.rejected or not summary.completed:
+    if not _serves_everybody(summary):
         return math.inf
-    asked = ((summary.ttft_s, slo.ttft_s), (summary.tpot_s, slo.tpot_s), (summary.e2e_s, slo.e2e_s))
-    return max((value.p99 / bound for value, bound in asked if bound is not None and value.p99 is not None), default=0)
+    return max((one.times_too_slow for one in _bounded(summary, slo)), default=0)
 
 
 @dataclass(frozen=True)
@@ -93,11 +119,9 @@ class Missed:
         name = f"nearest in the simulator is {name_of(deployed.replica)}, {deployed.gpus} devices in all"
         if summary.rejected:
             return cls(math.inf, f"{name}: it refuses {summary.rejected} of {summary.requests} requests as too long")
-        asked = (("TTFT", summary.ttft_s, slo.ttft_s), ("TPOT", summary.tpot_s, slo.tpot_s))
         known = [
-            (value.p99 / bound, f"p99 {metric} of {value.p99:.4g} s against {bound:.4g} s")
-            for metric, value, bound in (*asked, ("end to end", summary.e2e_s, slo.e2e_s))
-            if bound is not None and value.p99 is not None
+            (one.times_too_slow, f"p99 {one.metric} of {one.p99_s:.4g} s against {one.bound_s:.4g} s")
+            for one in _bounded(summary, slo)
         ]
         excess, said = max(known, default=(math.inf, "nothing was answered"))
         return cls(excess, f"{name}: {said}")
