@@ -18,7 +18,7 @@ from membound.roofline.techniques.setup import EngineSetup
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
 
 # Formats that engines never multiply with 16 bits where the device multiplies them.
-_ROUNDED_WITH = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "nvfp4": "nvfp4"}
+_ROUNDED_WITH = {"nvfp4": "nvfp4"} | {name: _ACTIVATIONS[name] for name in ("fp8", "fp8_row", "fp8_block")}
 
 # How the codes of a format are chosen, and what is done to the model for it (runtime/quantization).
 QuantizationMethod = Literal["rtn", "gptq", "awq", "smoothquant", "llm_int8", "quarot", "found"]

@@ -35,8 +35,8 @@ class EngineProfile(BaseModel):
     matrix rate that the tables' kernels do, those for quantized weights `quantized_rate_share` of that, and with
     `fp16_accumulate` they take the doubled rate of GeForce cards. Those that keep few loads in flight move at most
     `unit_bytes_per_cycle` in a cycle of each unit, whatever the memory could, since a load takes about as many cycles
-    on every card. Its kernels for quantized weights with 16-bit
-    activations take `weight_only_s` longer to start than plain ones.
+    on every card. Its kernels for quantized weights with 16-bit activations take `weight_only_s` longer to start than
+    plain ones.
     `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on, with what
     teams differ by where they are of a single one.
     """

@@ -217,11 +217,10 @@ class Step(NamedTuple):
     `decoding` sequences each compute their newest token and together attend to `kv_tokens` tokens; `prompts` are whole
     prompts or chunks of them. The same step may be repeated up to `steady` times, each with one token more a sequence.
     `work` lists all parts where the scheduler was asked for it, else it is empty; `guesses` are those of which only the
-    number is known. `resumed` sequences go on with K and
-    V that exist elsewhere; `moved_blocks` cross links to the host, in either direction, `moved_by_one` of them that of
-    the data-parallel rank with most. `cached_tokens` were found,
-    not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums` are
-    the fields of `StepShape`, which decide the step's cost; `filling` says that nobody was under way before it.
+    number is known. `resumed` sequences go on with K and V that exist elsewhere; `moved_blocks` cross links to the
+    host, in either direction, `moved_by_one` of them that of the data-parallel rank with most. `cached_tokens` were
+    found, not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums`
+    are the fields of `StepShape`, which decide the step's cost; `filling` says that nobody was under way before it.
     """
 
     decoding: int
