@@ -19,10 +19,10 @@ from membound.roofline.hardware.calibration import (
 from membound.roofline.models import ModelSpec
 from membound.roofline.operators import Operator
 from membound.roofline.shape import Count, StepShape
-from membound.roofline.times.operator import HasTotal, OperatorTime, expert_moves_s
+from membound.roofline.times.operator import HasTotal, MadeOf, OperatorTime, expert_moves_s
 
 
-class CalibratedTimes:
+class CalibratedTimes(MadeOf):
     """Times from a machine's own tables, between their points by interpolation."""
 
     needs_working_set = True
@@ -34,16 +34,9 @@ class CalibratedTimes:
         self.relative_error = max(calibration.residual, calibration.repeatability)
         self._linears: dict[str, _LinearTimes] = {}
 
-    def __eq__(self, other: object) -> bool:
-        """Of one calibration there is one time of anything."""
-        return type(other) is type(self) and self._same == other._same
-
-    def __hash__(self) -> int:
-        return hash(self._same)
-
     @property
-    def _same(self) -> tuple[int, int]:
-        return id(self.hardware), id(self.calibration)
+    def _made_of(self) -> tuple[object, ...]:
+        return self.hardware, self.calibration
 
     def spread_of(self, operator: Operator) -> float:
         return self.relative_error

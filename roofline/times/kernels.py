@@ -18,7 +18,7 @@ from membound.roofline.shape import Count, StepShape, is_there
 from membound.roofline.times import efficiency
 from membound.roofline.times.efficiency import Family, KernelFit, find_fit, published_fits, spread_on
 from membound.roofline.times.engines import EngineProfile, get_profile
-from membound.roofline.times.operator import HasTotal, OperatorTime, expert_moves_s
+from membound.roofline.times.operator import HasTotal, MadeOf, OperatorTime, expert_moves_s
 
 Fits = Mapping[tuple[str, str, str, str], KernelFit]
 
@@ -77,7 +77,7 @@ class KernelName(NamedTuple):
     kernel: str
 
 
-class KernelTimes:
+class KernelTimes(MadeOf):
     """Times from fitted kernel efficiencies: of the device, or of the nearest relative that was measured."""
 
     needs_working_set = False
@@ -92,16 +92,9 @@ class KernelTimes:
         # An engine's spread was found on devices that are measured; one that is not may be further off.
         self.relative_error = max(self.profile.spread, self._spread(KernelName("gemm", "bf16")))
 
-    def __eq__(self, other: object) -> bool:
-        """Of one device, engine and set of fits there is one time of anything."""
-        return type(other) is type(self) and self._same == other._same
-
-    def __hash__(self) -> int:
-        return hash(self._same)
-
     @property
-    def _same(self) -> tuple[int, int, int]:
-        return id(self.hardware), id(self.profile), id(self._fits)
+    def _made_of(self) -> tuple[object, ...]:
+        return self.hardware, self.profile, self._fits
 
     def fit(self, family: Family, kernel: str) -> KernelFit:
         """The fit that a family's kernel takes on this device."""

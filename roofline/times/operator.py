@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -68,6 +69,24 @@ def _place_bytes_per_s(place: str, hardware: HardwareSpec) -> float:
     if hardware.host is not None:
         return host_copies_bytes_per_s(hardware.host)
     return hardware.bandwidth_bytes_per_s / 2  # a copy within one memory reads and writes
+
+
+class MadeOf(ABC):
+    """Equal where the very same objects made it, which it keeps: of those there is one time of anything."""
+
+    @property
+    @abstractmethod
+    def _made_of(self) -> tuple[object, ...]: ...
+
+    @property
+    def _ids(self) -> tuple[int, ...]:
+        return tuple(map(id, self._made_of))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MadeOf) and type(other) is type(self) and self._ids == other._ids
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
 
 
 class Times(Protocol):
