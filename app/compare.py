@@ -83,7 +83,7 @@ def points_of(scenario: Scenario) -> list[Point]:
     for values, at_point in scenario.points():
         arrivals = at_point.workload.arrivals
         alone = isinstance(arrivals, ClosedLoop) and arrivals.concurrency == 1
-        variants = tuple(one for one in scenario.compared() if not (alone and one.needs_batch()))
+        variants = tuple(one for one in scenario.compared() if not (alone and one.needs_batch))
         points.append(Point(values, at_point.with_techniques(()), variants))
     return points
 

@@ -18,9 +18,16 @@ from membound.roofline.models import ModelSpec, get_model
 from membound.roofline.operating_point import BATCHES, CONTEXTS
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.scenario.workload import Workload
-from membound.roofline.techniques import GainMetric, KvQuantization, Speculative, Technique, WeightQuantization
+from membound.roofline.techniques import (
+    TECHNIQUES,
+    GainMetric,
+    KvQuantization,
+    Speculative,
+    Technique,
+    WeightQuantization,
+)
 from membound.simulator.advice.advisor import advise, to_json
-from membound.simulator.advice.effects import Bench, Effect, suited
+from membound.simulator.advice.effects import Bench, Effect
 from membound.simulator.load import Lengths, Load
 from membound.simulator.steady import check_context
 
@@ -92,10 +99,10 @@ class EngineChoice:
         """A technique by its defaults, in the format that was chosen, else in the one that suits the device."""
         if name == "weight_quantization" and self.weights != AUTO:
             format, _, activations = self.weights.partition("/")
-            return WeightQuantization(name="weight_quantization", format=format, activations=activations or None)
+            return WeightQuantization(format=format, activations=activations or None)
         if name == "kv_quantization" and self.kv != AUTO:
             return KvQuantization(format=self.kv)
-        return suited(name, self.device)
+        return TECHNIQUES[name].suited(self.device)
 
     @property
     def load(self) -> Load:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
-from membound.roofline.models.attention import LatentAttention
-from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.techniques import EngineSetup
-
-
-def has_experts(model: ModelSpec) -> bool:
-    """Whether a router chooses among experts in one of its layers."""
-    return any(isinstance(group.ffn, MoeFfn) for group in model.groups())
 
 
 def has_kv_cache(model: ModelSpec) -> bool:
@@ -21,10 +14,10 @@ def has_kv_cache(model: ModelSpec) -> bool:
 
 def check_applicable(model: ModelSpec, setup: EngineSetup) -> None:
     """Raises MemboundError for what would change nothing or cannot be, as the model lacks what it is about."""
-    if setup.expert_skew and not has_experts(model):
+    if setup.expert_skew and not model.mixtures:
         field = "expert_loads" if isinstance(setup.expert_skew, tuple) else "expert_skew"
         raise MemboundError(f"field '{field}' is about routed experts, and '{model.name}' has none; leave it out")
-    if setup.kv_budget is not None and any(isinstance(group.attention, LatentAttention) for group in model.groups()):
+    if setup.kv_budget is not None and "mla" in model.mixer_kinds:
         raise MemboundError(
             "kv_eviction chooses tokens for each KV head, and latent attention (MLA) has one latent for all heads; "
             "leave it out"

@@ -23,7 +23,7 @@ from membound.app.views.said import said
 from membound.app.views.verdicts import labelled
 from membound.roofline.operating_point import BATCHES
 from membound.roofline.techniques import TECHNIQUES, Speculative, Technique
-from membound.simulator.advice.effects import Crossing, Effect, crossings, experts_of, share_of_experts
+from membound.simulator.advice.effects import Crossing, Effect, crossings, share_of_experts
 
 AXES = ("batch", "ctx")
 DRAFTS = ("fixed", "best")
@@ -192,7 +192,7 @@ def _sweep_table(curves: Sequence[figures.Curve], axis: str, t: Translate) -> pd
 def experts_read(choice: EngineChoice, t: Translate) -> None:
     """How soon a batch reads all experts: from then on they are as a dense model's weights."""
     st.header(t("techniques.experts"))
-    ffn = experts_of(choice.model)
+    ffn = next(iter(choice.model.mixtures), None)
     if ffn is None:
         st.caption(t("techniques.no_experts", model=choice.model_name))
         return

@@ -12,7 +12,6 @@ from membound.app.i18n import Translate
 from membound.app.views.said import said
 from membound.roofline.techniques import TECHNIQUES, Technique
 from membound.simulator.advice.effects import Effect
-from membound.simulator.advice.prices import quality_of
 
 Verdict = Literal["helps", "may_help", "same", "may_slow", "slower"]
 MARKS: dict[Verdict, str] = {"helps": "▲", "may_help": "△", "same": "＝", "may_slow": "▽", "slower": "▼"}
@@ -73,7 +72,7 @@ def price(technique: Technique, t: Translate) -> str:
     """What the technique costs in quality: nothing, or as far as somebody found out."""
     if technique.lossless:
         return t("techniques.price_none")
-    return price_words(quality_of(technique).note, t)
+    return price_words(technique.quality.note, t)
 
 
 def price_words(note: str, t: Translate) -> str:

@@ -132,6 +132,16 @@ class ModelSpec(Frozen):
         """Equal layers merged; their counts sum to `layers`."""
         return self._groups
 
+    @property
+    def mixtures(self) -> tuple[MoeFfn, ...]:
+        """The mixtures of experts of its groups of layers, none of a dense model."""
+        return tuple(group.ffn for group in self.groups() if isinstance(group.ffn, MoeFfn))
+
+    @property
+    def mixer_kinds(self) -> frozenset[str]:
+        """The kinds of its layers' token mixers."""
+        return frozenset(group.attention.kind for group in self.groups())
+
     def layer_linears(self) -> tuple[LinearShape, ...]:
         """The linears of one layer in the order of the forward pass, fused as engines do; for equal layers only."""
         return self.attention.linears(self.hidden) + self.ffn.linears(self.hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from membound.roofline.techniques import TECHNIQUES
+
 # Fields that people write somewhere else, or call otherwise; `{}` is the name that they wrote.
 FIELDS = {
     **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
@@ -35,31 +37,6 @@ SETTINGS = {
     **dict.fromkeys(("expertparallelism", "expertparallel", "ep"), "parallel={tp: 1, dp: 2, ep: 2}"),
 }
 
-_INT4_WEIGHTS = "{name: weight_quantization, format: int4_g128, method: %s}"
-_EVICTION = "{name: kv_eviction, policy: %s}"
-
-# The same of those that are techniques of a scenario under another name, as an item of its list.
-TECHNIQUES = {
-    **dict.fromkeys(("gptq", "marlin"), _INT4_WEIGHTS % "gptq"),
-    **dict.fromkeys(("awq", "w4a16", "int4", "int4weights", "4bit"), _INT4_WEIGHTS % "awq"),
-    **dict.fromkeys(("smoothquant", "int8", "w8a8int8"), "{name: w8a8, format: int8, method: smoothquant}"),
-    **dict.fromkeys(("fp8", "fp8weights", "w8a8fp8"), "{name: w8a8, format: fp8}"),
-    **{format: f"{{name: weight_quantization, format: {format}}}" for format in ("mxfp4", "nvfp4")},
-    **dict.fromkeys(("fp8kv", "kvfp8", "fp8kvcache", "kvcachefp8"), "{name: kv_quantization, format: fp8}"),
-    **dict.fromkeys(("kivi", "kivi2"), "{name: kv_quantization, format: kivi2}"),
-    **dict.fromkeys(("streamingllm", "attentionsinks"), _EVICTION % "streaming"),
-    **{policy: _EVICTION % policy for policy in ("h2o", "snapkv", "quest")},
-    **dict.fromkeys(("24", "24sparsity", "sparsity", "semistructuredsparsity"), "sparsity_2_4"),
-    **dict.fromkeys(("flashattention2", "flashattention3", "fa2", "fa3"), "flash_attention"),
-    **dict.fromkeys(("eagle1", "eagle2", "eagle3"), "eagle"),
-    **dict.fromkeys(("ngram", "promptlookup", "promptlookupdecoding"), "ngram_speculation"),
-    **dict.fromkeys(("speculativedecoding", "speculation", "speculative", "draftmodel"), "draft_model_speculation"),
-    **dict.fromkeys(("layerskip", "selfspeculative", "selfspeculativedecoding"), "self_speculation"),
-    **dict.fromkeys(("multitokenprediction", "nextn"), "mtp"),
-    **dict.fromkeys(("tbo", "twobatchoverlap", "dbo"), "dual_batch_overlap"),
-    "eplb": "expert_balancing",
-}
-
 _ALWAYS = ("paging", "pagedattention", "pagedkv", "pagedkvcache")
 _OF_THE_MODEL = ("gqa", "mqa", "mla", "slidingwindow", "mamba", "ssm", "moe")
 
@@ -78,7 +55,15 @@ def technique_meant(word: str) -> str | None:
         return "another model, as the model decides on it"
     if plain in SETTINGS:
         return "{}: {}, outside of techniques".format(*SETTINGS[plain].split("=", 1))
-    return TECHNIQUES.get(plain)
+    return next(
+        (_item(name, fields) for name, kind in TECHNIQUES.items() if (fields := kind.meant_by.get(plain)) is not None),
+        None,
+    )
+
+
+def _item(name: str, fields: str) -> str:
+    """A technique as an item of a scenario's list."""
+    return f"{{name: {name}, {fields}}}" if fields else name
 
 
 def _plain(word: str) -> str:

@@ -51,9 +51,10 @@ class Variant(Part):
         alone = len(self.techniques) == 1 and self.name == self.techniques[0].name
         return self.techniques[0].title if alone else self.name
 
+    @property
     def needs_batch(self) -> bool:
         """Whether it means nothing at a batch of one."""
-        return any(technique.needs_batch() for technique in (*self.techniques, *self.beside))
+        return any(technique.needs_batch for technique in (*self.techniques, *self.beside))
 
     def baseline(self, plain: Scenario) -> Scenario:
         """What it is compared with, where `plain` is the plain engine's scenario."""

@@ -12,7 +12,7 @@ import numpy as np
 from membound.roofline.cost import StepCost, step_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import CacheTerms, cache_terms, weights_bytes
-from membound.roofline.models import ModelSpec, MoeFfn
+from membound.roofline.models import ModelSpec
 from membound.roofline.operators import linear
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision.plan import PrecisionPlan
@@ -223,8 +223,7 @@ class Heads(Drafter):
 
 def _drafting_parallel(spec: ModelSpec, setup: EngineSetup) -> Parallelism:
     """The model's own parallelism within one stage; where that cannot divide the drafter, each device drafts."""
-    has_experts = any(isinstance(group.ffn, MoeFfn) for group in spec.groups())
-    wanted = setup.parallel.model_copy(update={"pp": 1, "ep": setup.parallel.ep if has_experts else 1})
+    wanted = setup.parallel.model_copy(update={"pp": 1, "ep": setup.parallel.ep if spec.mixtures else 1})
     try:
         check_parallel(spec, replace(setup, parallel=wanted))
     except MemboundError:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.setup import EngineSetup, ExpertStorage
+
+if TYPE_CHECKING:
+    from membound.roofline.hardware import HardwareSpec
+    from membound.roofline.models import ModelSpec
 
 
 class ExpertOffload(Technique):
@@ -43,6 +48,11 @@ class ExpertOffload(Technique):
         storage = ExpertStorage(self.cached_experts, self.place, self.prefetch, self.gb_per_s)
         return replace(setup, expert_storage=storage)
 
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        experts = min((mixture.experts for mixture in model.mixtures), default=0)
+        return cls(cached_experts=max(1, experts // 2)) if experts else None
+
 
 class ExpertBalancing(Technique):
     """Experts go to the devices of expert parallelism by their load, with copies of the most loaded ones.
@@ -59,6 +69,8 @@ class ExpertBalancing(Technique):
     baseline = "experts on devices regardless of their load"
     lossless = True
     gain_metric = "output_tokens_per_s"
+    works_by = "the device that the others wait for has fewer tokens, and each holds more experts"
+    meant_by = dict.fromkeys(("eplb",), "")
 
     name: Literal["expert_balancing"] = "expert_balancing"
     redundant_experts: int = Field(
@@ -72,3 +84,10 @@ class ExpertBalancing(Technique):
                 "leave one of them out"
             )
         return replace(setup, redundant_experts=self.redundant_experts)
+
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        experts = min((mixture.experts for mixture in model.mixtures), default=0)
+        if not experts or parallel.ep == 1:
+            return None
+        return cls(redundant_experts=-experts % parallel.ep or parallel.ep)  # as many as fill each device's slots

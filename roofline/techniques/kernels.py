@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
+from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.setup import EngineSetup
+
+if TYPE_CHECKING:
+    from membound.roofline.hardware import HardwareSpec
+    from membound.roofline.models import ModelSpec
 
 
 class FlashAttention(Technique):
@@ -19,6 +24,7 @@ class FlashAttention(Technique):
     lossless = True
     gain_metric = "output_tokens_per_s"
     usual = True
+    meant_by = dict.fromkeys(("flashattention2", "flashattention3", "fa2", "fa3"), "")
 
     name: Literal["flash_attention"] = "flash_attention"
 
@@ -40,6 +46,7 @@ class MlaAbsorption(Technique):
     lossless = True
     gain_metric = "tpot_s"
     usual = True
+    attacks = ("memory_kv",)
 
     name: Literal["mla_absorption"] = "mla_absorption"
 
@@ -49,3 +56,7 @@ class MlaAbsorption(Technique):
     @classmethod
     def remove(cls, setup: EngineSetup) -> EngineSetup:
         return replace(setup, absorbed_mla=False)
+
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return cls() if "mla" in model.mixer_kinds else None

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
+from membound.roofline.parallel import Parallelism
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.setup import BatchOverlap, EngineSetup
+
+if TYPE_CHECKING:
+    from membound.roofline.hardware import HardwareSpec
+    from membound.roofline.models import ModelSpec
 
 
 class ContinuousBatching(Technique):
@@ -20,14 +25,13 @@ class ContinuousBatching(Technique):
     baseline = "static batching"
     lossless = True
     gain_metric = "output_tokens_per_s"
+    needs_batch = True
+    works_by = "seats that fall free are filled at once"
 
     name: Literal["continuous_batching"] = "continuous_batching"
 
     def apply(self, setup: EngineSetup) -> EngineSetup:
         return replace(setup, policy="continuous")
-
-    def needs_batch(self) -> bool:
-        return True
 
 
 class DualBatchOverlap(Technique):
@@ -44,6 +48,9 @@ class DualBatchOverlap(Technique):
     baseline = "one batch, whose messages nothing hides"
     lossless = True
     gain_metric = "output_tokens_per_s"
+    needs_batch = True
+    works_by = "half of a batch computes while the other half's messages pass, and both read the weights"
+    meant_by = dict.fromkeys(("tbo", "twobatchoverlap", "dbo"), "")
 
     name: Literal["dual_batch_overlap"] = "dual_batch_overlap"
     decode_tokens: int = Field(32, ge=2, le=10**6, description="tokens a device from which on a decode step is split")
@@ -56,5 +63,7 @@ class DualBatchOverlap(Technique):
         overlap = BatchOverlap(self.decode_tokens, self.prefill_tokens, self.communication_units)
         return replace(setup, overlap=overlap)
 
-    def needs_batch(self) -> bool:
-        return True
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        exchanges = parallel.tp > 1 or (parallel.dp > 1 and bool(model.mixtures))
+        return cls() if exchanges else None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.parallel import Parallelism
 from membound.roofline.speculation.token_tree import RANK_EXPONENT
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.drafts import (
@@ -25,8 +26,13 @@ from membound.roofline.techniques.drafts import (
     NgramDrafts,
     SelfDrafts,
 )
+from membound.roofline.techniques.quality import Quality
 from membound.roofline.techniques.setup import EngineSetup
 from membound.roofline.techniques.weights import weights_in
+
+if TYPE_CHECKING:
+    from membound.roofline.hardware import HardwareSpec
+    from membound.roofline.models import ModelSpec
 
 # What is tried where a length or a tree is open.
 MOST_CHAIN, MOST_DEPTH = 16, 8
@@ -56,6 +62,7 @@ class Speculative(Technique):
     baseline = "one token a step"
     lossless = True
     gain_metric = "tpot_s"
+    attacks = ("memory_weights", "memory_kv")
 
     adaptive: bool = Field(
         False, description="each step drafts as many tokens as have paid so far, up to the length given, or none"
@@ -117,6 +124,7 @@ class NgramSpeculation(Speculative):
     """
 
     title = "n-gram speculation"
+    meant_by = dict.fromkeys(("ngram", "promptlookup", "promptlookupdecoding"), "")
     usual_size = Size(4, None)
 
     name: Literal["ngram_speculation"] = "ngram_speculation"
@@ -152,6 +160,7 @@ class DraftModelSpeculation(Speculative):
     """
 
     title = "draft-model speculation"
+    meant_by = dict.fromkeys(("speculativedecoding", "speculation", "speculative", "draftmodel"), "")
     usual_size = Size(4, None)
 
     name: Literal["draft_model_speculation"] = "draft_model_speculation"
@@ -181,11 +190,13 @@ class DraftModelSpeculation(Speculative):
 class SelfSpeculation(Speculative):
     """The model's own first layers draft, so that neither weights nor a cache are added (Zhang et al., 2024).
 
-    A model that was not trained to exit early is seldom right early: the default is three quarters of the layers.
-    alpha is assumed; `membound measure` with `weights: pretrained` says what it is.
+    A model that was not trained to exit early is seldom right early: the default is three quarters of the layers, and
+    nobody is advised to it. alpha is assumed; `membound measure` with `weights: pretrained` says what it is.
     """
 
     title = "self-speculation by the first layers"
+    attacks = ()
+    meant_by = dict.fromkeys(("layerskip", "selfspeculative", "selfspeculativedecoding"), "")
     usual_size = Size(2, None)
 
     name: Literal["self_speculation"] = "self_speculation"
@@ -195,6 +206,18 @@ class SelfSpeculation(Speculative):
 
     def drafts(self) -> Drafts:
         return SelfDrafts(gamma=self.size.depth, alpha=self.alpha, layers=self.layers)
+
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return None
+
+
+_TYPICAL_QUALITY = Quality(
+    1,
+    "the same tokens at temperature 0; above it, others than the model would draw",
+    "by construction: Cai et al., Medusa, arXiv 2401.10774, section 2.3.1",
+    "other draws",
+)
 
 
 class _UnlessTypical:
@@ -219,6 +242,10 @@ class TrainedHead(Speculative):
     acceptance: Literal["exact", "typical"] = Field(
         "exact", description="typical accepts what is likely enough above temperature 0, and is not lossless"
     )
+
+    @property
+    def quality(self) -> Quality:
+        return super().quality if self.lossless else _TYPICAL_QUALITY
 
     @property
     def _common(self) -> dict[str, Any]:
@@ -264,6 +291,7 @@ class Eagle(TrainedHead):
     """
 
     title = "EAGLE"
+    meant_by = dict.fromkeys(("eagle1", "eagle2", "eagle3"), "")
     size_fields = ("depth", "tree_size")
     usual_size = Size(5, 25)
     usual_alpha = 0.79
@@ -301,6 +329,7 @@ class Mtp(Speculative):
     """
 
     title = "multi-token prediction"
+    meant_by = dict.fromkeys(("multitokenprediction", "nextn"), "")
     usual_size = Size(1, None)
     usual_alpha = 0.85
     most_depth = MOST_DEPTH
@@ -316,3 +345,7 @@ class Mtp(Speculative):
 
     def drafts(self) -> Drafts:
         return MtpDrafts(gamma=self.size.depth, decay=self.decay, **self._chance)
+
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return cls() if model.mtp_layers else None

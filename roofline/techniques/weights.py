@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.parallel import Parallelism
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision, get_precision, sparse24
 from membound.roofline.precision.names import parse_precision
 from membound.roofline.precision.plan import PrecisionPlan, usual_exceptions
 from membound.roofline.techniques.base import Technique
+from membound.roofline.techniques.quality import Quality, of_width, perplexity, points
 from membound.roofline.techniques.setup import EngineSetup
+
+if TYPE_CHECKING:
+    from membound.roofline.hardware import HardwareSpec
+    from membound.roofline.models import ModelSpec
 
 # What these weights are multiplied with: scales of activations run along the row, those of the weights may be blocks.
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
@@ -29,6 +35,47 @@ _METHOD_HELP = (
     "llm_int8 and quarot do to activations in each step is left out"
 )
 
+_INT8_QUALITY = Quality(
+    1,
+    "KL 0.005 nats to bf16, 96.8 % equal top-1 tokens (SmolLM2-135M)",
+    "measured: README, live-cpu",
+    "3.2 % of top-1 tokens",
+    0.032,
+)
+_QUALITY_BY_BITS = {
+    8: points(
+        1,
+        68.69,
+        68.54,
+        "Open LLM Leaderboard average 68.69 to 68.54 (Meta-Llama-3-8B-Instruct, int8)",
+        "neuralmagic/Meta-Llama-3-8B-Instruct-quantized.w8a16 README.md",
+    ),
+    4: perplexity(2, 1.0, 1.009, "+0.9 % (LLaMA-1-7B, Q4_K_M against F16)", "llama.cpp PR 1684; claims A1-44"),
+    3: perplexity(
+        3, 13.1, 21.7, "13.1 to 21.7 (SmolLM2-135M, 3 bits with GPTQ)", "measured: data/measurements/README.md, Quality"
+    ),
+    2: perplexity(
+        4, 6.1, 210, "6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
+    ),
+}
+_W8A8_FP8_QUALITY = points(
+    1,
+    73.48,
+    73.19,
+    "Open LLM Leaderboard average 73.48 to 73.19 (Mixtral-8x7B-Instruct-v0.1, fp8)",
+    "neuralmagic/Mixtral-8x7B-Instruct-v0.1-FP8 README.md; lossless at all sizes of Llama-3.1: arXiv 2411.02355",
+)
+_W8A8_INT8_QUALITY = Quality(
+    1, "1 to 3 % of accuracy (Llama-3.1, int8, tuned)", "arXiv 2411.02355, abstract", "points -1 to -3 %", 0.03
+)
+_SPARSE_QUALITY = perplexity(
+    3,
+    5.12,
+    10.2,
+    "5.12 to 10.2 (Llama-2-7B), 3.12 to 5.40 (70B), SparseGPT without fine-tuning",
+    "Wanda's table; claims A2-16 and A2-18",
+)
+
 
 class WeightFormat(Technique):
     """A technique that sets the formats of the weights, instead of those in which the model is published."""
@@ -37,6 +84,7 @@ class WeightFormat(Technique):
     baseline = "bf16 weights"
     lossless = False
     sets_weights = True
+    attacks = ("memory_weights",)
 
     @classmethod
     def compared_with(cls, before: EngineSetup) -> str:
@@ -60,6 +108,14 @@ class Int8Weights(WeightFormat):
         plain = setup.precision.plain
         return _quantized(setup, PRECISIONS["int8"], PRECISIONS["bf16"], {"embedding": plain})
 
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return cls() if hardware.kind == "cpu" else None  # elsewhere `w8a8` computes faster too
+
+    @property
+    def quality(self) -> Quality:
+        return _INT8_QUALITY
+
 
 class WeightQuantization(WeightFormat):
     """Weights in any format that membound knows, and activations with them where they are given.
@@ -72,6 +128,11 @@ class WeightQuantization(WeightFormat):
     family = "move fewer bytes"
     title = "weight quantization"
     gain_metric = "tpot_s"
+    meant_by = (
+        dict.fromkeys(("gptq", "marlin"), "format: int4_g128, method: gptq")
+        | dict.fromkeys(("awq", "w4a16", "int4", "int4weights", "4bit"), "format: int4_g128, method: awq")
+        | {format: f"format: {format}" for format in ("mxfp4", "nvfp4")}
+    )
 
     name: Literal["weight_quantization"] = "weight_quantization"
     format: str = Field("int4", description="int4, awq, q4_k_m, fp8_block, nvfp4, mxfp4, ternary and others")
@@ -138,6 +199,10 @@ class WeightQuantization(WeightFormat):
         plan = replace(quantized.precision, plain_first_layers=ends, plain_last_layers=ends)
         return replace(quantized, precision=plan)
 
+    @property
+    def quality(self) -> Quality:
+        return of_width(_weight_format(self.format).width, _QUALITY_BY_BITS)
+
 
 def engines_activations(weights: Precision) -> Precision | None:
     """What engines round activations to for these weights, where the device multiplies both; None for 16 bits."""
@@ -160,6 +225,10 @@ class W8A8(WeightFormat):
     title = "8-bit weights and activations"
     baseline = "bf16 weights and activations"
     gain_metric = "output_tokens_per_s"
+    attacks = ("memory_weights", "compute", "link")
+    meant_by = dict.fromkeys(("smoothquant", "int8", "w8a8int8"), "format: int8, method: smoothquant") | dict.fromkeys(
+        ("fp8", "fp8weights", "w8a8fp8"), "format: fp8"
+    )
 
     name: Literal["w8a8"] = "w8a8"
     format: Literal["fp8", "fp8_row", "fp8_block", "int8", "mxfp8"] = "fp8"
@@ -173,6 +242,18 @@ class W8A8(WeightFormat):
     def apply(self, setup: EngineSetup) -> EngineSetup:
         return _quantized(setup, PRECISIONS[self.format], PRECISIONS[_ACTIVATIONS[self.format]])
 
+    @classmethod
+    def suited(cls, hardware: HardwareSpec) -> Self:
+        return cls(format="fp8" if hardware.computes_in("fp8") else "int8")
+
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return None if hardware.kind == "cpu" else cls.suited(hardware)
+
+    @property
+    def quality(self) -> Quality:
+        return _W8A8_INT8_QUALITY if self.format == "int8" else _W8A8_FP8_QUALITY
+
 
 class Sparsity24(Technique):
     """Two of four weights are zero: 9/16 of the bytes at 16 bits, and twice the rate where the device has it."""
@@ -183,6 +264,8 @@ class Sparsity24(Technique):
     baseline = "dense weights"
     lossless = False
     gain_metric = "tpot_s"
+    attacks = ("memory_weights", "compute")
+    meant_by = dict.fromkeys(("24", "24sparsity", "sparsity", "semistructuredsparsity"), "")
 
     name: Literal["sparsity_2_4"] = "sparsity_2_4"
     method: PruningMethod = Field(
@@ -201,6 +284,10 @@ class Sparsity24(Technique):
             )
         kept = {part: plan.weights_of(part) for part in ("embedding", "lm_head", "router")}
         return replace(setup, precision=replace(plan, weights=sparse24(dense), exceptions=_merged(plan, kept)))
+
+    @property
+    def quality(self) -> Quality:
+        return _SPARSE_QUALITY
 
 
 def _check_method(method: QuantizationMethod, weights: Precision, activations: Precision | None) -> None:

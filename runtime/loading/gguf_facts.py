@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from membound.roofline.models import LatentAttention, ModelError, ModelSpec, MoeFfn
+from membound.roofline.models import LatentAttention, ModelError, ModelSpec
 from membound.runtime.arithmetic import Arithmetic
 from membound.runtime.loading.layouts import Layout
 
@@ -39,7 +39,7 @@ def read_gguf_arithmetic(fields: Mapping[str, Any], spec: ModelSpec, layout: Lay
         found["attention_scale"] = (spec.hidden / getattr(spec.usual_attention, "heads", 1)) ** -0.5
     if arch == "gemma3":
         found["windowed_rope_theta"] = get("rope.freq_base_swa", 10000.0)
-    if any(isinstance(group.ffn, MoeFfn) for group in spec.groups()):
+    if spec.mixtures:
         found["routing"] = _routing(get, arch)
     try:
         return Arithmetic(**found | _scaling(get, arch, spec))

@@ -18,9 +18,7 @@ from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.results.comparison import UNITS
 from membound.roofline.scenario import Scenario
-from membound.roofline.techniques import (
-    GainMetric,
-)
+from membound.roofline.techniques import GainMetric
 from membound.simulator.advice.moves import MOST_SEATS, Move, excludes, moves_of
 from membound.simulator.advice.rules import RULES, Rule, Situation, attacks, losing_drafts
 from membound.simulator.advice.situation import situation_of
@@ -208,12 +206,6 @@ _BOUND_WORDS = {
     "idle": "waiting for requests",
     "drafting": "drafting",
 }
-_FASTER_ARITHMETIC = ("w8a8", "sparsity_2_4")
-_SCHEDULES = {
-    "continuous_batching": "seats that fall free are filled at once",
-    "dual_batch_overlap": "half of a batch computes while the other half's messages pass, and both read the weights",
-    "expert_balancing": "the device that the others wait for has fewer tokens, and each holds more experts",
-}
 _TARGETS = {"weights": "memory_weights", "kv": "memory_kv"}
 
 
@@ -222,7 +214,7 @@ def _why(move: Move, before: Served, after: Served, gain: float) -> str:
     if gain < 1.0 - UNCHANGED:
         return _why_slower(before, after)
     binds = f"{_BOUND_WORDS[before.bottleneck]} takes {before.shares[before.bottleneck]:.0%} of the time"
-    quickens_prompts = move.technique is None or move.technique.name in _FASTER_ARITHMETIC
+    quickens_prompts = move.technique is None or "compute" in move.technique.attacks
     if quickens_prompts and (before.prompt_share or 0.0) >= 0.5:
         binds = f"prompts take {before.prompt_share:.0%} of the time; {binds}"
     if move.name == "more_seats":
@@ -232,7 +224,7 @@ def _why(move: Move, before: Served, after: Served, gain: float) -> str:
     technique = move.technique
     if technique is not None and technique.layer in _TARGETS:
         target = _TARGETS[technique.layer]
-        if technique.name in _FASTER_ARITHMETIC and before.shares["compute"] > before.shares[target]:
+        if "compute" in technique.attacks and before.shares["compute"] > before.shares[target]:
             target = "compute"
         if before.bottleneck == target:
             return f"{binds}, the largest part"
@@ -243,8 +235,8 @@ def _why(move: Move, before: Served, after: Served, gain: float) -> str:
         return (
             f"{binds}; several tokens share a step{drafting}, which is then bound by {_BOUND_WORDS[after.bottleneck]}"
         )
-    if technique is not None and technique.name in _SCHEDULES:
-        return f"{binds}; {_SCHEDULES[technique.name]}"
+    if technique is not None and technique.works_by:
+        return f"{binds}; {technique.works_by}"
     return binds
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.models import ModelSpec
+from membound.roofline.hardware import get_hardware
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
-from membound.roofline.techniques import TECHNIQUES, W8A8, GainMetric, KvQuantization, Technique
+from membound.roofline.techniques import GainMetric, Technique
 from membound.roofline.times.efficiency import distinct_experts
 from membound.simulator.advice.moves import excludes
 from membound.simulator.costing import ClosedForm, Served
@@ -73,16 +72,6 @@ class Effect:
     def work(self) -> PerToken | None:
         """Bytes, FLOPs and steps of a token as shares of those without the technique."""
         return None if self.before is None or self.after is None else self.after.work.against(self.before.work)
-
-
-def suited(name: str, hardware: HardwareSpec) -> Technique:
-    """A technique by its defaults, in the 8-bit format that the device has a matrix unit for, or a CPU unpacks."""
-    on_cpu = hardware.kind == "cpu"
-    if name == "w8a8":
-        return W8A8(format="fp8" if hardware.computes_in("fp8") else "int8")
-    if name == "kv_quantization":
-        return KvQuantization(format="int8" if on_cpu else "fp8")
-    return TECHNIQUES[name](name=name)
 
 
 class Bench:
@@ -163,11 +152,6 @@ def crossings(xs: Sequence[float], ys: Sequence[float], level: float = 1.0) -> l
 # --- mixtures of experts ---
 
 
-def experts_of(model: ModelSpec) -> MoeFfn | None:
-    """The mixture of the model's layers, None of a dense model."""
-    return next((group.ffn for group in model.groups() if isinstance(group.ffn, MoeFfn)), None)
-
-
-def share_of_experts(ffn: MoeFfn, tokens: float, skew: float = 0.0) -> float:
-    """The share of a layer's experts that a step of so many tokens is expected to read."""
-    return float(distinct_experts(float(ffn.experts), float(ffn.top_k), tokens, skew)) / ffn.experts
+def share_of_experts(ffn: MoeFfn, tokens: float) -> float:
+    """The share of a layer's experts, all equally popular, that a step of so many tokens is expected to read."""
+    return float(distinct_experts(float(ffn.experts), float(ffn.top_k), tokens)) / ffn.experts

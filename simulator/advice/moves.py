@@ -10,32 +10,10 @@ from typing import Literal
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
-from membound.roofline.models.ffn import MoeFfn
-from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
-from membound.roofline.techniques import (
-    W8A8,
-    ContinuousBatching,
-    DraftModelSpeculation,
-    DualBatchOverlap,
-    Eagle,
-    ExpertBalancing,
-    ExpertOffload,
-    FlashAttention,
-    Int8Weights,
-    KvEviction,
-    KvQuantization,
-    Medusa,
-    MlaAbsorption,
-    Mtp,
-    NgramSpeculation,
-    Sparsity24,
-    Technique,
-    WeightQuantization,
-    engine_setup,
-)
-from membound.simulator.advice.prices import LOSSLESS, Quality, quality_of
+from membound.roofline.techniques import TECHNIQUES, Technique, engine_setup
+from membound.roofline.techniques.quality import LOSSLESS, Quality
 from membound.simulator.steady import deployment_of
 
 MOST_TENSOR_PARALLEL = 64
@@ -60,34 +38,6 @@ class Move:
     reason: str | None = None
 
 
-def _variants(model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Iterator[Technique]:
-    """One of each kind of technique that may help, in the format that the device is made for."""
-    yield WeightQuantization(name="weight_quantization", format="int4")
-    if hardware.kind == "cpu":
-        yield Int8Weights()
-    else:
-        yield W8A8(format="fp8" if hardware.computes_in("fp8") else "int8")
-    yield Sparsity24()
-    yield KvQuantization(format="int8" if hardware.kind == "cpu" else "fp8")
-    yield FlashAttention()
-    if any(group.attention.kind == "mla" for group in model.groups()):
-        yield MlaAbsorption()
-    yield ContinuousBatching()
-    yield from (NgramSpeculation(), DraftModelSpeculation(), Medusa(), Eagle())
-    if model.mtp_layers:
-        yield Mtp()
-    kinds = {group.attention.kind for group in model.groups()}
-    if "gqa" in kinds and "mla" not in kinds:
-        yield KvEviction()
-    experts = [group.ffn.experts for group in model.groups() if isinstance(group.ffn, MoeFfn)]
-    if experts:
-        yield ExpertOffload(cached_experts=max(1, min(experts) // 2))
-        if parallel.ep > 1:  # as many copies as fill each device's slots
-            yield ExpertBalancing(redundant_experts=-min(experts) % parallel.ep or parallel.ep)
-    if parallel.tp > 1 or (parallel.dp > 1 and experts):
-        yield DualBatchOverlap()
-
-
 def excludes(one: Technique, other: Technique) -> bool:
     try:
         engine_setup((one, other))
@@ -104,8 +54,9 @@ def moves_of(
     for own in scenario.techniques:
         rest = tuple(other for other in scenario.techniques if other is not own)
         yield _technique_move(own, "on", scenario.with_techniques(rest), scenario)
-    for technique in _variants(model, hardware, scenario.parallel):
-        if technique.name in has or (technique.usual and technique.name not in scenario.without):
+    for name, kind in TECHNIQUES.items():
+        technique = kind.advised(model, hardware, scenario.parallel)
+        if technique is None or name in has or (kind.usual and name not in scenario.without):
             continue
         if _is_published_so(technique, model):
             continue
@@ -132,9 +83,16 @@ def _technique_move(
     technique: Technique, state: State, before: Scenario, after: Scenario, instead_of: tuple[str, ...] = ()
 ) -> Move:
     baseline = f"the engine with {', '.join(instead_of)}" if instead_of else technique.compared_with(before.setup)
-    quality = quality_of(technique)
     return Move(
-        technique.name, technique.title, state, before, after, baseline, quality, instead_of, technique=technique
+        technique.name,
+        technique.title,
+        state,
+        before,
+        after,
+        baseline,
+        technique.quality,
+        instead_of,
+        technique=technique,
     )
 
 

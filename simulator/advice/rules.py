@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from membound.roofline.techniques import TECHNIQUES
+
 # What R6 calls many prompt tokens for each output token.
 LONG_PROMPTS = 4.0
 # What R8 calls a small model: the largest that it was measured with, LLaMA3-8B of 8.03 billion, is one.
@@ -75,17 +77,11 @@ class Rule:
 
 
 _SPECULATION = ("eagle", "mtp", "draft_model_speculation", "medusa", "ngram_speculation")
-_ATTACKS = {
-    "memory_weights": ("weight_quantization", "int8_weights", "w8a8", "sparsity_2_4", *_SPECULATION),
-    "memory_kv": ("kv_quantization", "kv_eviction", "mla_absorption", *_SPECULATION),
-    "compute": ("w8a8", "sparsity_2_4"),
-    "link": ("w8a8",),
-}
 
 
 def attacks(bound: str) -> tuple[str, ...]:
     """The techniques that make a bound smaller, or use what it paid for more than once."""
-    return _ATTACKS.get(bound, ())
+    return tuple(name for name, technique in TECHNIQUES.items() if bound in technique.attacks)
 
 
 def _milliseconds(situation: Situation) -> str:

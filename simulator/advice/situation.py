@@ -10,7 +10,6 @@ import numpy as np
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.memory import kv_bytes
-from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.operators import Operator
 from membound.roofline.precision import PRECISIONS
 from membound.roofline.precision.plan import compute_dtype
@@ -18,12 +17,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.draft_choice import best_size
-from membound.roofline.techniques import (
-    Eagle,
-    NgramSpeculation,
-    Speculative,
-    WeightQuantization,
-)
+from membound.roofline.techniques import Eagle, NgramSpeculation, Speculative, WeightQuantization
 from membound.simulator.advice.rules import Drafting, Situation
 from membound.simulator.load import Load
 from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of
@@ -57,7 +51,7 @@ def situation_of(scenario: Scenario, deployment: SpeculatingDeployment, load: Lo
         tpot_slo_is_strict=strict,
         link_keeps_up=_link_keeps_up(deployment, lengths.prompt_tokens),
         reuses_cache=isinstance(scenario.workload.prompts, SessionPrompts),
-        has_experts=any(isinstance(group.ffn, MoeFfn) for group in deployment.model.groups()),
+        has_experts=bool(deployment.model.mixtures),
         drafting=tuple(_drafting(scenario, deployment, steady.batch, lengths.context)),
     )
 
@@ -110,7 +104,7 @@ def ridge_tokens(deployment: SpeculatingDeployment, batch: float) -> float:
 
 def _fits_in_4_bits(scenario: Scenario, deployment: SpeculatingDeployment, tokens: float) -> bool:
     narrow = tuple(t for t in scenario.techniques if t.layer != "weights" and t.layer != "steps")
-    smallest = (*narrow, WeightQuantization(name="weight_quantization", format="int4"))
+    smallest = (*narrow, WeightQuantization(format="int4"))
     setup = scenario.with_techniques(smallest).setup
     return replace(deployment, setup=setup, speculation=None).largest_batch(tokens) >= 1.0
 

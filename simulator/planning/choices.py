@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from membound.roofline.applicable import has_experts, has_kv_cache
+from membound.roofline.applicable import has_kv_cache
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -57,7 +57,7 @@ def parallelisms(model: ModelSpec, device: HardwareSpec) -> Iterator[Parallelism
     divided by dp: that is what replicas are.
     """
     near = device.scale_up.max_devices if device.scale_up else 1
-    divides_experts = has_experts(model)
+    divides_experts = bool(model.mixtures)
     found = []
     for tp, pp, dp in ((2**a, 2**b, 2**c) for a in range(6) for b in range(4) for c in range(6)):
         devices = tp * pp * dp

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from membound.simulator.advice.prices import quality_of
 from membound.simulator.planning.candidates import Replica
 from membound.simulator.planning.compared import Compared, safest
 from membound.simulator.planning.deployed import Deployed
@@ -103,7 +102,7 @@ def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
     return {
         "precision": replica.precision.name,
         "lossless": replica.precision.lossless,
-        "lossy": {one.name: quality_of(one).note for one in replica.precision.lossy},
+        "lossy": {one.name: one.quality.note for one in replica.precision.lossy},
         "techniques": [technique.model_dump(mode="json") for technique in scenario.techniques],
         "parallel": replica.parallel.degrees(),
         "gpus_per_replica": replica.devices * engines,

@@ -16,7 +16,6 @@ from membound.app.views.said import said
 from membound.roofline.hardware import catalog
 from membound.roofline.scenario import Slo
 from membound.roofline.techniques import TECHNIQUES
-from membound.simulator.advice.prices import quality_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import Demand
 from membound.simulator.planning.sensitivity import changes_of
@@ -111,7 +110,7 @@ FORMS = [
 
 @pytest.mark.parametrize("fields", FORMS)
 def test_what_a_technique_costs_is_said_in_chinese(fields: dict[str, str]) -> None:
-    note = quality_of(TECHNIQUES[fields["name"]](**fields)).note
+    note = TECHNIQUES[fields["name"]](**fields).quality.note
     assert CHINESE.search(said(note, ZH)), note
 
 

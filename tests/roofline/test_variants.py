@@ -44,7 +44,7 @@ def test_short_forms_name_themselves() -> None:
 def test_a_stack_is_all_of_its_techniques_and_lossy_if_one_is() -> None:
     (stack,) = with_variants(["int8_weights", "ngram_speculation", "continuous_batching"]).compared()
     plain = load_scenario("live-cpu").with_techniques(())
-    assert not stack.lossless and stack.gain_metric == "output_tokens_per_s" and stack.needs_batch()
+    assert not stack.lossless and stack.gain_metric == "output_tokens_per_s" and stack.needs_batch
     assert {one.name for one in stack.scenario(plain).techniques} == {one.name for one in stack.techniques}
     assert stack.compared_with(plain) == "plain engine"
 

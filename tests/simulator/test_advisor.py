@@ -15,7 +15,6 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
-from membound.simulator.advice.prices import quality_of
 from membound.simulator.advice.rules import RULES, SMALL_MODEL_PARAMS
 from membound.simulator.advice.situation import ridge_tokens
 from membound.simulator.steady import deployment_of
@@ -306,7 +305,7 @@ def test_rivals_and_overlapping_gains_are_not_to_be_combined():
 
 def test_lossless_techniques_cost_no_quality_and_fewer_bits_cost_more():
     def rank(name: str, **fields: Any) -> int:
-        return quality_of(TECHNIQUES[name](name=name, **fields)).rank
+        return TECHNIQUES[name](name=name, **fields).quality.rank
 
     for name, technique in TECHNIQUES.items():
         assert (rank(name) == 0) == technique.lossless
