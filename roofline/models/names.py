@@ -10,11 +10,13 @@ from collections.abc import Iterator
 _TUNING = "instruct|chat|it|base|hf|think|thinking|reasoning|sft|dpo|rl|pt|preview"
 _QUANTIZATION = (
     r"fp\d+|b?f16|int\d+|mxfp4|nvfp4|w\d+a\d+|\d+bit|awq|gptq|actorder|gguf|bnb|marlin|exl[23]|hqq|qat|"
-    r"quantized|dynamic|static|pertensor|block|kv|mostly|\d+(\.\d+)?bpw"
+    r"quantized|dynamic|static|pertensor|block|kv|mostly|\d+(\.\d+)?bpw|gs?\d+|mlx|dwq|ud|imatrix|autoround"
 )
 _BENCHMARK = r"99(\.9)?|interactive|edge"
 _IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}|{_BENCHMARK}")
-_FORMAT_AT_THE_END = re.compile(r"[-_. ](i?q\d(_[0-9a-z]+)*( - (small|medium|large))?|w\d+a\d+)$")
+# What a hub or a registry calls a file, behind the format that it is in.
+_FILE = re.compile(r"[-_.](gguf|mlx|i1)$|:latest$")
+_FORMAT_AT_THE_END = re.compile(r"[-_. :](i?q\d(_[0-9a-z]+)*( - (small|medium|large))?|w\d+a\d+)$")
 # A version, a date, a length of context: what tells releases of one shape apart, and seldom shapes.
 _RELEASE = re.compile(r"v\d+(\.\d+)*|\d{4}|\d+k|1m")
 
@@ -40,7 +42,7 @@ def lookup_keys(name: str) -> Iterator[str]:
 
 def _words(name: str) -> list[str]:
     text = re.sub(r"\(.*\)", "", name).strip().lower().rsplit("/", 1)[-1]
-    text = _FORMAT_AT_THE_END.sub("", text).removeprefix("meta-")
+    text = _FORMAT_AT_THE_END.sub("", _FILE.sub("", text)).removeprefix("meta-")
     return [word for word in re.split(r"[-_ :]+", text) if not _IGNORED.fullmatch(word)]
 
 
