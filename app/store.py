@@ -351,20 +351,6 @@ class Store:
         except OSError as error:
             raise storage_error(error, folder) from error
 
-    def rebuild_index(self) -> int:
-        """Set a damaged index aside, list the run folders in a new one and return how many there are.
-
-        The history of jobs is not in the folders and is lost; runs are not.
-        """
-        try:
-            for suffix in ("", "-wal", "-shm"):
-                path = Path(f"{self.index_path}{suffix}")
-                if path.exists():
-                    path.rename(f"{self.index_path}.damaged-{time.time_ns()}{suffix}")
-        except OSError as error:
-            raise storage_error(error, self.index_path) from error
-        return len(self.runs())
-
     def _select_runs(self, condition: str, values: tuple[Any, ...]) -> list[Run]:
         self._adopt_unlisted_runs()
         with self._index.read() as index:

@@ -56,12 +56,12 @@ def find(store: Store, digest: str) -> Path:
     return path
 
 
-def remove_unused(store: Store, days: float = MOST_DAYS) -> list[str]:
-    """Deletes the uploads that nobody asked for so many days and that no kept run and no active job names.
+def remove_unused(store: Store) -> list[str]:
+    """Deletes the uploads that nobody asked for in `MOST_DAYS` days and that no kept run and no active job names.
 
     Returns their names. Several processes may do so at once.
     """
-    old = {path.name: path for path in _older_than(_folder(store), days)}
+    old = {path.name: path for path in _older_than(_folder(store), MOST_DAYS)}
     if not old:  # what is kept need not be read
         return []
     for digest in _named_digests(store):

@@ -67,7 +67,7 @@ def stack(
     from membound.simulator.stacking.stacking import chosen_techniques, to_json
     from membound.simulator.stacking.stacking import stack as run_stack
 
-    _closed_forms_run_here(simulate, "--simulate", jobs, backend, address)
+    _closed_forms_run_here(simulate, jobs, backend, address)
     chosen = scenario_of(scenario, set_, hardware)
     names = None if techniques is None else _names(techniques, "--techniques")
     with progress() as listener:
@@ -109,7 +109,7 @@ def advise(
     from membound.simulator.advice.advisor import advise as run_advise
     from membound.simulator.advice.advisor import to_json
 
-    _closed_forms_run_here(simulate, "--simulate", jobs, backend, address)
+    _closed_forms_run_here(simulate, jobs, backend, address)
     chosen = scenario_of(scenario, set_, hardware)
     with progress() as listener:
         advice = run_advise(
@@ -310,13 +310,14 @@ def _workers(backend: str, jobs: int | None, address: str | None) -> Workers:
     raise MemboundError(f"option --backend is '{backend}'; give {', '.join(BACKENDS)}")
 
 
-def _closed_forms_run_here(simulate: bool, option: str, jobs: int | None, backend: str, address: str | None) -> None:
+def _closed_forms_run_here(simulate: bool, jobs: int | None, backend: str, address: str | None) -> None:
     """Refuses what says how many runs are spread where there is a single closed form."""
     given = {"--jobs": jobs, "--backend": None if backend == "loky" else backend, "--address": address}
     for name, value in given.items():
         if value is not None and not simulate:
             raise MemboundError(
-                f"option {name} is '{value}', but closed forms run here, in milliseconds; leave it out, or add {option}"
+                f"option {name} is '{value}', but closed forms run here, in milliseconds; leave it out, or add "
+                "--simulate"
             )
 
 

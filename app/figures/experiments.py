@@ -16,12 +16,12 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "hexagon")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def experiment_figure(finding: Finding, height: int = 460, worded: Callable[[str], str] = str) -> go.Figure:
+def experiment_figure(finding: Finding, worded: Callable[[str], str] = str) -> go.Figure:
     """The figure of an experiment: a line for each value of the chart's columns, with its spread as error bars.
 
     Solid where it was measured, hollow and dashed where it is predicted. `worded` says titles in the reader's language.
     """
-    chart, fig = finding.chart, figure(height)
+    chart, fig = finding.chart, figure(460)
     hollow = "" if finding.machine else "-open"
     x, y = chart.x, chart.y
     drawn = [row for row in finding.rows if _known(row.get(y.column)) and row.get(x.column) is not None]

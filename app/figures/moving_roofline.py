@@ -51,7 +51,6 @@ def moving_figure(
     batch: int,
     t: Translate,
     *,
-    height: int = 460,
     pinned: Sequence[Pinned] = (),
 ) -> go.Figure:
     """The roofline of the step at `batch`, with a slider that moves it to others, drawn by the browser alone.
@@ -59,7 +58,7 @@ def moving_figure(
     Every place has the same traces, so that what moves is their data and not the chart.
     """
     at = next(index for index, place in enumerate(places) if place.batch == batch)
-    fig = roofline_figure(roofs, (), t, height=height + SLIDER_HEIGHT)
+    fig = roofline_figure(roofs, (), t, height=460 + SLIDER_HEIGHT)
     _draw_pinned(fig, roofs, pinned, t)
     fixed = len(fig.data)
     held = {op.bound for place in places for op in place.steps[-1].cost.operators}

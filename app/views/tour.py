@@ -42,10 +42,10 @@ def tour(page: str) -> None:
         st.markdown(f"**{place}** · {t(f'tour.{step.page}')}")
         with st.container(horizontal=True, vertical_alignment="center"):
             if page != step.page:
-                _link(number, t("tour.to", page=t(f"nav.{step.page}")), ":material/arrow_forward:")
+                _link(number, t("tour.to", page=t(f"nav.{step.page}")))
             elif number < len(STEPS):
                 following = t(f"nav.{STEPS[number].page}")
-                _link(number + 1, t("tour.next", page=following), ":material/arrow_forward:")
+                _link(number + 1, t("tour.next", page=following))
             st.button(
                 t("tour.done") if number == len(STEPS) else t("tour.close"),
                 key="tour_close",
@@ -60,10 +60,10 @@ def begin(t: Translate) -> None:
     st.button(t("tour.begin"), key="tour_begin", icon=":material/tour:", on_click=_go, args=(1,))
 
 
-def _link(number: int, label: str, icon: str) -> None:
+def _link(number: int, label: str) -> None:
     step = STEPS[number - 1]
     query = {**step.query, TOUR: str(number)}
-    st.page_link(st.session_state["pages"][step.page], label=label, icon=icon, query_params=query)
+    st.page_link(st.session_state["pages"][step.page], label=label, icon=":material/arrow_forward:", query_params=query)
 
 
 def _go(number: int) -> None:

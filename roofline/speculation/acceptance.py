@@ -87,10 +87,6 @@ class AcceptanceProfile(Part):
         """
         return float(self.acceptance_by_position(drafts, found).sum())
 
-    def expected_emitted(self, drafts: int, found: float = 1.0) -> float:
-        """Tokens that a step emits: one, and the accepted drafts where a draft was found."""
-        return 1 + found * self.expected_accepted(drafts, found)
-
     def _accepted(self, position: int, shares: Sequence[float]) -> NDArray[np.float64]:
         """Chance of a guess at a position of a step by the state of its token."""
         if not shares:

@@ -164,10 +164,6 @@ class Speculation:
         """c: what a guess at one position costs, against a plain step."""
         return self.draft_s(times, shape) / max(self.drafts.gamma, 1) / self.plain_s(times, shape)
 
-    def verify_ratio(self, times: Times, shape: StepShape) -> Count:
-        """v: what verification costs, against a plain step."""
-        return self.verify_s(times, shape) / self.plain_s(times, shape)
-
     def with_gamma(self, gamma: int) -> Speculation:
         """The same drafter with another length of drafts; a tree keeps its nodes, 0 switches speculation off."""
         return replace(self, setup=replace(self.setup, drafts=replace(self.drafts, gamma=gamma)))

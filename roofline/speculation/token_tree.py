@@ -23,6 +23,12 @@ RANK_EXPONENT = 0.4
 MOST_BRANCHES = 10
 
 
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens of a step with `gamma` guesses in a row, each right with chance `alpha`: Leviathan et al., Fast Inference
+    from Transformers via Speculative Decoding, ICML 2023, equation 1."""
+    return gamma + 1.0 if alpha == 1.0 else (1.0 - alpha ** (gamma + 1)) / (1.0 - alpha)
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """Nodes in the order of their chances: the chance that a node and all before it are right, and its depth."""

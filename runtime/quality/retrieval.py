@@ -55,36 +55,34 @@ class Told:
     stems: list[list[int]]  # the beginning of each one's answer
 
 
-def recall(
-    decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, pairs: int = PAIRS, least_tokens: int = 0
-) -> Recall:
-    """How much a decoder finds in `contexts` contexts of `pairs` words each, the same for every decoder.
+def recall(decoder: Decoder, tokenizer: Tokenizer, contexts: int = CONTEXTS, least_tokens: int = 0) -> Recall:
+    """How much a decoder finds in `contexts` contexts of some words each, the same for every decoder.
 
     A context has at least `least_tokens` tokens, over all of which the words are spread. Raises MemboundError for a
     tokenizer in which too few of the words can be told apart.
     """
-    cities, words = _asked_alike(tokenizer, CITIES.split(), pairs), _told_apart(tokenizer, WORDS.split(), pairs)
+    cities, words = _asked_alike(tokenizer, CITIES.split(), PAIRS), _told_apart(tokenizer, WORDS.split(), PAIRS)
     sentences = _sentences()
     found = {"visible": 0, "hidden": 0, "reused": 0}
     tokens = 0
     for number in range(contexts):
-        told = _told(tokenizer, random.Random(number), cities, words, sentences, pairs, least_tokens)
+        told = _told(tokenizer, random.Random(number), cities, words, sentences, PAIRS, least_tokens)
         tokens += len(told.context)
         questions = [tokenizer.encode(ASKED.format(city)) for city in told.cities]
         longest = len(told.context) + max(map(len, questions)) + len(told.stems[0])
         alone = Readers(decoder, [told.context], longest)
-        found["hidden"] += sum(_answered(alone, told, [city]) for city in range(pairs))
+        found["hidden"] += sum(_answered(alone, told, [city]) for city in range(PAIRS))
         seen = Readers(decoder, [told.context + question for question in questions], longest)
-        found["visible"] += _answered(seen, told, range(pairs))
+        found["visible"] += _answered(seen, told, range(PAIRS))
         # In sight is the question for the next city.
-        found["reused"] += _answered(seen, told, [(city - 1) % pairs for city in range(pairs)])
-    total = contexts * pairs
+        found["reused"] += _answered(seen, told, [(city - 1) % PAIRS for city in range(PAIRS)])
+    total = contexts * PAIRS
     return Recall(
         visible=found["visible"] / total,
         hidden=found["hidden"] / total,
         reused=found["reused"] / total,
         questions=total,
-        choices=pairs,
+        choices=PAIRS,
         context_tokens=tokens // contexts,
     )
 

@@ -7,8 +7,6 @@ minimizes is exact, as the inputs' second moments give it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,25 +17,6 @@ from membound.runtime.quantization.statistics import InputStatistics
 
 EXPONENTS = 20  # of the mean magnitude that are tried, from 0 to below 1
 ROWS = 256  # of a matrix, evenly spread, on which a search for the scales of its columns looks
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A quantized weight whose inputs have to be divided by `input_scale` [k] first."""
-
-    weight: Quantized
-    input_scale: Tensor
-
-    def dequantized(self) -> Tensor:
-        """The values [n, k] that multiply the inputs as they were."""
-        return self.weight.dequantized() / self.input_scale
-
-
-def awq(weight: Tensor, inputs: InputStatistics, grid: Grid) -> Scaled:
-    """Weight [n, k] with the scales that `search_scales` finds and ranges that `search_shrinks` finds, rounded."""
-    weight = checked(weight)
-    scales = search_scales(weight, inputs, grid)
-    return Scaled(round_clipped(weight * scales, inputs.scaled(1 / scales), grid), scales)
 
 
 def round_clipped(weight: Tensor, inputs: InputStatistics, grid: Grid) -> Quantized:

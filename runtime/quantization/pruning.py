@@ -31,7 +31,6 @@ class PruningRecipe:
         method: PruningMethod,
         calibrator: Calibrator | None,
         pattern: Pattern = "2:4",
-        sparsity: float = 0.5,
     ) -> None:
         if method != "magnitude" and calibrator is None:
             raise QuantizationError(
@@ -41,7 +40,6 @@ class PruningRecipe:
         self.method = method
         self.calibrator = calibrator
         self.pattern = pattern
-        self.sparsity = sparsity
 
     def prepare(self, spec: ModelSpec, weights: Weights) -> Weights:
         statistics: Statistics = {}
@@ -62,7 +60,7 @@ class PruningRecipe:
 
     def _pruned(self, weight: Tensor, inputs: InputStatistics | None) -> Pruned:
         if self.method == "magnitude" or inputs is None:
-            return prune_by_magnitude(weight, self.sparsity, self.pattern)
+            return prune_by_magnitude(weight, pattern=self.pattern)
         if self.method == "wanda":
-            return wanda(weight, inputs.mean_square, self.sparsity, self.pattern)
-        return sparsegpt(weight, inputs.moments, self.sparsity, self.pattern)
+            return wanda(weight, inputs.mean_square, pattern=self.pattern)
+        return sparsegpt(weight, inputs.moments, pattern=self.pattern)

@@ -20,20 +20,22 @@ from membound.runtime.loading.weights import LayerWeights, Weights
 from membound.runtime.quantization.hadamard import Rotation, rotation
 from membound.runtime.quantization.quantized import QuantizationError
 
+SIGNS_SEED = 0  # of the residual stream's rotation
+
 
 def online_rotation(intermediate: int) -> Rotation:
     """The rotation of the inputs of `down`, by the matrix's number of columns."""
     return rotation(intermediate)
 
 
-def rotated(spec: ModelSpec, weights: Weights, seed: int = 0) -> Weights:
+def rotated(spec: ModelSpec, weights: Weights) -> Weights:
     """The weights after rotation: the model computes the same where the inputs of `down` are rotated online.
 
     Norms become 1, and tied tables become two.
     """
     if problem := _problem(spec, weights):
         raise QuantizationError(f"method 'quarot' cannot rotate {spec.name}: {problem}; give another method")
-    residual = rotation(spec.hidden, seed)
+    residual = rotation(spec.hidden, SIGNS_SEED)
     layers = []
     for layer, tensors in zip(spec.stack, weights.layers, strict=False):
         assert isinstance(layer.attention, GroupedQueryAttention), "the check above refuses others"
@@ -49,11 +51,9 @@ def rotated(spec: ModelSpec, weights: Weights, seed: int = 0) -> Weights:
     )
 
 
-def rotated_moments(
-    spec: ModelSpec, weights: Weights, moments: Mapping[str, Tensor], seed: int = 0
-) -> dict[str, Tensor]:
+def rotated_moments(spec: ModelSpec, weights: Weights, moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The second moments [k, k] of the rotated model's inputs, by matrix, from those of the model as it was."""
-    residual = rotation(spec.hidden, seed)
+    residual = rotation(spec.hidden, SIGNS_SEED)
     found = {}
     for index, (layer, tensors) in enumerate(zip(spec.stack, weights.layers, strict=False)):
         assert isinstance(layer.attention, GroupedQueryAttention), "`rotated` refuses others"

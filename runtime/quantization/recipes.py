@@ -279,12 +279,10 @@ class FoundRecipe(RoundingRecipe):
     method = "found"
     divides = False
 
-    def __init__(
-        self, kernels: Kernels, plan: PrecisionPlan, calibrator: Calibrator | None = None, gguf: Path | None = None
-    ) -> None:
+    def __init__(self, kernels: Kernels, plan: PrecisionPlan, gguf: Path | None) -> None:
         if gguf is None:
             raise QuantizationError("method 'found' keeps the blocks of a GGUF; give one as field 'weights'")
-        super().__init__(kernels, plan, calibrator)
+        super().__init__(kernels, plan)
         self.gguf = gguf
         self.blocks: FoundBlocks | None = None
 
@@ -321,7 +319,7 @@ def recipe_for(
     quantizing = (technique for technique in techniques if isinstance(technique, WeightQuantization | W8A8))
     method: QuantizationMethod = next((technique.method for technique in quantizing), "rtn")
     if method == "found":
-        recipe: RoundingRecipe = FoundRecipe(kernels, plan, gguf=gguf)
+        recipe: RoundingRecipe = FoundRecipe(kernels, plan, gguf)
     elif plan.weights.name in GGML_BLOCKS | GGML_MIXES and plan.weights.name != "q8_0":
         raise QuantizationError(
             f"weights in {plan.weights.name} are measured as a GGUF has them: give method 'found' and such a file "

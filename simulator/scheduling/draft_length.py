@@ -13,7 +13,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from statistics import median
 
-from membound.roofline.speculation.chain import expected_tokens
+from membound.roofline.speculation.token_tree import expected_tokens
 from membound.roofline.techniques import Drafts
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, drafts_of
 

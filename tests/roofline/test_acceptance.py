@@ -30,7 +30,7 @@ def profiles(draw) -> AcceptanceProfile:
 def test_equal_states_are_the_formula_of_leviathan(alpha, drafts):
     """E = (1 - a^(g+1)) / (1 - a), Leviathan et al., ICML 2023, equation 1."""
     expected = (1 - alpha ** (drafts + 1)) / (1 - alpha)
-    assert AcceptanceProfile.constant(alpha).expected_emitted(drafts) == pytest.approx(expected)
+    assert 1 + AcceptanceProfile.constant(alpha).expected_accepted(drafts) == pytest.approx(expected)
 
 
 @given(profile=profiles(), drafts=st.integers(1, 12))
@@ -43,12 +43,12 @@ def test_long_stretches_separate_into_the_two_constant_rates(profile, drafts):
         }
     )
     emitted = [
-        AcceptanceProfile.constant(alpha).expected_emitted(drafts)
+        1 + AcceptanceProfile.constant(alpha).expected_accepted(drafts)
         for alpha in (profile.predictable_alpha, profile.surprising_alpha)
     ]
     share = slow.predictable_share
     rounds_a_token = share / emitted[0] + (1 - share) / emitted[1]
-    assert slow.expected_emitted(drafts) == pytest.approx(1 / rounds_a_token, rel=5e-3)
+    assert 1 + slow.expected_accepted(drafts) == pytest.approx(1 / rounds_a_token, rel=5e-3)
 
 
 @given(profile=profiles(), drafts=st.integers(1, 5), found=st.floats(0.05, 1))

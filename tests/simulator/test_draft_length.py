@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import parse_scenario
-from membound.roofline.speculation.chain import expected_tokens
+from membound.roofline.speculation.token_tree import expected_tokens
 from membound.simulator.run import run
 from membound.simulator.scheduling.draft_length import StepCost, best_length
 
