@@ -6,10 +6,12 @@ The orchestration only: the simulator predicts, the runtime measures, `roofline.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from membound.app.disturbed import ELSEWHERE, STALLED, badness, comparable, problem_of
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.comparison import Comparison, Quality, baseline_row, variant_row
 from membound.roofline.results.result import RunResult
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 
 BASELINE = "baseline"
 LIVE_INTERVAL_S = 0.5
-# A stalled step takes about half as long again, so one in twenty moves a mean by two or three hundredths.
-STALLS_PER_STEP = 0.05
+TRIES = 3
 # Where a browser draws on the same cores every run is disturbed, and repeating them all would not end.
-REPEATED_SHARE = 0.2
+REPEATED_SHARE = {STALLED: 0.2, ELSEWHERE: 1.0}
+PATIENCE_S = 10.0  # until memory is as calibrated, before a run
+FOR_GOOD = 6  # runs elsewhere in a row: nothing is repeated or waited for until a run is as calibrated again
 
 
 class Listener(Protocol):
@@ -143,11 +146,12 @@ class _Rows:
     ) -> list[Comparison]:
         error, conditions = self.relative_error, self.conditions
         plain = predicted[BASELINE]
-        rows = [baseline_row(plain, measured.get(BASELINE, []), error, point.values, conditions)]
+        as_calibrated = [run for run in measured.get(BASELINE, []) if problem_of(run) != ELSEWHERE]
+        rows = [baseline_row(plain, as_calibrated or measured.get(BASELINE, []), error, point.values, conditions)]
         for variant in point.variants:
             base = point.baseline_of(variant)
             both = (predicted[base], predicted[variant.name])
-            pairs = list(zip(measured.get(base, []), measured.get(variant.name, []), strict=True))
+            pairs = comparable(zip(measured.get(base, []), measured.get(variant.name, []), strict=True))
             quality = qualities.get(variant.name)
             rows.append(variant_row(variant, both, pairs, error, point.values, conditions, quality))
         return rows
@@ -163,7 +167,8 @@ class _Cells:
         self.hardware = hardware
         self.listener = listener
         self.total = repeats * sum(len(point.scenarios()) for point in points)
-        self.done = self.repeated = self.disturbed = 0
+        self.done = self.elsewhere_in_row = 0
+        self.repeated, self.remained = Counter[str](), Counter[str]()
         self.last: RunResult | None = None
 
     def measure(self, index: int, point: Point, name: str, scenario: Scenario, repeat: int) -> RunResult:
@@ -171,29 +176,41 @@ class _Cells:
         self.listener.event("cell", payload | {"index": self.done, "total": self.total})
         message = f"{name}, {_point_text(point.values)}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
         run = self._run(scenario, message)
-        if _disturbed(run) and self.repeated < REPEATED_SHARE * self.total:
-            self.repeated += 1
-            run = min(run, self._run(scenario, message), key=lambda tried: tried.provenance.stalls)
+        for _ in range(TRIES - 1):
+            if not (problem := problem_of(run)) or not self._worth_repeating(problem):
+                break
+            self.repeated[problem] += 1
+            run = min(run, self._run(scenario, message), key=badness)
+        if problem := problem_of(run):
+            self.remained[problem] += 1
         self.done += 1
-        self.disturbed += _disturbed(run)
         self.last = run
         return run
 
+    def _worth_repeating(self, problem: str) -> bool:
+        return self.repeated[problem] < REPEATED_SHARE[problem] * self.total and self.elsewhere_in_row < FOR_GOOD
+
     def _run(self, scenario: Scenario, message: str) -> RunResult:
+        if self.elsewhere_in_row < FOR_GOOD:
+            self.runtime.settle(self.hardware, PATIENCE_S)
         observer = LiveObserver(scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total)
-        return self.runtime.run(scenario, self.hardware, observer=observer)
+        run = self.runtime.run(scenario, self.hardware, observer=observer)
+        self.elsewhere_in_row = self.elsewhere_in_row + 1 if problem_of(run) == ELSEWHERE else 0
+        return run
 
     def notes(self) -> list[str]:
         notes = list(self.last.provenance.notes) if self.last else []
-        if self.repeated:
-            notes.append(f"{self.repeated} runs were repeated because other programs held up their threads")
-        if self.disturbed:
-            notes.append(f"{self.disturbed} of {self.total} cells stayed disturbed by other programs: close them")
+        if count := self.repeated[STALLED]:
+            notes.append(f"{count} runs were repeated because other programs held up their threads")
+        if count := self.repeated[ELSEWHERE]:
+            notes.append(f"{count} runs were repeated because memory was not as when this machine was calibrated")
+        if count := self.remained[STALLED]:
+            notes.append(f"{count} of {self.total} cells stayed disturbed by other programs: close them")
+        if count := self.remained[ELSEWHERE]:
+            notes.append(
+                f"{count} of {self.total} cells had other memory than the calibration: run `membound calibrate` again"
+            )
         return notes
-
-
-def _disturbed(run: RunResult) -> bool:
-    return run.provenance.stalls > STALLS_PER_STEP * len(run.steps["time_s"])
 
 
 class LiveObserver:

@@ -14,7 +14,7 @@ from membound.kernels.dispatch import why_not_cpp, why_not_triton
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.parallel import SINGLE
-from membound.roofline.results.result import Provenance, RunResult
+from membound.roofline.results.result import MemoryRates, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.times.known import Times, times_for
 from membound.runtime.clock import WallClock
@@ -79,7 +79,12 @@ class Assembly:
         self.meter.begin()
 
     def result(
-        self, asked: Scenario, recorder: Recorder, notes: list[str] | None = None, devices: int | None = None
+        self,
+        asked: Scenario,
+        recorder: Recorder,
+        notes: list[str] | None = None,
+        devices: int | None = None,
+        memory: MemoryRates | None = None,
     ) -> RunResult:
         """The result of the run that `recorder` has recorded for the scenario `asked`, on `devices` devices.
 
@@ -97,9 +102,11 @@ class Assembly:
             hardware=self.hardware.name,
             versions={"torch": torch.__version__, "python": platform.python_version()},
             stalls=(stalls := self.decoders.kernels.stalls() - self.stalls_before),
+            memory=memory,
             emulated=bool(emulated),
             notes=[
                 *_conditions(self.decoders.kernels, stalls),
+                *_memory_changed(memory),
                 self.decoders.model(asked).weights.origin,
                 "the bounds of steps are attributed by the roofline of their shapes",
                 *emulated,
@@ -222,3 +229,13 @@ def _conditions(kernels: Kernels, stalls: int) -> list[str]:
     if kernels.name == "torch" and (reason := why_not_cpp() if on_cpu else why_not_triton()):
         notes.append(f"plain PyTorch kernels: {reason}")
     return notes
+
+
+def _memory_changed(memory: MemoryRates | None) -> list[str]:
+    """In words, that memory was another than the predictions count on."""
+    if memory is None or memory.as_calibrated:
+        return []
+    return [
+        f"memory gave {memory.before / 1e9:.0f} GB/s before the run and {memory.after / 1e9:.0f} after it, "
+        f"{memory.calibrated / 1e9:.0f} when this machine was calibrated: predictions are for that"
+    ]

@@ -12,9 +12,10 @@ from membound.kernels.base import Kernels
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.results.result import RunResult
+from membound.roofline.results.result import MemoryRates, RunResult
 from membound.roofline.scenario import Scenario
 from membound.runtime.assembly import Assembly, assemble
+from membound.runtime.calibration.memory_watch import MemoryWatch, watchable
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import Decoder
 from membound.runtime.decoders import Decoders
@@ -43,6 +44,7 @@ class Runtime:
         self.device = device
         self.kernels = kernels or kernels_for(device)
         self.decoders = Decoders(device, self.kernels)
+        self._watch: MemoryWatch | None = None
 
     def model(self, scenario: Scenario) -> LoadedModel:
         """The scenario's model, loaded once."""
@@ -109,6 +111,8 @@ class Runtime:
         clock = clock or WallClock()
         recorder = recorder or Recorder(observer)
         assembly = self.assemble(scenario, clock, hardware, recorder)
+        watch = self._watch_of(hardware)
+        before = watch.rate() if watch else 0.0
         if isinstance(clock, WallClock):
             clock.begin()
         assembly.begin()
@@ -117,7 +121,24 @@ class Runtime:
         for until_s in serve(assembly.scheduler, client, executor, clock, recorder):
             clock.wait_until(until_s)
         assembly.scheduler.check_integrity()
-        return assembly.result(scenario, recorder)
+        memory = MemoryRates(before=before, after=watch.rate(), calibrated=_watched(hardware)) if watch else None
+        return assembly.result(scenario, recorder, memory=memory)
+
+    def settle(self, hardware: HardwareSpec, patience_s: float) -> None:
+        """Waits up to `patience_s` until memory is as when `hardware` was calibrated, where that is known."""
+        if (watch := self._watch_of(hardware)) is not None:
+            watch.settled(_watched(hardware), patience_s)
+
+    def _watch_of(self, hardware: HardwareSpec) -> MemoryWatch | None:
+        if not _watched(hardware) or not (self._watch or watchable(self.device)):
+            return None
+        self._watch = self._watch or MemoryWatch()
+        return self._watch
+
+
+def _watched(hardware: HardwareSpec) -> float:
+    """Bytes/s that memory gave while the hardware was calibrated; 0 where nobody knows."""
+    return (hardware.calibration and hardware.calibration.watched_bytes_per_s) or 0.0
 
 
 @contextmanager

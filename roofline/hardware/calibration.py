@@ -21,10 +21,18 @@ from membound.roofline.reading.problems import one_sentence
 # within those that hold a small model.
 CACHE_SET_BYTES = 16 * 2**20
 
+# Repeats of what memory gives in one state of a machine differ by up to a tenth, its states by a third and more.
+STATE_TOLERANCE = 0.2
+
 
 def attention_over(kv_values: str) -> str:
     """What a calibration calls attention over K and V of these values, such as `int8`."""
     return f"attention_{kv_values}"
+
+
+def one_state(rate: float, other: float) -> bool:
+    """Whether two rates of memory in bytes/s belong to one state of a machine."""
+    return max(rate, other) <= (1 + STATE_TOLERANCE) * min(rate, other)
 
 
 def recurrence_of(mixer: str) -> str:
@@ -95,7 +103,8 @@ class Calibration(_Table):
     (`attention_over`), by `sequences`, `kv_bytes`, `flops` and `activation_bytes`; `host`, the Python and sampling of a
     step, by `sequences`, `tokens` and `logits`. `linear` has a table for each of the kernels' weight formats.
     `repeatability` is the largest relative difference between two passes; `residual` the median relative error of the
-    tables on shapes they were not made of.
+    tables on shapes they were not made of. `watched_bytes_per_s` is what a plain read of memory gave while it was
+    measured, where that was watched: what runs while memory gives something else is on another machine.
     """
 
     schema_version: Literal[1] = 1
@@ -111,6 +120,7 @@ class Calibration(_Table):
     operators: dict[str, LinearCost]
     repeatability: float = Field(ge=0)
     residual: float = Field(ge=0)
+    watched_bytes_per_s: float | None = Field(default=None, gt=0)
     notes: list[str] = []
 
     def bandwidth_at(self, working_set_bytes: float) -> float:

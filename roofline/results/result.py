@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from membound.roofline.hardware.calibration import one_state
 from membound.roofline.results.cluster_summary import ClusterSummary
 from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario
@@ -73,11 +74,27 @@ class Summary(BaseModel):
     cost_usd_per_million_tokens: float | None
 
 
+class MemoryRates(BaseModel):
+    """Bytes/s that a plain read of memory gave before and after a run, and when the machine was calibrated."""
+
+    model_config = ConfigDict(frozen=True)
+
+    before: float
+    after: float
+    calibrated: float
+
+    @property
+    def as_calibrated(self) -> bool:
+        """Whether the run had the memory that its prediction counts on."""
+        return one_state(self.before, self.calibrated) and one_state(self.after, self.calibrated)
+
+
 class Provenance(BaseModel):
     """Who made the numbers, when, on what, in which state.
 
-    `stalls` counts how often other programs held up the run's threads: a run with many was disturbed. Where a part of
-    the engine was `emulated`, the tokens are its own and the times are not.
+    `stalls` counts how often other programs held up the run's threads: a run with many was disturbed. `memory` says
+    what memory gave, where the calibration knows what it gave then. Where a part of the engine was `emulated`, the
+    tokens are its own and the times are not.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -87,6 +104,7 @@ class Provenance(BaseModel):
     hardware: str
     versions: dict[str, str] = {}
     stalls: int = 0
+    memory: MemoryRates | None = None
     emulated: bool = False
     notes: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from membound.runtime.calibration.bandwidth import WORKING_SETS, BandwidthProbe
 from membound.runtime.calibration.host import HostGrid, HostProbe
 from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid, LayerProbe
 from membound.runtime.calibration.linears import LinearGrid, LinearProbe
+from membound.runtime.calibration.memory_watch import MemoryWatch, watchable
 from membound.runtime.calibration.operators import (
     KV_KINDS,
     Heads,
@@ -34,9 +36,10 @@ from membound.runtime.calibration.operators import (
     attention_amounts,
     fit,
 )
-from membound.runtime.calibration.passes import CalibrationError, Part, Progress, repeat
+from membound.runtime.calibration.passes import PATIENCE_S, CalibrationError, Part, Progress, Repeated, repeat
 from membound.runtime.calibration.pool import Pool
 from membound.runtime.calibration.stopwatch import Stopwatch
+from membound.runtime.free_memory import free_bytes
 
 POOL_BYTES = 2**30
 POOL_SHARE = 0.25  # of the memory that is free
@@ -155,6 +158,7 @@ class _Calibrator:
         self.operators = OperatorProbe(kernels, stopwatch, pool, plan.operators)
         self.host = HostProbe(kernels, pool, plan.host)
         self.layers = LayerProbe(kernels, stopwatch, plan.layers)
+        self.watch = MemoryWatch() if watchable(device) else None
 
     def run(self, progress: Progress) -> Calibration:
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
@@ -186,7 +190,8 @@ class _Calibrator:
             if kind in self.plan.kinds
         }
         host = Part("planning and sampling", len(self.host.amounts()), self.host.measure)
-        repeatability = repeat([*bandwidths, *linears.values(), *operators.values(), *layers.values(), host], progress)
+        parts = [*bandwidths, *linears.values(), *operators.values(), *layers.values(), host]
+        repeated = repeat(parts, progress, self.watch)
 
         rates = (1 / np.concatenate([part.best() for part in bandwidths])).tolist()
         tables = {
@@ -211,14 +216,18 @@ class _Calibrator:
             ],
             linear=tables,
             operators=costs,
-            repeatability=repeatability,
+            repeatability=repeated.difference,
             residual=0.0,
+            watched_bytes_per_s=repeated.memory_rate,
             notes=[
                 *([self.plan.note] if self.plan.note else []),
                 *([f"load average {load:.1f} when it began: other programs were running"] if load > BUSY_LOAD else []),
+                *_unsettled(repeated),
             ],
         )
         progress(1.0, "checking the tables on other shapes")
+        if self.watch is not None and repeated.memory_rate is not None:
+            self.watch.settled(repeated.memory_rate, PATIENCE_S)
         return calibration.model_copy(update={"residual": float(np.median(self._errors(calibration)))})
 
     def _errors(self, calibration: Calibration) -> list[float]:
@@ -243,6 +252,16 @@ class _Calibrator:
             for cached, working_set in ((False, self.pool.size_bytes), (True, CACHE_SET_BYTES)):
                 if operator.weight_bytes <= working_set:
                     yield operator, working_set, self.linears.one_s(format, check.n, check.k, check.m, cached)
+
+
+def _unsettled(repeated: Repeated) -> list[str]:
+    """In words, what was measured while memory gave something else than mostly."""
+    if not repeated.unsettled:
+        return []
+    return [
+        f"memory changed between states of this machine: {len(repeated.unsettled)} parts were also measured in another "
+        f"than that of {(repeated.memory_rate or 0) / 1e9:.0f} GB/s"
+    ]
 
 
 def _words_of(kind: str) -> str:
@@ -270,11 +289,8 @@ def _memory_bytes(device: str) -> int:
 def _free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return _memory_bytes(device) // 2
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    free = free_bytes()
+    return int(free) if math.isfinite(free) else _memory_bytes(device) // 2
 
 
 def _version() -> str:

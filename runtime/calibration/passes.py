@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -10,12 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.hardware.calibration import one_state
+from membound.runtime.calibration.memory_watch import MemoryWatch
 
 Progress = Callable[[float, str], None]
 Values = NDArray[np.float64]
 
 TOLERANCE = 0.20
+PASSES = 2
 TRIES = 3
+PATIENCE_S = 10.0  # before a part is measured again, until memory is as it was
+MORE_TIME = 1.0  # of what two passes took, for passes that are repeated because memory was otherwise
 
 
 class CalibrationError(MemboundError):
@@ -26,22 +32,29 @@ class CalibrationError(MemboundError):
 class Part:
     """One thing that is measured in passes: `measure` yields `count` values, of which less is better.
 
-    A value that could not be measured is NaN.
+    A value that could not be measured is NaN. `rates` has what memory gave before and after each pass, where that is
+    watched, and `state` what it must have given for a pass to count.
     """
 
     name: str
     count: int
     measure: Callable[[], Iterator[float]]
     passes: list[Values] = field(default_factory=list)
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    state: float | None = None
+
+    def in_state(self) -> list[Values]:
+        """The passes during which memory gave what `state` says."""
+        return [one for one, rates in zip(self.passes, self.rates, strict=True) if self._within(rates)]
 
     def difference(self) -> float:
         """The relative difference of the two passes that are most alike, as the median over their values."""
-        pairs = combinations(self.passes, 2)
+        pairs = combinations(self._counted(), 2)
         return min(float(np.nanmedian(np.maximum(a, b) / np.minimum(a, b))) - 1 for a, b in pairs)
 
     def typical(self) -> Values:
         """Each value's mean over the passes, without those that were disturbed: a fifth above the least or more."""
-        passes = np.array(self.passes)
+        passes = np.array(self._counted())
         least = np.fmin.reduce(passes)
         calm = np.where(passes <= least * (1 + TOLERANCE), passes, np.nan)
         counts = np.maximum(np.sum(np.isfinite(calm), axis=0), 1)
@@ -50,37 +63,89 @@ class Part:
 
     def best(self) -> Values:
         """The least of each value: what a roof must not lie above."""
-        best: Values = np.fmin.reduce(self.passes)
+        best: Values = np.fmin.reduce(self._counted())
         return best
 
+    def _within(self, rates: tuple[float, ...]) -> bool:
+        return self.state is None or all(one_state(rate, self.state) for rate in rates)
 
-def repeat(parts: Sequence[Part], progress: Progress) -> float:
-    """Measures every part twice, those that differ again, and returns the largest difference that was left.
+    def _counted(self) -> list[Values]:
+        """Those in the state, or all where two of these could not be had."""
+        within = self.in_state()
+        return within if len(within) >= PASSES else self.passes
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """How alike the passes are, what memory gave in those that count, and the parts that lack two such passes."""
+
+    difference: float
+    memory_rate: float | None
+    unsettled: tuple[str, ...]
+
+
+def repeat(parts: Sequence[Part], progress: Progress, watch: MemoryWatch | None = None) -> Repeated:
+    """Measures every part twice, and again those that differ or during which memory was not as mostly.
 
     Raises CalibrationError where a part never repeats.
     """
-    total = 2 * sum(part.count for part in parts)
+    total = PASSES * sum(part.count for part in parts)
     done = 0
+    start_s = time.perf_counter()
     for number in (1, 2):
         for part in parts:
-            _measure(part, f"{part.name}, pass {number} of 2", done, total, progress)
+            _measure(part, f"{part.name}, pass {number} of 2", done, total, progress, watch)
             done += part.count
-    for attempt in range(2, TRIES + 1):
+    if watch is not None:
+        _settle(parts, progress, watch, time.perf_counter() - start_s)
+    for attempt in range(PASSES, TRIES + 1):
         for part in parts:
             if part.difference() > TOLERANCE:
-                _measure(part, f"{part.name} again, attempt {attempt} of {TRIES}", total, total, progress)
+                text = f"{part.name} again, attempt {attempt} of {TRIES}"
+                _measure(part, text, total, total, progress, watch)
     worst = max(parts, key=lambda part: part.difference())
     if worst.difference() > TOLERANCE:
         raise CalibrationError(
             f"two measurements of {worst.name} differ by {worst.difference():.0%}, more than {TOLERANCE:.0%}, "
             f"even after {TRIES} attempts; close other programs and run `membound calibrate` again"
         )
-    return worst.difference()
+    return Repeated(worst.difference(), parts[0].state, tuple(part.name for part in parts if _lacking(part)))
 
 
-def _measure(part: Part, text: str, done: int, total: int, progress: Progress) -> None:
+def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, taken_s: float) -> None:
+    """Says in which state of memory passes count, and repeats what lacks passes in it, as long as two passes took."""
+    state = _commonest([rates for part in parts for rates in part.rates])
+    for part in parts:
+        part.state = state
+    end_s = time.perf_counter() + MORE_TIME * taken_s
+    while lacking := [part for part in parts if _lacking(part)]:
+        for part in lacking:
+            if (left_s := end_s - time.perf_counter()) <= 0:
+                return
+            text = f"{part.name} again, when memory gives {state / 1e9:.0f} GB/s as before"
+            progress(1.0, text)
+            watch.settled(state, min(PATIENCE_S, left_s))
+            _measure(part, text, 1, 1, progress, watch)
+
+
+def _commonest(rates: Sequence[tuple[float, float]]) -> float:
+    """The rate before a pass that most passes began and ended with."""
+
+    def passes_at(rate: float) -> int:
+        return sum(one_state(rate, before) and one_state(rate, after) for before, after in rates)
+
+    return max((before for before, _ in rates), key=passes_at)
+
+
+def _lacking(part: Part) -> bool:
+    return len(part.in_state()) < PASSES
+
+
+def _measure(part: Part, text: str, done: int, total: int, progress: Progress, watch: MemoryWatch | None) -> None:
+    before = watch.rate() if watch else 0.0
     values: list[float] = []
     for value in part.measure():
         progress(min(1.0, (done + len(values)) / total), text)
         values.append(value)
     part.passes.append(np.array(values))
+    part.rates.append((before, watch.rate() if watch else 0.0))

@@ -13,6 +13,7 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.reading.gguf_file import GgufFile
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts, SyntheticPrompts, TracePrompts
+from membound.runtime.free_memory import free_bytes
 from membound.runtime.loading.assets import fetch_smollm2
 from membound.runtime.loading.finite import check_finite
 from membound.runtime.loading.weights import Weights, load_gguf, load_safetensors, random_weights
@@ -74,17 +75,9 @@ def check_room(scenario: Scenario, spec: ModelSpec) -> None:
             f"and this machine has {memory / 2**30:.1f} GiB; "
             f"'{spec.name}[:2]' is its first 2 of {spec.layers} layers"
         )
-    if needed > (free := _free_bytes()):
+    if needed > (free := free_bytes()):
         raise MemboundError(
             f"model '{spec.name}' does not fit now: its weights take {needed / 2**30:.1f} GiB, and of this "
             f"machine's {memory / 2**30:.1f} GiB {free / 2**30:.1f} are free; end other programs, or give "
             f"'{spec.name}[:2]', its first 2 of {spec.layers} layers"
         )
-
-
-def _free_bytes() -> float:
-    """Memory that can be taken without others being swapped out; without end where the system does not say."""
-    told = Path("/proc/meminfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    kibibytes = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return 1024.0 * float(next(kibibytes, "inf"))

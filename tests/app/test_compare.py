@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from membound.app.compare import compare, predict_rows
+from membound.app.compare import FOR_GOOD, compare, predict_rows
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
-from membound.roofline.results.result import RunResult
+from membound.roofline.results.result import MemoryRates, RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run as simulate
 
@@ -25,11 +27,20 @@ class Quiet:
 
 
 class SimulatedRuntime:
-    """Measures what the simulator predicts; `emulated` names techniques whose time means nothing."""
+    """Measures what the simulator predicts; `emulated` names techniques whose time means nothing.
 
-    def __init__(self, emulated: str | None = None) -> None:
+    `memory` has GB/s that memory gives before and after each run in turn, of 35 when it was calibrated; runs elsewhere
+    take half as long.
+    """
+
+    def __init__(self, emulated: str | None = None, memory: Iterable[tuple[float, float]] = ()) -> None:
         self.ran: list[Scenario] = []
         self.emulated = emulated
+        self.memory = iter(memory)
+        self.settled = 0
+
+    def settle(self, hardware: Any, patience_s: float) -> None:
+        self.settled += 1
 
     def model(self, scenario: Scenario) -> Any:
         return SimpleNamespace(spec=get_model(scenario.model), tokenizer=None)
@@ -38,7 +49,13 @@ class SimulatedRuntime:
         self.ran.append(scenario)
         result = simulate(scenario, hardware)
         emulated = any(one.name == self.emulated for one in scenario.techniques)
-        return replace(result, provenance=result.provenance.model_copy(update={"emulated": emulated}))
+        update: dict[str, Any] = {"emulated": emulated}
+        if rates := next(self.memory, None):
+            update["memory"] = memory = MemoryRates(before=rates[0], after=rates[1], calibrated=35.0)
+            if not memory.as_calibrated:
+                tpot = result.summary.tpot_s.model_copy(update={"mean": (result.summary.tpot_s.mean or 0.0) / 2})
+                result = replace(result, summary=result.summary.model_copy(update={"tpot_s": tpot}))
+        return replace(result, provenance=result.provenance.model_copy(update=update))
 
 
 @pytest.fixture
@@ -87,3 +104,24 @@ def test_what_is_emulated_has_no_measured_gain(scenario: Scenario) -> None:
     runtime = SimulatedRuntime(emulated="continuous_batching")
     rows = compare(lossless, get_hardware("H100-SXM5"), runtime, Quiet()).rows  # type: ignore[arg-type]
     assert rows[1].verdict == "emulated" and rows[1].measured is None and rows[1].samples == []
+
+
+def test_runs_while_memory_was_in_another_state_are_repeated_and_do_not_count(scenario: Scenario) -> None:
+    one = parse_scenario(scenario.model_dump(mode="json") | {"variants": ["w8a8"], "repeats": 3})
+    calm, changed, fast = (35.0, 34.0), (36.0, 64.0), (65.0, 64.0)
+    # plain and w8a8 in turn; the third run changes state on the way, the last one stays elsewhere through its tries
+    runtime = SimulatedRuntime(memory=[calm, calm, changed, calm, calm, calm, fast, fast, fast])
+    result = compare(one, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
+    assert len(runtime.ran) == runtime.settled == 6 + 1 + 2
+    assert result.rows[0].error == pytest.approx(0.0) and len(result.rows[1].samples) == 2
+    assert result.rows[1].error == pytest.approx(0.0), "the pair with a run elsewhere does not count"
+    said = "3 runs were repeated because memory was not as when this machine was calibrated"
+    assert said in result.notes
+    assert "1 of 6 cells had other memory than the calibration: run `membound calibrate` again" in result.notes
+
+
+def test_memory_that_changed_for_good_is_not_waited_for_and_gains_are_of_equal_memory(scenario: Scenario) -> None:
+    runtime = SimulatedRuntime(memory=itertools.repeat((65.0, 64.0)))
+    result = compare(scenario, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
+    assert len(runtime.ran) == 2 * 5 + 4 and runtime.settled == FOR_GOOD
+    assert all(row.error == pytest.approx(0.0) for row in result.rows[1:] if row.metric == "tpot_s")

@@ -35,6 +35,7 @@ from membound.runtime.calibration.calibrate import (
 from membound.runtime.calibration.host import HostGrid
 from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid
 from membound.runtime.calibration.linears import LinearGrid, LinearProbe
+from membound.runtime.calibration.memory_watch import MemoryWatch
 from membound.runtime.calibration.operators import Heads, Load, OperatorGrid, attention_amounts, fit
 from membound.runtime.calibration.passes import Part, repeat
 from membound.runtime.calibration.pool import PackedLayout, Pool
@@ -109,7 +110,7 @@ def _silent(fraction: float, text: str) -> None:
 
 def test_two_passes_that_agree_are_enough() -> None:
     part = _part(1.0, 1.1)
-    assert repeat([part], _silent) == pytest.approx(0.1)
+    assert repeat([part], _silent).difference == pytest.approx(0.1)
     assert len(part.passes) == 2
 
 
@@ -125,10 +126,53 @@ def test_the_refusal_says_to_close_other_programs() -> None:
 
 def test_a_disturbed_pass_is_measured_again_and_only_it() -> None:
     disturbed, calm = _part(1.0, 3.0, 1.05), _part(1.0, 1.0)
-    assert repeat([disturbed, calm], _silent) == pytest.approx(0.05)
+    assert repeat([disturbed, calm], _silent).difference == pytest.approx(0.05)
     assert (len(disturbed.passes), len(calm.passes)) == (3, 2)
     assert disturbed.typical() == pytest.approx([1.025])
     assert disturbed.best() == pytest.approx([1.0])
+
+
+class FakeWatch(MemoryWatch):
+    """Memory that gives these rates in turn, the last for ever."""
+
+    def __init__(self, *rates: float) -> None:
+        self.rates = list(rates)
+        self.waited_for: list[float] = []
+
+    def rate(self) -> float:
+        return self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]
+
+    def settled(self, expected: float, patience_s: float) -> float:
+        self.waited_for.append(expected)
+        return expected
+
+
+def test_a_pass_during_which_memory_was_in_a_rare_state_is_measured_again_and_does_not_count() -> None:
+    steady, changed = _part(1.0, 1.02), _part(2.0, 1.3, 2.04)
+    # two rates a pass: the second pass of `changed` begins and ends while memory gives twice as much
+    watch = FakeWatch(35.0, 35.0, 36.0, 34.0, 35.0, 33.0, 65.0, 66.0, 35.0)
+    repeated = repeat([steady, changed], _silent, watch)
+    assert watch.waited_for == [35.0] and repeated.memory_rate == 35.0
+    assert repeated.unsettled == () and repeated.difference == pytest.approx(0.02)
+    assert changed.typical() == pytest.approx([2.02])
+
+
+def test_a_state_that_does_not_come_back_costs_no_more_than_two_passes_and_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes, "MORE_TIME", 0.0)
+    part, other = _part(1.0, 1.1), _part(1.0, 1.0)
+    repeated = repeat([part, other], _silent, FakeWatch(35.0, 35.0, 35.0, 35.0, 65.0))
+    assert repeated.unsettled == (part.name, other.name)
+    assert repeated.difference == pytest.approx(0.1)  # of the passes that there are
+
+
+def test_memory_is_watched_with_reads_that_take_as_long_as_their_bytes() -> None:
+    watch = MemoryWatch(buffer_bytes=16 * MIB)
+    assert 1e8 < watch.rate() < 1e13
+    start_s = time.perf_counter()
+    watch.settled(1.0, patience_s=0.3)  # bytes/s that no memory has
+    assert 0.3 <= time.perf_counter() - start_s < 30
 
 
 def test_a_value_that_no_pass_has_stays_missing() -> None:
