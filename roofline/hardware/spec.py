@@ -179,6 +179,11 @@ class HardwareSpec(Part):
         """What devices share that behave alike: an architecture with HBM differs from the same with GDDR."""
         return f"{self.architecture} {self.memory_kind}"
 
+    @property
+    def stack(self) -> str:
+        """Whose compiler and libraries a device's kernels come from, and its memory; CUDA's goes without its name."""
+        return self.memory_kind if self.vendor == "NVIDIA" else f"{self.vendor} {self.memory_kind}"
+
     def to_yaml(self) -> str:
         """The device as YAML that `read_hardware` reads back to an equal one."""
         document = self.model_dump(mode="json", exclude_defaults=True)

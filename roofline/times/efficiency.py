@@ -53,6 +53,10 @@ OVERLAP = 3.0
 TILE = 128.0
 # Fewer query rows than this still occupy as many rows of the matrix unit.
 MIN_QUERY_ROWS = 16.0
+# Attention to the latents of MLA, which all heads share, fills the matrix unit as no other decode does, in tiles of 64
+# query rows. No fitted table has it: FlashMLA reaches 580 TFLOP/s on an H800 (its README, February 2025), of 777 that
+# power allows.
+LATENTS_SHARE, LATENTS_ROWS = 0.75, 64.0
 
 
 # How many times the dense rate large 2:4 products reach: 1.4 to 1.9 on RTX 4070 Ti Super (pytorch/ao#174), 1.1 on A100
@@ -70,7 +74,8 @@ MIXED_INPUT_SHARE = {"Hopper": 0.6, "Blackwell": 0.5}
 class KernelFit:
     """Parameters of a family on a scope, and how well they predicted the rows they were fitted on.
 
-    `scope` is a device's name, a generation (`Hopper-HBM`), a kind of memory (`HBM`) or `any`; `kernel` the number
+    `scope` is a device's name, a generation (`Hopper HBM`), a maker's devices with a kind of memory (`AMD HBM`), a kind
+    of memory (`HBM`) or `any`; `kernel` the number
     format that the kernel works in (`bf16`, `fp8_block`, `w4a16`...), for collectives the operation; `library` the
     engine whose kernels they are, or `any`. `spread` is the 80 % quantile of |ln(predicted / measured)|: within the
     fitted rows for a device, between left-out devices for a wider scope.
@@ -154,11 +159,12 @@ def find_fit(
 ) -> KernelFit:
     """The fit nearest to a device, a kernel and a library.
 
-    The device comes before the one that it is a variant of, that before its generation, that before the kind of
-    memory, and within each the library before `any`. A kernel that nobody measured is replaced by the nearest one that
-    somebody did.
+    The device comes before the one that it is a variant of, that before its generation, that before its maker's
+    devices with the same kind of memory, those before all with it, and within each the library before `any`. A kernel
+    that nobody measured is replaced by the nearest one that somebody did.
     """
-    scopes = (hardware.name, hardware.variant_of or hardware.name, hardware.generation, hardware.memory_kind, ANY)
+    device = hardware.name
+    scopes = (device, hardware.variant_of or device, hardware.generation, hardware.stack, hardware.memory_kind, ANY)
     wanted: str | None = kernel
     while wanted is not None:
         for scope in scopes:
@@ -184,16 +190,16 @@ def launch_s(p: Mapping[str, float], hardware: HardwareSpec) -> float:
 
 # How much wider a device's interval is that inherits from its generation, or from further: so much more were left-out
 # devices off than fitted ones (`validation/generalisation.py` on the published operators).
-_INHERITED_FROM_GENERATION, _INHERITED_FROM_FURTHER = 1.6, 2.2
+_INHERITED_FROM_GENERATION, INHERITED_FROM_FURTHER = 1.6, 2.2
 
 
 def spread_on(fit: KernelFit, hardware: HardwareSpec, kernel: str | None = None) -> float:
     """The fit's spread on a device, wider where the device inherits it, or `kernel` from another of its kernels."""
     if kernel not in (None, fit.kernel):
-        return fit.spread * _INHERITED_FROM_FURTHER
+        return fit.spread * INHERITED_FROM_FURTHER
     if fit.scope in (hardware.name, hardware.variant_of):
         return fit.spread
-    return fit.spread * (_INHERITED_FROM_GENERATION if fit.scope == hardware.generation else _INHERITED_FROM_FURTHER)
+    return fit.spread * (_INHERITED_FROM_GENERATION if fit.scope == hardware.generation else INHERITED_FROM_FURTHER)
 
 
 def overlapped(a: Count, b: Count) -> Count:
@@ -278,14 +284,14 @@ def gemm_s(
 def decode_attention_s(
     p: Mapping[str, float],
     hardware: HardwareSpec,
-    rate: float,
+    rate: Count,
     streams: Count,
     rows_per_stream: Count,
     kv_tokens: Count,
     bytes_per_kv_token: Count,
     flops_per_pair: Count,
     cached: Count = 0.0,
-    rows_of_a_tile: float = MIN_QUERY_ROWS,
+    rows_of_a_tile: Count = MIN_QUERY_ROWS,
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of attention of few queries over many cached tokens.
 

@@ -151,9 +151,13 @@ def errors(batches: Iterable[KernelBatch], p: Mapping[str, float]) -> Floats:
     return np.concatenate([np.log(batch.predict(p) / batch.measured_s) for batch in batches])
 
 
-def _scopes_of(batch: KernelBatch) -> tuple[str, str, str, str]:
+def _scopes_of(batch: KernelBatch) -> tuple[str, ...]:
+    """The scopes that hold a batch, the widest first; the last is its device."""
     hardware = batch.hardware
-    return ANY, hardware.memory_kind, hardware.generation, hardware.name
+    return ANY, hardware.memory_kind, hardware.stack, hardware.generation, hardware.name
+
+
+_DEVICE = 4
 
 
 def fit_all(batches: Sequence[KernelBatch]) -> list[KernelFit]:
@@ -184,21 +188,23 @@ def _fit_kernel(
     made: list[KernelFit] = []
     parents: dict[tuple[str, str], Mapping[str, float]] = {}
     libraries = {batch.library for batch in batches}
-    for level in range(4):
+    for level in range(_DEVICE + 1):
         for scope in sorted({_scopes_of(batch)[level] for batch in batches}):
             inside = [batch for batch in batches if _scopes_of(batch)[level] == scope]
             above = _scopes_of(inside[0])[level - 1] if level else ""
+            if scope == above:
+                continue
             around = parents.get((above, ANY), root)
-            overall = _fit(family, kernel, scope, ANY, inside, around, "devices" if level < 3 else "sources")
+            overall = _fit(family, kernel, scope, ANY, inside, around, "devices" if level < _DEVICE else "sources")
             parents[(scope, ANY)] = overall.parameters
             if family not in OWN_KERNELS or len(libraries) > 1 or ANY in libraries:
                 made.append(overall)
-            if level < 2 and family in PER_GENERATION:
+            if level < _DEVICE - 1 and family in PER_GENERATION:
                 continue
             for library in sorted({batch.library for batch in inside} - {ANY}):
                 chosen = [batch for batch in inside if batch.library == library]
                 near = parents.get((above, library), overall.parameters)
-                fit = _fit(family, kernel, scope, library, chosen, near, "devices" if level < 3 else None)
+                fit = _fit(family, kernel, scope, library, chosen, near, "devices" if level < _DEVICE else None)
                 parents[(scope, library)] = fit.parameters
                 made.append(fit)
     return made

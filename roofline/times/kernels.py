@@ -51,10 +51,6 @@ _WEIGHT_ONLY = ("w4a16", "w8a16", "w4a8")
 # operator table (L40S, no peer-to-peer) shows 1.9; end-to-end runs of others (TensorRT-LLM's and MLPerf's L40S) need
 # less than a tenth of that time, so that a device's own table is followed and the catalog is not.
 _USUAL_CONTENTION = 0.3
-# Attention to the latents of MLA, which all heads share, fills the matrix unit as no other decode does, in tiles of 64
-# query rows. No table has it: FlashMLA reaches 580 TFLOP/s on an H800 (its README, February 2025), of 777 that power
-# allows.
-_LATENTS_SHARE, _LATENTS_ROWS = 0.75, 64.0
 # Scores that are only compared have no exponential: a unit weighs and adds about so many a cycle (two of the 128 fused
 # operations that it does, from memory).
 _SCORES_PER_CYCLE = 64.0
@@ -89,8 +85,9 @@ class KernelTimes(MadeOf):
         self._fits = published_fits() if fits is None else fits
         self._found: dict[tuple[Family, str], KernelFit] = {}
         self._rates: dict[tuple[Precision, Precision], tuple[str, str]] = {}
-        # An engine's spread was found on devices that are measured; one that is not may be further off.
-        self.relative_error = max(self.profile.spread, self._spread(KernelName("gemm", "bf16")))
+        # An engine's spread was found on devices that are measured, and on CUDA's; any other may be further off.
+        elsewhere = 1.0 if hardware.stack == hardware.memory_kind else efficiency.INHERITED_FROM_FURTHER
+        self.relative_error = max(elsewhere * self.profile.spread, self._spread(KernelName("gemm", "bf16")))
 
     @property
     def _made_of(self) -> tuple[object, ...]:
@@ -240,7 +237,7 @@ class KernelTimes(MadeOf):
         if np.any(np.asarray(operator.decode.sequences) > 0):
             p = self.fit("decode_attention", kernel).parameters
             if heads.latents:
-                p = {**p, "matrix_share": _LATENTS_SHARE}
+                p = {**p, "matrix_share": efficiency.LATENTS_SHARE}
             part = operator.decode
             streams = part.sequences * heads.kv_heads
             rows = part.tokens / np.maximum(part.sequences, 1e-9) * heads.heads / heads.kv_heads
@@ -254,7 +251,7 @@ class KernelTimes(MadeOf):
                 part.kv_tokens * heads.kv_heads,
                 heads.kv_bytes_per_token,
                 heads.flops_per_pair,
-                rows_of_a_tile=_LATENTS_ROWS if heads.latents else efficiency.MIN_QUERY_ROWS,
+                rows_of_a_tile=efficiency.LATENTS_ROWS if heads.latents else efficiency.MIN_QUERY_ROWS,
             )
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         if np.any(np.asarray(operator.prefill.sequences) > 0):

@@ -93,5 +93,6 @@ def level_of(fit: KernelFit, hardware: HardwareSpec, kernel: str) -> Level:
     """How near to a device and one of its kernels a fit was measured."""
     if fit.scope == hardware.name:
         return "device" if fit.kernel == kernel else "kernel"
-    scopes: dict[str | None, Level] = {hardware.memory_kind: "memory", hardware.generation: "generation"}
+    wider: dict[str | None, Level] = {hardware.memory_kind: "memory", hardware.stack: "memory"}
+    scopes = {**wider, hardware.generation: "generation"}
     return ({hardware.variant_of: "variant"} | scopes).get(fit.scope, "any")  # type: ignore[return-value]

@@ -86,6 +86,9 @@ _COLLECTIVES = {
     "send_recv": "sendrecv",
     "p2p": "sendrecv",
 }
+# Numbers of a token that decode attention of MLA compares, of which so many are its value too: the latent (DeepSeek
+# 512, Mistral 256) beside 64 rotated ones. All query heads share them, and a kernel reads them once.
+_LATENTS = {576.0: 512.0, 320.0: 256.0}
 # Messages over a network are fitted on their own: what a cluster's network reaches says nothing of links in a node.
 _NETWORK = "_network"
 # Boost clocks exceed the data sheet a little (RTX 4090: up to 2.75 GHz where 2.52 is promised).
@@ -191,13 +194,18 @@ def _attention(row: Row, op: str) -> dict[str, float]:
         raise MemboundError(
             f"{row.at('q_len')} is {queries:.15g}; kv_len, {length:.15g}, counts them and must not be less"
         )
+    kv_heads, head_dim = row.size("n_kv_heads", most=heads), row.size("head_dim")
+    latents = op == "decode_attention" and kv_heads == 1.0 and heads > 1.0 and head_dim in _LATENTS
     return {
         "batch": row.size("batch"),
         "q_len": queries,
         "kv_len": length,
         "heads": heads,
-        "kv_heads": row.size("n_kv_heads", most=heads),
-        "head_dim": row.size("head_dim"),
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": _LATENTS[head_dim] if latents else head_dim,
+        "kv_dims": head_dim if latents else 2.0 * head_dim,
+        "latents": float(latents),
     }
 
 
@@ -367,7 +375,8 @@ def _least_attention(batch: KernelBatch) -> tuple[Floats, Floats]:
     a = batch.amounts
     past = a["kv_len"] - a["q_len"]
     pairs = a["batch"] * a["heads"] * (a["q_len"] * past + a["q_len"] * (a["q_len"] + 1.0) / 2.0)
-    return 2.0 * a["batch"] * a["kv_len"] * a["kv_heads"] * a["head_dim"] * a["kv_bytes"], 4.0 * a["head_dim"] * pairs
+    moved = a["batch"] * a["kv_len"] * a["kv_heads"] * a["kv_dims"] * a["kv_bytes"]
+    return moved, 2.0 * (a["head_dim"] + a["value_dim"]) * pairs
 
 
 def _least_moe(batch: KernelBatch) -> tuple[Floats, Floats]:
@@ -406,13 +415,14 @@ def _gemm(p: Mapping[str, float], batch: KernelBatch) -> Count:
 def _decode(p: Mapping[str, float], batch: KernelBatch) -> Count:
     a, hw = batch.amounts, batch.hardware
     streams = a["batch"] * a["kv_heads"]
-    per_token = 2.0 * a["head_dim"] * a["kv_bytes"]
+    per_token = a["kv_dims"] * a["kv_bytes"]
     kv_tokens = streams * a["kv_len"]
     cached = efficiency.cached_share(hw, kv_tokens * per_token) * a["warm"]
     rows = a["q_len"] * a["heads"] / a["kv_heads"]
-    return efficiency.decode_attention_s(
-        p, hw, _rate(p, batch), streams, rows, kv_tokens, per_token, 4.0 * a["head_dim"], cached
-    )[0]
+    pair_flops, latents = 2.0 * (a["head_dim"] + a["value_dim"]), a["latents"] > 0
+    usual, shared = _rate(p, batch), _rate({**p, "matrix_share": efficiency.LATENTS_SHARE}, batch)
+    rate, tile = np.where(latents, shared, usual), np.where(latents, efficiency.LATENTS_ROWS, efficiency.MIN_QUERY_ROWS)
+    return efficiency.decode_attention_s(p, hw, rate, streams, rows, kv_tokens, per_token, pair_flops, cached, tile)[0]
 
 
 def _prefill(p: Mapping[str, float], batch: KernelBatch) -> Count:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.times.efficiency import index_fits
+from membound.roofline.hardware import get_hardware
+from membound.roofline.times.efficiency import find_fit, index_fits
 from membound.roofline.validation.published import fits_of, main
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
 
@@ -36,6 +38,17 @@ def test_a_device_gives_fits_of_every_scope_that_it_belongs_to(table: Path) -> N
     assert fits[-1].parameters["bandwidth_share"] == pytest.approx(0.7, rel=0.1)
 
 
+def test_devices_of_another_maker_share_a_scope_of_their_own(table: Path, tmp_path: Path) -> None:
+    other = tmp_path / "amd.csv"
+    other.write_text(table.read_text().replace("H200-SXM", "MI300X"))
+    fits = {fit.scope: fit for fit in fits_of(table, other)}
+    assert list(fits) == ["any", "HBM", "AMD HBM", "CDNA3 HBM", "Hopper HBM", "H200-SXM", "MI300X"]
+    assert fits["HBM"].rows == 22 and fits["AMD HBM"].rows == 11
+    found = index_fits([asdict(fit) for fit in fits.values()])
+    assert find_fit(found, get_hardware("MI250X"), "gemm", "bf16").scope == "AMD HBM"
+    assert find_fit(found, get_hardware("A100-SXM4-80GB"), "gemm", "bf16").scope == "HBM"
+
+
 def test_what_is_printed_is_what_is_read(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(table)])
     printed = capsys.readouterr()
@@ -48,5 +61,5 @@ def test_other_tables_and_none_are_refused(tmp_path: Path) -> None:
     path.write_text(",".join(END_TO_END_COLUMNS) + "\n" + ",".join("1" for _ in END_TO_END_COLUMNS) + "\n")
     with pytest.raises(MemboundError, match="need single operators"):
         fits_of(path)
-    with pytest.raises(SystemExit, match="give one file"):
+    with pytest.raises(SystemExit, match="give one file or more"):
         main([])

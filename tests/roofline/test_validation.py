@@ -289,6 +289,13 @@ def test_what_cannot_be_left_out_is_refused(tmp_path: Path) -> None:
         parts_of(table(tmp_path / "ops.csv", [GEMM | {"latency_us": 80.0}]), "source")
 
 
+def test_latents_that_are_keys_and_values_at_once_are_read_once(tmp_path: Path) -> None:
+    """One head of 576 numbers is MLA's: for the memory it is what keys and values of 288 each are."""
+    long = {"op": "decode_attention", "batch": 64, "q_len": 1, "kv_len": 32768, "n_heads": 8, "n_kv_heads": 1}
+    latents, plain = predictions(gemms(tmp_path / "a.csv", {**long, "head_dim": 576}, {**long, "head_dim": 288}))
+    assert latents == pytest.approx(plain, rel=0.15)
+
+
 # --- predictions are blind ---
 
 
