@@ -30,8 +30,9 @@ BASELINE = "baseline"
 LIVE_INTERVAL_S = 0.5
 TRIES = 3
 # Where a browser draws on the same cores every run is disturbed, and repeating them all would not end.
-REPEATED_SHARE = {STALLED: 0.2, ELSEWHERE: 1.0}
-PATIENCE_S = 10.0  # until memory is as calibrated, before a run
+REPEATED_SHARE = {STALLED: 0.2, ELSEWHERE: 0.5}
+PATIENCE_S = 10.0  # before a run, until memory is as calibrated
+WAITED_SHARE = 0.5  # of the time that the runs took, for all that is waited
 FOR_GOOD = 6  # runs elsewhere in a row: nothing is repeated or waited for until a run is as calibrated again
 
 
@@ -168,6 +169,7 @@ class _Cells:
         self.listener = listener
         self.total = repeats * sum(len(point.scenarios()) for point in points)
         self.done = self.elsewhere_in_row = 0
+        self.waited_s = self.ran_s = 0.0
         self.repeated, self.remained = Counter[str](), Counter[str]()
         self.last: RunResult | None = None
 
@@ -192,9 +194,12 @@ class _Cells:
 
     def _run(self, scenario: Scenario, message: str) -> RunResult:
         if self.elsewhere_in_row < FOR_GOOD:
-            self.runtime.settle(self.hardware, PATIENCE_S)
+            left_s = PATIENCE_S + WAITED_SHARE * self.ran_s - self.waited_s
+            self.waited_s += self.runtime.settle(self.hardware, min(PATIENCE_S, max(0.0, left_s)))
         observer = LiveObserver(scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total)
+        start_s = time.perf_counter()
         run = self.runtime.run(scenario, self.hardware, observer=observer)
+        self.ran_s += time.perf_counter() - start_s
         self.elsewhere_in_row = self.elsewhere_in_row + 1 if problem_of(run) == ELSEWHERE else 0
         return run
 

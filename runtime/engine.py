@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -124,10 +125,15 @@ class Runtime:
         memory = MemoryRates(before=before, after=watch.rate(), calibrated=_watched(hardware)) if watch else None
         return assembly.result(scenario, recorder, memory=memory)
 
-    def settle(self, hardware: HardwareSpec, patience_s: float) -> None:
-        """Waits up to `patience_s` until memory is as when `hardware` was calibrated, where that is known."""
+    def settle(self, hardware: HardwareSpec, patience_s: float) -> float:
+        """Waits up to `patience_s` until memory is as when `hardware` was calibrated, where that is known.
+
+        Returns the seconds that it waited.
+        """
+        start_s = time.perf_counter()
         if (watch := self._watch_of(hardware)) is not None:
             watch.settled(_watched(hardware), patience_s)
+        return time.perf_counter() - start_s
 
     def _watch_of(self, hardware: HardwareSpec) -> MemoryWatch | None:
         if not _watched(hardware) or not (self._watch or watchable(self.device)):

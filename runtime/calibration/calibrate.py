@@ -96,6 +96,7 @@ class Plan:
     kinds: tuple[str, ...] = (*KINDS, *LAYER_KINDS)
     checks: tuple[LinearCheck | AttentionCheck, ...] = CHECKS
     pool_bytes: int = POOL_BYTES
+    more_time: float = 1.0  # of what two passes take, for what is repeated because memory was in another state
     note: str = ""
 
 
@@ -116,6 +117,7 @@ QUICK = Plan(
     ),
     host=HostGrid(sequences=(1, 4, 16)),
     kinds=tuple(kind for kind in KINDS if kind not in KV_KINDS),
+    more_time=0.3,
     note="measured quickly: dense models in bf16 and int8 alone; `membound calibrate` measures all, at more sizes",
 )
 
@@ -191,7 +193,7 @@ class _Calibrator:
         }
         host = Part("planning and sampling", len(self.host.amounts()), self.host.measure)
         parts = [*bandwidths, *linears.values(), *operators.values(), *layers.values(), host]
-        repeated = repeat(parts, progress, self.watch)
+        repeated = repeat(parts, progress, self.watch, self.plan.more_time)
 
         rates = (1 / np.concatenate([part.best() for part in bandwidths])).tolist()
         tables = {

@@ -21,7 +21,6 @@ TOLERANCE = 0.20
 PASSES = 2
 TRIES = 3
 PATIENCE_S = 10.0  # before a part is measured again, until memory is as it was
-MORE_TIME = 1.0  # of what two passes took, for passes that are repeated because memory was otherwise
 
 
 class CalibrationError(MemboundError):
@@ -84,9 +83,12 @@ class Repeated:
     unsettled: tuple[str, ...]
 
 
-def repeat(parts: Sequence[Part], progress: Progress, watch: MemoryWatch | None = None) -> Repeated:
+def repeat(
+    parts: Sequence[Part], progress: Progress, watch: MemoryWatch | None = None, more_time: float = 1.0
+) -> Repeated:
     """Measures every part twice, and again those that differ or during which memory was not as mostly.
 
+    What memory has repeated takes up to `more_time` of what the two passes took.
     Raises CalibrationError where a part never repeats.
     """
     total = PASSES * sum(part.count for part in parts)
@@ -97,7 +99,7 @@ def repeat(parts: Sequence[Part], progress: Progress, watch: MemoryWatch | None 
             _measure(part, f"{part.name}, pass {number} of 2", done, total, progress, watch)
             done += part.count
     if watch is not None:
-        _settle(parts, progress, watch, time.perf_counter() - start_s)
+        _settle(parts, progress, watch, more_time * (time.perf_counter() - start_s))
     for attempt in range(PASSES, TRIES + 1):
         for part in parts:
             if part.difference() > TOLERANCE:
@@ -112,12 +114,12 @@ def repeat(parts: Sequence[Part], progress: Progress, watch: MemoryWatch | None 
     return Repeated(worst.difference(), parts[0].state, tuple(part.name for part in parts if _lacking(part)))
 
 
-def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, taken_s: float) -> None:
-    """Says in which state of memory passes count, and repeats what lacks passes in it, as long as two passes took."""
+def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, allowed_s: float) -> None:
+    """Says in which state of memory passes count, and for `allowed_s` repeats what lacks passes in it."""
     state = _commonest([rates for part in parts for rates in part.rates])
     for part in parts:
         part.state = state
-    end_s = time.perf_counter() + MORE_TIME * taken_s
+    end_s = time.perf_counter() + allowed_s
     while lacking := [part for part in parts if _lacking(part)]:
         for part in lacking:
             if (left_s := end_s - time.perf_counter()) <= 0:

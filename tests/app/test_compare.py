@@ -39,8 +39,9 @@ class SimulatedRuntime:
         self.memory = iter(memory)
         self.settled = 0
 
-    def settle(self, hardware: Any, patience_s: float) -> None:
+    def settle(self, hardware: Any, patience_s: float) -> float:
         self.settled += 1
+        return 0.0
 
     def model(self, scenario: Scenario) -> Any:
         return SimpleNamespace(spec=get_model(scenario.model), tokenizer=None)
@@ -110,7 +111,7 @@ def test_runs_while_memory_was_in_another_state_are_repeated_and_do_not_count(sc
     one = parse_scenario(scenario.model_dump(mode="json") | {"variants": ["w8a8"], "repeats": 3})
     calm, changed, fast = (35.0, 34.0), (36.0, 64.0), (65.0, 64.0)
     # plain and w8a8 in turn; the third run changes state on the way, the last one stays elsewhere through its tries
-    runtime = SimulatedRuntime(memory=[calm, calm, changed, calm, calm, calm, fast, fast, fast])
+    runtime = SimulatedRuntime(memory=[calm, calm, changed, calm, calm, calm, fast, fast, fast, calm])
     result = compare(one, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
     assert len(runtime.ran) == runtime.settled == 6 + 1 + 2
     assert result.rows[0].error == pytest.approx(0.0) and len(result.rows[1].samples) == 2

@@ -157,12 +157,9 @@ def test_a_pass_during_which_memory_was_in_a_rare_state_is_measured_again_and_do
     assert changed.typical() == pytest.approx([2.02])
 
 
-def test_a_state_that_does_not_come_back_costs_no_more_than_two_passes_and_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(passes, "MORE_TIME", 0.0)
+def test_a_state_that_does_not_come_back_is_waited_for_no_longer_than_allowed_and_told() -> None:
     part, other = _part(1.0, 1.1), _part(1.0, 1.0)
-    repeated = repeat([part, other], _silent, FakeWatch(35.0, 35.0, 35.0, 35.0, 65.0))
+    repeated = repeat([part, other], _silent, FakeWatch(35.0, 35.0, 35.0, 35.0, 65.0), more_time=0.0)
     assert repeated.unsettled == (part.name, other.name)
     assert repeated.difference == pytest.approx(0.1)  # of the passes that there are
 
