@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Count = float | NDArray[np.float64]
+from membound.roofline.within import MOST_DECODE_TOKENS, Within, pairs_within, sums_within, within_of
 
-# A sequence with up to this many new tokens decodes or verifies drafts: attention is bound by reading its cache.
-MOST_DECODE_TOKENS = 33
+Count = float | NDArray[np.float64]
 
 
 def is_there(amount: Count) -> Count:
@@ -48,8 +47,26 @@ class AttentionPart(NamedTuple):
         cached = self.kv_tokens / sequences - new
         kv_tokens = np.minimum(self.kv_tokens, sequences * (window + new - 1.0))
         seeing_all = np.minimum(np.maximum(window - cached, 0.0), new)
-        pairs = seeing_all * (cached + (seeing_all + 1.0) / 2.0) + (new - seeing_all) * window
+        pairs = pairs_within(window, cached, new, seeing_all)
         return AttentionPart(self.tokens, self.sequences, kv_tokens, np.minimum(self.attended, sequences * pairs))
+
+    def seeing(self, window: int, known: Count) -> AttentionPart:
+        """As a layer with a window sees sequences that decode, of whose tokens before their guesses it sees `known`.
+
+        Exact for a token each; how the pairs of guesses are cut off is that of equally long sequences.
+        """
+        sequences = np.maximum(self.sequences, 1e-9)
+        new, cached = self.tokens / sequences, known / sequences - 1.0
+        seeing_all = np.minimum(np.maximum(window - cached, 0.0), new)
+        pairs = sequences * pairs_within(window, cached, new, seeing_all)
+        return AttentionPart(self.tokens, self.sequences, known + self.tokens - self.sequences, pairs)
+
+    def keeping(self, known: Count) -> AttentionPart:
+        """As a layer sees sequences that decode, of whose tokens before their guesses its cache holds `known`."""
+        guesses = self.tokens - self.sequences
+        new = self.tokens / np.maximum(self.sequences, 1e-9)
+        pairs = new * known + self.tokens * (new - 1.0) / 2.0
+        return AttentionPart(self.tokens, self.sequences, known + guesses, pairs)
 
     def kept(self, budget: int) -> AttentionPart:
         """As a layer sees it whose cache holds `budget` tokens of a sequence: new ones see those and each other."""
@@ -73,6 +90,9 @@ class StepShape:
     attention; `logits_rows`, the positions whose logits are needed. The `prefill_` sums are the part of sequences that
     bring whole prompts or chunks of them, whose attention is another kernel's; the `largest_` amounts are those of the
     one prompt with most, since a prompt is not cut over ranks or micro-batches, which wait for whoever has it.
+
+    What layers with a window see does not follow from these sums: `within` has it for each window that was asked for.
+    For any other, sequences are taken to be equally long.
     """
 
     tokens: Count
@@ -87,6 +107,7 @@ class StepShape:
     largest_tokens: Count = 0.0
     largest_kv_tokens: Count = 0.0
     largest_attended: Count = 0.0
+    within: tuple[Within, ...] = ()
 
     @property
     def prefill_part(self) -> AttentionPart:
@@ -100,6 +121,48 @@ class StepShape:
             self.kv_tokens - self.prefill_kv_tokens,
             self.attended - self.prefill_attended,
         )
+
+    @property
+    def decoding(self) -> StepShape:
+        """The step of those who decode, without prompts, whose logits are needed at one position each."""
+        part = self.decode_part
+        within = tuple(Within(known.window, known.decode_tokens) for known in self.within)
+        return StepShape(*part, part.sequences, within=within)
+
+    def decode_within(self, window: int | None) -> AttentionPart:
+        """Those who decode, as a layer sees them that looks `window` tokens back."""
+        part = self.decode_part
+        if window is None:
+            return part
+        known = self._known(window)
+        return part.windowed(window) if known is None else part.seeing(window, known.decode_tokens)
+
+    def decode_kept(self, budget: int) -> AttentionPart:
+        """Those who decode, as a layer sees them whose cache holds `budget` tokens of each."""
+        known = self._known(budget)
+        return self.decode_part.kept(budget) if known is None else self.decode_part.keeping(known.decode_tokens)
+
+    def prefill_within(self, window: int | None) -> AttentionPart:
+        """Prompts, as a layer sees them that looks `window` tokens back."""
+        part = self.prefill_part
+        if window is None:
+            return part
+        known = self._known(window)
+        if known is None:
+            return part.windowed(window)
+        return part._replace(kv_tokens=known.prefill_tokens, attended=known.prefill_attended)
+
+    def _known(self, window: int) -> Within | None:
+        return next((known for known in self.within if known.window == window), None)
+
+    def seen_within(self, window: int) -> Within:
+        """What layers with this window see, where nobody said it of equally long sequences."""
+        known = self._known(window)
+        if known is not None:
+            return known
+        decode, prefill = self.decode_part.windowed(window), self.prefill_part.windowed(window)
+        decode_tokens = decode.kv_tokens - (decode.tokens - decode.sequences)
+        return Within(window, decode_tokens, prefill.kv_tokens, prefill.attended)
 
     @classmethod
     def decode(cls, batch: Count, context: Count) -> StepShape:
@@ -125,18 +188,27 @@ class StepShape:
         return cls(tokens, batch, kv_tokens, pairs, batch, tokens, batch, kv_tokens, pairs, *largest)
 
     @classmethod
-    def of(cls, parts: Iterable[tuple[int, int, int]]) -> StepShape:
+    def of(cls, parts: Sequence[tuple[int, int, int]], windows: tuple[int, ...] = ()) -> StepShape:
         """From one (cached tokens, new tokens, logits rows) for each sequence of the step."""
-        return cls(*shape_sums(parts))
+        return cls(*shape_sums(parts), sums_within(parts, windows))
 
     def __add__(self, other: StepShape) -> StepShape:
         """Both batches in one step."""
         mine, others = self.columns(), other.columns()
+        windows = dict.fromkeys(known.window for known in (*self.within, *other.within))
+        within = (
+            Within(
+                window,
+                *(a + b for a, b in zip(self.seen_within(window)[1:], other.seen_within(window)[1:], strict=True)),
+            )
+            for window in windows
+        )
         return StepShape(
             **{
                 name: np.maximum(value, others[name]) if name in LARGEST else value + others[name]
                 for name, value in mine.items()
-            }
+            },
+            within=tuple(within),
         )
 
     def with_guesses(self, guesses: Count) -> StepShape:
@@ -158,9 +230,20 @@ class StepShape:
 
     def divided(self, parts: Count) -> StepShape:
         """One of so many equal parts of the batch."""
+        share = 1.0 / parts
         return StepShape(
-            **{name: value if name in LARGEST else value / parts for name, value in self.columns().items()}
+            **{name: value if name in LARGEST else value / parts for name, value in self.columns().items()},
+            within=tuple(known.scaled(share, share, share) for known in self.within),
         )
+
+    def mapped(self, change: Callable[[Any], Any]) -> StepShape:
+        """With each of the amounts changed."""
+        columns = {name: change(amount) for name, amount in self.columns().items()}
+        return StepShape(**columns, within=tuple(known.mapped(change) for known in self.within))
+
+    def filled(self, entries: int) -> StepShape:
+        """So many equal steps."""
+        return self.mapped(lambda amount: np.full(entries, amount, dtype=np.float64))
 
     def on_one_of(self, ranks: int) -> StepShape:
         """The part of the batch on the fullest of some ranks, over which whole sequences are spread evenly.
@@ -203,18 +286,43 @@ class StepShape:
         """A step of other parts, with prompts as large as these."""
         whole = AttentionPart(*(one + other for one, other in zip(decode, prompts, strict=True)))
         largest = (self.largest_tokens, self.largest_kv_tokens, self.largest_attended)
-        return StepShape(*whole, logits_rows, *prompts, *largest)
+        shares = (
+            decode.sequences / np.maximum(self.decode_part.sequences, 1e-30),
+            prompts.kv_tokens / np.maximum(self.prefill_kv_tokens, 1e-30),
+            prompts.attended / np.maximum(self.prefill_attended, 1e-30),
+        )
+        within = tuple(known.scaled(*shares) for known in self.within)
+        return StepShape(*whole, logits_rows, *prompts, *largest, within)
 
     def as_prompts(self) -> StepShape:
         """The same sequences, each with a whole prompt or a chunk of one, however short."""
         whole = (self.tokens, self.sequences, self.kv_tokens, self.attended)
         largest = (self.largest_tokens, self.largest_kv_tokens, self.largest_attended)
         means = (amount / np.maximum(self.sequences, 1.0) for amount in (self.tokens, self.kv_tokens, self.attended))
-        return StepShape(*whole, self.logits_rows, *whole, *map(np.maximum, largest, means))
+        within = []
+        for known in self.within:
+            part = self.decode_within(known.window)
+            read, pairs = known.prefill_tokens + part.kv_tokens, known.prefill_attended + part.attended
+            within.append(Within(known.window, 0.0 * known.decode_tokens, read, pairs))
+        return StepShape(*whole, self.logits_rows, *whole, *map(np.maximum, largest, means), tuple(within))
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, Any]) -> StepShape:
+        """The shapes that a table of steps has."""
+        return cls(**{name: columns[name] for name in AMOUNTS}, within=within_of(columns))
 
     def columns(self) -> dict[str, Any]:
-        """The sums by name, for a table of steps."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The sums by name, for a table of steps, but for those `within` windows."""
+        return {name: getattr(self, name) for name in AMOUNTS}
+
+    @property
+    def sums(self) -> tuple[Any, ...]:
+        """All that makes it, in the order of the fields."""
+        return (*self.columns().values(), self.within)
+
+
+# The fields of a shape that every step has.
+AMOUNTS = tuple(field.name for field in fields(StepShape) if field.name != "within")
 
 
 def shape_sums(
@@ -235,7 +343,7 @@ def shape_sums(
         kv_tokens += cached + new
         attended += pairs
         logits_rows += rows
-        if new > MOST_DECODE_TOKENS or (cached == 0 and new > 1):
+        if new > MOST_DECODE_TOKENS or (cached == 0 and new > 1):  # `is_prompt`, without a call
             prefill_tokens += new
             prefill_sequences += 1
             prefill_kv_tokens += cached + new

@@ -152,16 +152,24 @@ class _Step:
         each = kv.head_bytes(a.head_dim) + kv.head_bytes(a.value_dim)
         if not kv.window:
             return each
-        tokens = np.maximum(self.shape.kv_tokens, 1e-9)
+        decode, prefill = self._read(a.window, self.setup.budget_of("gqa"))
+        tokens = np.maximum(decode.kv_tokens + prefill.kv_tokens, 1e-9)
         newest = np.minimum(tokens, self.shape.sequences * kv.window)
         return each + (2.0 * (a.head_dim + a.value_dim) - each) * newest / tokens
 
     def _seen(self, window: int | None, budget: KvBudget | None) -> tuple[AttentionPart, AttentionPart]:
         """What a layer's attention on this device reads of those who decode and of prompts."""
-        decode, prefill = self.shape.decode_part.windowed(window), self.shape.prefill_part.windowed(window)
+        return self._on_one(*self._read(window, budget))
+
+    def _read(self, window: int | None, budget: KvBudget | None) -> tuple[AttentionPart, AttentionPart]:
+        """What a layer's attention reads of them on all devices of context parallelism."""
+        shape = self.shape
+        decode, prefill = shape.decode_within(window), shape.prefill_within(window)
         if budget is not None:
-            decode, prefill = decode.kept(budget.tokens), prefill.kept(budget.tokens) if budget.evicts else prefill
-        return self._on_one(decode, prefill)
+            if window is None or window > budget.tokens:
+                decode = shape.decode_kept(budget.tokens)
+            prefill = prefill.kept(budget.tokens) if budget.evicts else prefill
+        return decode, prefill
 
     def _on_one(self, decode: AttentionPart, prefill: AttentionPart) -> tuple[AttentionPart, AttentionPart]:
         """Of context parallelism: all who decode look at this device's part of the cache, its part of the prompts'
@@ -271,11 +279,8 @@ class _Step:
     def _mla_attention(self, a: LatentAttention, count: int, prefix: str, heads: int) -> list[Operator]:
         shape, kv = self.shape, self.plan.kv
         dims = a.qk_head_dim + a.v_head_dim
-        decode, prefill = shape.decode_part, shape.prefill_part
-        if a.indexer is not None:
-            decode = decode.windowed(a.indexer.top_k)
-            prefill = prefill.windowed(a.indexer.top_k)
-        decode, prefill = self._on_one(decode, prefill)
+        chosen = a.indexer.top_k if a.indexer is not None else None
+        decode, prefill = self._on_one(shape.decode_within(chosen), shape.prefill_within(chosen))
         latent = kv.head_bytes(a.kv_elements_per_token)
         index_key = a.indexer.key_bytes_per_token if a.indexer is not None else 0
         made = []

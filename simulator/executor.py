@@ -9,7 +9,7 @@ from membound.roofline.shape import StepShape
 from membound.simulator.content import Content, ModelledContent, RecordedContent
 from membound.simulator.scheduling.kv_memory import KvMemory
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, step_sums
-from membound.simulator.step_times import StepTimes
+from membound.simulator.step_times import StepTimes, seen_of
 
 
 class RooflineExecutor:
@@ -49,18 +49,26 @@ class RooflineExecutor:
             return Outcome(self._working_s(step) + moved_s, emitted)
         if step.prompts:
             return Outcome(self._working_s(step) + moved_s)
-        first_s, slope_s, alike = self.times.decode(step.decoding, step.kv_tokens)
+        if step.growing:
+            seen = seen_of(step.sums)
+            first_s, slope_s, alike = self.times.decode_within(step.decoding, step.kv_tokens, seen, step.growing)
+        else:
+            first_s, slope_s, alike = self.times.decode(step.decoding, step.kv_tokens)
         steps = 1 if moved_s or self.step_by_step else min(step.steady, alike)
         return Outcome(steps * (first_s + slope_s * (steps - 1) / 2) + moved_s, None, steps, slope_s)
 
     def _working_s(self, step: Step) -> float:
         """Seconds of a step, with what a drafter has left to read."""
+        windows = self.times.windows
         if drafted := step.drafted:
             unread, self._unread = self._unread, None
-            prompts = StepShape(*step_sums(0, 0, step.prompts)) if step.prompts else None
-            return self.times.guesses.seconds(step.decoding, step.kv_tokens, drafted, prompts, unread)
+            prompts = StepShape(*step_sums(0, 0, step.prompts, windows)) if step.prompts else None
+            seen = seen_of(step.sums) if windows else ()
+            if prompts is not None:  # the short end of one is counted with those who decode
+                seen = [all - own.decode_tokens for all, own in zip(seen, prompts.within, strict=True)]
+            return self.times.guesses.seconds(step.decoding, step.kv_tokens, drafted, prompts, unread, seen)
         if step.prompts and self._drafter_reads:
-            shape = StepShape(*step_sums(0, 0, step.prompts)).as_prompts()
+            shape = StepShape(*step_sums(0, 0, step.prompts, windows)).as_prompts()
             self._unread = shape if self._unread is None else self._unread + shape
         return self.times.seconds(step.sums) + (self.times.filling_s(step.sums) if step.filling else 0.0)
 

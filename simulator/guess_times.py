@@ -7,7 +7,7 @@ from the sequences that decode alone is tabulated too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any
 
@@ -17,16 +17,12 @@ from membound.roofline.cost import micro_batch
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import Size
-from membound.simulator.step_times import (
-    CONTEXTS,
-    Column,
-    Parts,
-    StepTimes,
-    below,
-    decode_grid,
-    piece_of,
-    waiting_of,
-)
+from membound.simulator.step_times import Parts, StepTimes, waiting_of
+from membound.simulator.tables import CONTEXTS, Column, below, decode_grid, piece_of
+from membound.simulator.windowed_times import contexts_of, decode_shape
+
+# Of the tokens that sequences attend to those that layers with each window see; empty where they are equally long.
+Seen = Sequence[float]
 
 
 class GuessTimes:
@@ -59,17 +55,19 @@ class GuessTimes:
         guesses: int,
         prompts: StepShape | None = None,
         unread: StepShape | None = None,
+        seen: Seen = (),
     ) -> float:
         """Seconds of a step in which `decoding` sequences verify `guesses`, beside `prompts`, and of its drafter.
 
-        The sequences attend to `kv_tokens` known ones together, the newest of each among them. A drafter reads the
-        prompts, and those that it has left `unread` before.
+        The sequences attend to `kv_tokens` known ones together, the newest of each among them, of which layers with
+        each window see so many. A drafter reads the prompts, and those that it has left `unread` before; with a window
+        it takes the sequences to be equally long.
         """
         if self.times.times.needs_working_set:
-            return self._exact(decoding, kv_tokens, guesses, prompts, unread)
+            return self._exact(decoding, kv_tokens, guesses, prompts, unread, seen)
         if not (prompts or unread):
-            return self._steps_of(decoding).seconds(guesses, float(kv_tokens))
-        return self._beside(decoding, kv_tokens, guesses, prompts, unread)
+            return self._steps_of(decoding).seconds(guesses, float(kv_tokens), seen)
+        return self._beside(decoding, kv_tokens, guesses, prompts, unread, seen)
 
     def draft_s(self, plain: StepShape, mean: float) -> float:
         """Seconds of the drafter in a step that is `plain` without guesses, of which a sequence has `mean`."""
@@ -108,25 +106,32 @@ class GuessTimes:
     # -- beside prompts
 
     def _beside(
-        self, decoding: int, kv_tokens: float, guesses: int, prompts: StepShape | None, unread: StepShape | None
+        self,
+        decoding: int,
+        kv_tokens: float,
+        guesses: int,
+        prompts: StepShape | None,
+        unread: StepShape | None,
+        seen: Seen,
     ) -> float:
         """Seconds beside prompts, or with what was left to read."""
         rows = decoding + ceil(self.verified(guesses)) + (prompts.logits_rows if prompts else 0.0)
         # the short last chunk of a prompt counts as a sequence with guesses
         whole = prompts is None or prompts.sequences == prompts.prefill_sequences
         if not (self.divisible and whole and self.times.parts(1.0).knows(rows)):
-            return self._exact(decoding, kv_tokens, guesses, prompts, unread)
+            return self._exact(decoding, kv_tokens, guesses, prompts, unread, seen)
         steps = self._steps_of(decoding)
         if prompts is None:
-            verify_s = steps.verify_s(guesses, kv_tokens)
+            verify_s = steps.verify_s(guesses, kv_tokens, seen)
         else:
             verify_s = self.times.parts(1.0).total(
                 prompts.tokens + decoding + ceil(self.verified(guesses)),
                 rows,
-                steps.attention_s(guesses, kv_tokens),
+                steps.attention_s(guesses, kv_tokens, seen),
                 float(prompts.prefill_tokens),
                 float(prompts.prefill_sequences),
                 float(prompts.prefill_attended),
+                tuple(float(prompts.seen_within(window).prefill_attended) for window in self.times.windows),
             )
         read = [shape.as_prompts() for shape in (prompts, unread) if shape is not None]
         return verify_s + self._drafts_beside_s(decoding, kv_tokens, guesses, read)
@@ -143,10 +148,16 @@ class GuessTimes:
         return steps.later_passes_s(guesses, kv_tokens) + self._reading.seconds(tuple(plain.columns().values()))
 
     def _exact(
-        self, decoding: int, kv_tokens: float, guesses: int, prompts: StepShape | None, unread: StepShape | None
+        self,
+        decoding: int,
+        kv_tokens: float,
+        guesses: int,
+        prompts: StepShape | None,
+        unread: StepShape | None,
+        seen: Seen,
     ) -> float:
         n = float(decoding)
-        plain, mean = StepShape(n, n, kv_tokens, kv_tokens, n), guesses / n
+        plain, mean = decode_shape(n, self.times.windows if seen else (), kv_tokens, seen), guesses / n
         verified, read = plain.with_guesses(self.verified(mean)), plain
         if prompts is not None:
             verified, read = verified + prompts, read + prompts.as_prompts()
@@ -181,28 +192,64 @@ class GuessTimes:
 class _Steps:
     """Steps of so many sequences that verify guesses, over the tokens they attend to.
 
-    Guesses are counted along the longest path, and of all of them together: each sequence has as many as the mean.
+    Guesses are counted along the longest path, and of all of them together: each sequence has as many as the mean. What
+    layers see that do not see all tokens is a part of its own, as in steps without guesses (`windowed_times.py`).
     """
 
     def __init__(self, guessing: GuessTimes, sequences: int) -> None:
         self._guessing = guessing
         self._sequences = sequences
         self._kv_tokens: list[float] = (CONTEXTS * sequences).tolist()
+        self._windows = guessing.times.windows
         self._verify_s: dict[int, list[float]] = {}
+        self._within_s: dict[tuple[int, int], list[float]] = {}
         self._attention_s: dict[int, list[float]] = {}
         self._draft_s: dict[int, list[float]] = {}
 
-    def seconds(self, guesses: int, kv_tokens: float) -> float:
+    def seconds(self, guesses: int, kv_tokens: float, seen: Seen = ()) -> float:
         """Seconds with so many guesses behind the tokens that are known, the newest of each sequence among them."""
-        return self.verify_s(guesses, kv_tokens) + self._between(self._drafts_at, guesses, kv_tokens)
+        return self.verify_s(guesses, kv_tokens, seen) + self._between(self._drafts_at, guesses, kv_tokens)
 
-    def verify_s(self, guesses: int, kv_tokens: float) -> float:
+    def verify_s(self, guesses: int, kv_tokens: float, seen: Seen = ()) -> float:
         """Of these the seconds of the model's own step."""
-        return self._between(self._verified_at, guesses, kv_tokens)
+        return self._between(self._verified_at, guesses, kv_tokens) + self._seen_s(guesses, kv_tokens, seen)
 
-    def attention_s(self, guesses: int, kv_tokens: float) -> float:
+    def attention_s(self, guesses: int, kv_tokens: float, seen: Seen = ()) -> float:
         """Of the device what does not follow from the step's tokens and rows of logits."""
-        return self._between(self._attention_at, guesses, kv_tokens)
+        return self._between(self._attention_at, guesses, kv_tokens) + self._seen_s(guesses, kv_tokens, seen)
+
+    def _seen_s(self, guesses: int, kv_tokens: float, seen: Seen) -> float:
+        """What layers with a window add for what they see beyond a token of each sequence."""
+        seconds = 0.0
+        for at, window in enumerate(self._windows):
+            each = seen[at] / self._sequences if seen else min(kv_tokens / self._sequences, float(window))
+            contexts = contexts_of(window)
+            index = min(max(int(np.searchsorted(contexts, each, side="right")) - 1, 0), len(contexts) - 2)
+            beyond = (each - contexts[index]) / (contexts[index + 1] - contexts[index])
+            near, far = self._within_at(at, index)[guesses], self._within_at(at, index + 1)[guesses]
+            seconds += near + (far - near) * float(beyond)
+        return seconds
+
+    def _within_at(self, at: int, index: int) -> list[float]:
+        """What the layers with one window add, of every number of guesses, at one entry of what they see."""
+        if (at, index) not in self._within_s:
+            seen = [float(self._sequences)] * len(self._windows)
+            least_s = self._device_s(self._shape(self._kv_tokens[0], seen))
+            seen[at] *= float(contexts_of(self._windows[at])[index])
+            self._within_s[at, index] = (self._device_s(self._shape(self._kv_tokens[0], seen)) - least_s).tolist()
+        return self._within_s[at, index]
+
+    def _device_s(self, shape: StepShape) -> Column:
+        if not self._guessing.divisible:
+            return np.asarray(self._guessing.times.exact(shape), dtype=np.float64)
+        return self._guessing.times.split(shape, 1.0)[0]
+
+    def _shape(self, kv_tokens: float, seen: list[float]) -> StepShape:
+        """Steps of every number of guesses, whose layers see so many of the tokens that are known."""
+        verified = self._guessing.verified(np.arange(0.0, self._most + 1.0))
+        n, each = float(self._sequences), np.ones_like(verified)
+        plain = decode_shape(n * each, self._windows, kv_tokens * each, [tokens * each for tokens in seen])
+        return plain.with_guesses(verified / n)
 
     def later_passes_s(self, guesses: int, kv_tokens: float) -> float:
         """Seconds of the drafter beyond its first pass."""
@@ -241,9 +288,7 @@ class _Steps:
     def _tabulate(self, index: int) -> None:
         guessing, n, kv_tokens = self._guessing, float(self._sequences), self._kv_tokens[index]
         verified = guessing.verified(np.arange(0.0, self._most + 1.0))
-        each = np.ones_like(verified)
-        plain = StepShape(n * each, n * each, kv_tokens * each, kv_tokens * each, n * each)
-        shape = plain.with_guesses(verified / n)
+        shape = self._shape(kv_tokens, [n] * len(self._windows))
         if not guessing.divisible:
             self._verify_s[index] = guessing.times.exact(shape).tolist()
             return

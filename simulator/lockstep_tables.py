@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.simulator.scheduling.recorder import COUNTED_COLUMNS, SHAPE_COLUMNS
+from membound.roofline.shape import AMOUNTS
+from membound.simulator.scheduling.recorder import COUNTED_COLUMNS
 
 Table = NDArray[np.float64]
 
@@ -26,7 +27,10 @@ NOTED = (
     "blocks_used",
 )
 # Of rows with prompts also which row it is, how many prompts ended, and the sums of its shape.
-NOTED_OF_PROMPTS = ("row", "ended", *SHAPE_COLUMNS)
+NOTED_OF_PROMPTS = ("row", "ended", *AMOUNTS)
+# And of all rows for each window what its layers see: of those who decode in the first step and more in each later one,
+# and of prompts.
+NOTED_WITHIN = ("decode_tokens", "growing", "prefill_tokens", "prefill_attended")
 
 
 def table_of(noted: list[float] | list[int], columns: int) -> Table:
@@ -57,8 +61,15 @@ def step_table(noted: dict[str, Table], of_prompts: Table, later_growth: Table, 
     table = stacked(columns, COUNTED_COLUMNS, len(k))
     index = of_prompts[:, 0].astype(np.int64)
     table[index, COUNTED_COLUMNS.index("emitted")] += of_prompts[:, 1]
-    table[index, -len(SHAPE_COLUMNS) :] = of_prompts[:, 2:]
+    table[index, -len(AMOUNTS) :] = of_prompts[:, 2:]
     return table
+
+
+def within_table(noted: Table, steps: Table) -> Table:
+    """The columns of `Within` of each window, side by side, of the mean steps of what was noted: [row, window, ...]."""
+    first, growing, *of_prompts = np.moveaxis(noted, 2, 0)
+    columns = (first + growing * ((steps - 1) / 2)[:, None], *of_prompts)
+    return np.stack(columns, axis=2).reshape(len(noted), len(columns) * noted.shape[1])
 
 
 def _growth_block_s(

@@ -29,7 +29,7 @@ from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.kv_memory import KvMemory, kv_memory
 from membound.simulator.scheduling.loop import Executor, Waits, serve
-from membound.simulator.scheduling.recorder import SHAPE_COLUMNS, Observer, Recorder
+from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.workload import longest_request, request_columns, request_stream
 from membound.simulator.scheduling.workload.traces import expected_rows
@@ -182,7 +182,7 @@ def certainty_of(model: ModelSpec, setup: EngineSetup, times: Times, steps: Mapp
     of all."""
     time_s = steps["time_s"] * (steps["prefill_sequences"] == 0)
     time_s = time_s if time_s.any() else steps["time_s"]
-    shape = StepShape(**{name: float(np.average(steps[name], weights=time_s)) for name in SHAPE_COLUMNS})
+    shape = StepShape.of_columns(steps).mapped(lambda column: float(np.average(column, weights=time_s)))
     return Certainty.of(model, setup, times, shape)
 
 

@@ -7,48 +7,33 @@ all tokens, on the rows of logits, on the sequences that decode, or on the promp
 Where operators depend on the whole step (a calibrated CPU, whose caches hold what the step touches; a batch in two
 halves, one of which hides the other's messages; ranks of dp, of which few prompts have few), it is costed as a whole. A
 pipeline has tables for each number of micro-batches that a step may be in. Steps with guesses have tables of their own
-(`guess_times.py`).
+(`guess_times.py`), and so have layers that do not see the whole of a sequence (`windowed_times.py`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from membound.roofline.cost import StepCost, filling_passes, micro_batch, pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
-from membound.roofline.shape import StepShape
+from membound.roofline.shape import AMOUNTS, StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.operator import Times
+from membound.roofline.windows import windows_of
+from membound.simulator.prompt_times import PromptTimes
+from membound.simulator.scheduling.request import Sums
+from membound.simulator.tables import CONTEXTS, NOWHERE, Column, Piece, Split, below, decode_grid, piece_of
+from membound.simulator.windowed_times import CoupledTimes, WindowedTimes
 
 if TYPE_CHECKING:
     from membound.simulator.guess_times import GuessTimes
 
-Column = NDArray[np.float64]
-# Seconds of the device, and of waiting for the host, of a step or of each of many.
-Split = Callable[[StepShape], tuple[Column, Any]]
-# Attended tokens from which on and up to which a time is linear, seconds there, and how many more each token takes.
-Piece = tuple[float, float, float, float]
-_NOWHERE: Piece = (0.0, 0.0, 0.0, 0.0)
-
-# Tokens of one sequence at which steps of decode are tabulated: four to an octave.
-CONTEXTS = np.unique(np.round(2.0 ** np.arange(0, 23.01, 0.25)))
-# Numbers of sequences that are tabulated together.
-NEAR = 16
 # Tokens of a step: all small numbers, since kernels work in tiles, then every 64.
 DENSE_TOKENS = 4096
-PROMPTS = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256]
-# Tokens of a prompt, on both sides of each tile's edge.
-_TILES = range(64, 2049, 64)
-PROMPT_TOKENS = sorted({1, 16, 34, 48, *_TILES, *(edge + 1 for edge in _TILES)})
-PROMPT_TOKENS += [2560, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536, 131072, 1048576]
-CACHED_TOKENS = [0, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 8388608]
-_KEPT_PROMPTS = 1 << 14
 
 
 class StepTimes:
@@ -70,17 +55,43 @@ class StepTimes:
         self._decode: dict[int, _Decode] = {}
         self._last: dict[int, Piece] = {}  # of each number of sequences, since the next step is near the last
         self._stages = setup.parallel.pp
-        self._whole = times.needs_working_set or setup.overlap is not None or setup.parallel.dp > 1
+        self._coupled = times.needs_working_set or setup.overlap is not None
+        self._whole = self._coupled or setup.parallel.dp > 1
+        self.windows = windows_of(model, setup)
         self._parts: dict[float, Parts] = {}  # of each number of micro-batches
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
         """Seconds of a step of decode that attends to `kv_tokens`, how much longer the next is, and how many alike."""
-        begin, end, low, slope = self._last.get(sequences, _NOWHERE)
+        begin, end, low, slope = self._last.get(sequences, NOWHERE)
         if not begin <= kv_tokens < end:
             if sequences not in self._decode:
                 self._tabulate(sequences)
             begin, end, low, slope = self._last[sequences] = self._decode[sequences].piece_at(kv_tokens)
         return low + slope * (kv_tokens - begin), slope * sequences, 1 + int((end - kv_tokens) // sequences)
+
+    def decode_within(
+        self, sequences: int, kv_tokens: float, seen: Sequence[float], growing: Sequence[int] = ()
+    ) -> tuple[float, float, int]:
+        """The same of a model with windows, within each of which layers see so many tokens, and `growing` more of them
+        in each step."""
+        if self._coupled:
+            return self._coupled_times.seconds(sequences, kv_tokens, seen), 0.0, 1
+        return self._windowed.equal_steps(sequences, kv_tokens, seen, growing or (0,) * len(self.windows))
+
+    @cached_property
+    def _windowed(self) -> WindowedTimes:
+        return WindowedTimes(self._decode_split, self.windows)
+
+    @cached_property
+    def _coupled_times(self) -> CoupledTimes:
+        return CoupledTimes(self.exact, self.windows)
+
+    def _decode_split(self, shape: StepShape) -> tuple[Column, Any]:
+        """Seconds of the device alone, and of waiting for the host, in as many micro-batches as a step is in."""
+        one, passes = micro_batch(self.setup.parallel, shape)
+        cost = step_cost(self.model, self.setup, self.times, one)
+        waiting_s = waiting_of(cost)
+        return np.asarray((cost.time_s - waiting_s) * passes, dtype=np.float64), waiting_s * passes
 
     def _tabulate(self, sequences: int) -> None:
         """Tables of this number of sequences and of those near it, which cost hardly more than one."""
@@ -92,10 +103,15 @@ class StepTimes:
         for n, row in zip(near, seconds.tolist(), strict=True):
             self._decode[n] = _Decode(self, n, row)
 
-    def seconds(self, sums: tuple[float, ...]) -> float:
+    def seconds(self, sums: Sums) -> float:
         """Seconds of any step without guesses, given the fields of its `StepShape`."""
         decoding = sums[1] - sums[6]
+        if self.windows and len(sums) == len(AMOUNTS):  # nobody said what they see: sequences are equally long
+            shape = StepShape(*sums)
+            sums = (*sums, tuple(shape.seen_within(window) for window in self.windows))
         if not sums[6] and sums[0] == decoding:
+            if self.windows:
+                return self.decode_within(int(decoding), int(sums[2]), seen_of(sums))[0]
             return self.decode(int(decoding), int(sums[2]))[0]
         several = sums[0] - sums[5] != decoding  # the short last chunk of a prompt
         if several or self._whole:
@@ -103,10 +119,10 @@ class StepTimes:
         micro = float(self.setup.parallel.micro_batches_of(sums[1])) if self._stages > 1 else 1.0
         if micro > 1:
             shape = StepShape(*sums).uneven(min(micro, float(self._stages)), 1)  # ranks of dp are costed as a whole
-            sums = tuple(float(amount) for amount in shape.columns().values())
+            sums = shape.mapped(float).sums
         return self.parts(micro).seconds(sums)
 
-    def filling_s(self, sums: tuple[float, ...]) -> float:
+    def filling_s(self, sums: Sums) -> float:
         """Seconds that a step takes longer where a pipeline is empty before it."""
         if self._stages == 1:
             return 0.0
@@ -120,7 +136,8 @@ class StepTimes:
         if micro_batches not in self._parts:
             most = self.most_tokens * int(micro_batches)  # as if each had a prompt, since all wait for one that has
             split = partial(self.split, micro_batches=micro_batches)
-            self._parts[micro_batches] = Parts(split, most, self.most_sequences, self.verified, self.setup.parallel.cp)
+            limits = most, self.most_sequences, self.verified, self.setup.parallel.cp
+            self._parts[micro_batches] = Parts(split, *limits, windows=self.windows)
         return self._parts[micro_batches]
 
     @property
@@ -177,8 +194,17 @@ class Parts:
     is as much work on a device as so many of prompts.
     """
 
-    def __init__(self, split: Split, most_tokens: int, most_sequences: int, verified: int = 0, cp: int = 1) -> None:
+    def __init__(
+        self,
+        split: Split,
+        most_tokens: int,
+        most_sequences: int,
+        verified: int = 0,
+        cp: int = 1,
+        windows: tuple[int, ...] = (),
+    ) -> None:
         self._split = split
+        self._windowed = WindowedTimes(split, windows) if windows else None
         self._cp = cp
         most = max(most_tokens + most_sequences * (cp + verified), DENSE_TOKENS)
         nodes = np.arange(0.0, DENSE_TOKENS + 1)
@@ -194,31 +220,54 @@ class Parts:
         self._of_rows: list[float] = (of_rows - of_rows[0]).tolist()
         self._attention: dict[int, tuple[list[float], list[float]]] = {}
         self._last: dict[int, Piece] = {}
-        self._prompts = self._prompt_grid()
-        self._prompt_s = lru_cache(_KEPT_PROMPTS)(self._prompt)  # most steps have one prompt, of a length seen before
+        self._prompt_s = PromptTimes(split, windows).seconds
         self._wait_s, self._launch_s = self._waiting()
 
-    def seconds(self, sums: tuple[float, ...]) -> float:
+    def seconds(self, sums: Sums) -> float:
         tokens, sequences, kv_tokens, _, rows, prompt_tokens, prompts, prompt_kv_tokens, pairs, *_ = sums
         if self._cp > 1:
             tokens = prompt_tokens + self._cp * (tokens - prompt_tokens)
         decoding, attention_s = int(sequences - prompts), 0.0
-        if decoding:
+        within: tuple[float, ...] = ()
+        if self._windowed is not None:
+            within = tuple([known.prefill_attended for known in sums[-1]])
+            if decoding:
+                attention_s = self.attention_s(decoding, kv_tokens - prompt_kv_tokens, seen_of(sums))
+        elif decoding:
             decode_kv_tokens = kv_tokens - prompt_kv_tokens
-            begin, end, low, slope = self._last.get(decoding, _NOWHERE)
+            begin, end, low, slope = self._last.get(decoding, NOWHERE)
             if not begin <= decode_kv_tokens < end:
                 begin, end, low, slope = self._decoding(decoding, decode_kv_tokens)
             attention_s = low + slope * (decode_kv_tokens - begin)
-        return self.total(tokens, rows, attention_s, prompt_tokens, prompts, pairs)
+        return self.total(tokens, rows, attention_s, prompt_tokens, prompts, pairs, within)
 
     def total(
-        self, tokens: float, rows: float, attention_s: float, prompt_tokens: float, prompts: float, pairs: float
+        self,
+        tokens: float,
+        rows: float,
+        attention_s: float,
+        prompt_tokens: float,
+        prompts: float,
+        pairs: float,
+        within: tuple[float, ...] = (),
     ) -> float:
-        """Seconds of a step whose sequences that decode take `attention_s` beside what tokens and rows take."""
+        """Seconds of a step whose sequences that decode take `attention_s` beside what tokens and rows take.
+
+        `pairs` are those of prompts, `within` each window fewer.
+        """
         device_s = self.common(tokens, rows) + attention_s
         if prompts:
-            device_s += self._prompt_s(prompt_tokens, prompts, pairs)
+            device_s += self._prompt_s(prompt_tokens, prompts, pairs, *within)
         return device_s + self._wait_s + max(self._launch_s - device_s, 0.0)
+
+    def attention_s(self, sequences: int, kv_tokens: float, seen: Sequence[float]) -> float:
+        """What sequences that decode add to the time of their tokens and rows, of a model with windows."""
+        assert self._windowed is not None, "the model has windows"
+        return self._windowed.device_s(sequences, kv_tokens, seen) - self._common_of(sequences)
+
+    def _common_of(self, sequences: int) -> float:
+        """Seconds of the device that follow from the tokens and rows of so many who decode."""
+        return self.common(float(sequences * self._cp), min(sequences, len(self._of_rows) - 1))
 
     def common(self, tokens: float, rows: float) -> float:
         """Seconds of the device that follow from a step's tokens and its rows of logits."""
@@ -242,46 +291,13 @@ class Parts:
             near, shape = decode_grid(sequences)
             device_s = np.broadcast_to(self._device(shape), np.shape(shape.tokens)).reshape(len(near), -1)
             for n, row in zip(near, device_s, strict=True):
-                tokens = n * self._cp
-                tokens_s = self._of_tokens[tokens] if tokens <= DENSE_TOKENS else self._beyond(tokens)
-                rest = row - tokens_s - self._of_rows[min(n, len(self._of_rows) - 1)]
+                rest = row - self._common_of(n)
                 self._attention[n] = ((CONTEXTS * n).tolist(), rest.tolist())
             found = self._attention[sequences]
         nodes, seconds = found
         index = below(nodes, kv_tokens)
         piece = self._last[sequences] = piece_of(*nodes[index : index + 2], *seconds[index : index + 2])
         return piece
-
-    def _prompt_grid(self) -> NDArray[np.float64]:
-        """What some equal prompts of so many tokens behind so many cached ones add: [prompts, tokens, cached]."""
-        axes = np.meshgrid(PROMPTS, PROMPT_TOKENS, CACHED_TOKENS, indexing="ij")
-        count, tokens, cached = (axis.ravel().astype(np.float64) for axis in axes)
-        all_tokens, kv_tokens = count * tokens, count * (tokens + cached)
-        pairs = count * (tokens * cached + tokens * (tokens + 1) / 2)
-        shape = StepShape(all_tokens, count, kv_tokens, pairs, count, all_tokens, count, kv_tokens, pairs)
-        zero = np.zeros(len(count))
-        alone = StepShape(all_tokens, zero, zero, zero, count, all_tokens, zero, zero, zero)
-        added = self._device(shape) - self._device(alone)
-        return added.reshape(len(PROMPTS), len(PROMPT_TOKENS), len(CACHED_TOKENS))
-
-    def _prompt(self, tokens: float, prompts: float, attended: float) -> float:
-        """Of prompts that are not equal the mean counts: as long, and behind as many tokens as gives their pairs."""
-        mean = tokens / prompts
-        cached = max(0.0, attended / tokens - (mean + 1) / 2)
-        (i, x), (j, y), (k, z) = _place(PROMPTS, prompts), _place(PROMPT_TOKENS, mean), _place(CACHED_TOKENS, cached)
-        near, far = self._prompts_list[i], self._prompts_list[i + 1]
-        first = near[j][k] * (1 - z) + near[j][k + 1] * z
-        second = near[j + 1][k] * (1 - z) + near[j + 1][k + 1] * z
-        at_near = first * (1 - y) + second * y
-        if not x:
-            return at_near
-        first = far[j][k] * (1 - z) + far[j][k + 1] * z
-        second = far[j + 1][k] * (1 - z) + far[j + 1][k + 1] * z
-        return at_near * (1 - x) + (first * (1 - y) + second * y) * x
-
-    @cached_property
-    def _prompts_list(self) -> list[list[list[float]]]:
-        return self._prompts.tolist()
 
     def _waiting(self) -> tuple[float, float]:
         """Seconds that a step with prompts always waits, and seconds of launches that the device's must exceed."""
@@ -299,25 +315,6 @@ def waiting_of(cost: StepCost) -> Any:
     return host.total_s - cost.times.of(host.operator, 0.0).time_s * host.operator.calls
 
 
-def decode_grid(sequences: int) -> tuple[list[int], StepShape]:
-    """Numbers of sequences near one, and steps of decode of each at all contexts, one row of them after the other."""
-    first = (sequences - 1) // NEAR * NEAR + 1
-    near = list(range(first, first + NEAR))
-    n = np.repeat(np.array(near, dtype=np.float64), len(CONTEXTS))
-    kv_tokens = n * np.tile(CONTEXTS, len(near))
-    return near, StepShape(n, n, kv_tokens, kv_tokens, n)
-
-
-def _place(axis: list[int], value: float) -> tuple[int, float]:
-    """The index below `value`, and how far it is from there to the next."""
-    index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
-    return index, (value - axis[index]) / (axis[index + 1] - axis[index])
-
-
-def below(nodes: list[float], at: float) -> int:
-    """The entry below `at`, with another behind it."""
-    return min(max(bisect_right(nodes, at) - 1, 0), len(nodes) - 2)
-
-
-def piece_of(begin: float, end: float, first: float, last: float) -> Piece:
-    return begin, end, first, (last - first) / (end - begin)
+def seen_of(sums: Sums) -> tuple[float, ...]:
+    """What layers with each window see of those who decode in a step with these sums."""
+    return tuple([known.decode_tokens for known in sums[-1]])

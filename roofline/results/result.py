@@ -116,10 +116,10 @@ class RunResult:
     `requests`: id, arrival_s, admitted_s, first_token_s, finished_s (NaN where it did not happen), prompt_tokens,
     output_tokens, preemptions, cached_tokens of the prompt, service_class, completed. `steps`: start_s, time_s, how
     many `steps` a row stands for, drafted, accepted, emitted, moved_blocks, cached_tokens, all of them summed over
-    these steps; blocks_used and held_tokens, their mean over time; the sums of `StepShape` of the mean step; and the
-    share of each bound. `itl_s`: gaps between the moments at which a request's tokens came. With a `cluster`, both
-    tables have the number of the `replica` (-1 for a request that reached none), and requests how many `retries` they
-    had and whether they `failed`.
+    these steps; blocks_used and held_tokens, their mean over time; the sums of `StepShape` of the mean step, and those
+    within each window that the model's layers have (`columns_within`); and the share of each bound. `itl_s`: gaps
+    between the moments at which a request's tokens came. With a `cluster`, both tables have the number of the `replica`
+    (-1 for a request that reached none), and requests how many `retries` they had and whether they `failed`.
     `acceptance_by_position` is the share of drafts that reach a position of which the guess there was accepted, with
     all before it.
     """

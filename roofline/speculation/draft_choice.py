@@ -53,7 +53,7 @@ def best_size(speculation: Speculation, times: Times, shape: StepShape, sizes: I
 def _tabulated(speculation: Speculation, times: Times, shape: StepShape, sizes: Sequence[Size]) -> list[float]:
     """Seconds of a step for each size, from one table of verification and one of the drafter's passes."""
     guesses = np.array(sorted({float(size.nodes or size.depth) for size in sizes}))
-    many = StepShape(*(np.full(len(guesses), column, dtype=np.float64) for column in shape.columns().values()))
+    many = shape.filled(len(guesses))
     verify_s = np.asarray(speculation.verify_each_s(times, many, guesses))
     seconds = []
     draft_s = speculation.draft_table(times, shape)

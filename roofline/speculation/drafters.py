@@ -107,7 +107,7 @@ class DraftModel(Drafter):
 
     def _passes_s(self, times: Times, shape: StepShape, expanded: Sequence[int], before_s: Count) -> Count:
         """`before_s` and a pass for each depth's expanded nodes, over the sequences that decode."""
-        decode = StepShape(*shape.decode_part, shape.decode_part.sequences)
+        decode = shape.decoding
         decodes = np.asarray(decode.sequences) > 0
         between_s = glue_s(times, self.setup)
         total: Any = before_s
@@ -117,7 +117,7 @@ class DraftModel(Drafter):
         return total
 
     def table(self, times: Times, shape: StepShape) -> Callable[[TokenTree], float] | None:
-        many = StepShape(*(np.full(len(_PASSES), column, dtype=np.float64) for column in shape.columns().values()))
+        many = shape.filled(len(_PASSES))
         between_s = glue_s(times, self.setup)
         cost, more_s = self.reading(times, shape)
         first_s = float(cost.time_s + more_s)

@@ -94,6 +94,7 @@ def _steps(record: ClusterRecord) -> dict[str, Column]:
     for replica in record.replicas:
         table = replica.recorder.steps()
         tables.append(table | {"replica": np.full(len(table["start_s"]), replica.number)})
+    tables = [table for table in tables if len(table["start_s"])] or tables[:1]  # one without steps saw no windows
     joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
     order = np.argsort(joined["start_s"], kind="stable")
     return {name: column[order] for name, column in joined.items()}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.guessing import Guesses
 from membound.simulator.scheduling.holdings import Holdings
-from membound.simulator.scheduling.request import Draft, Sequence, Step, Work, step_sums
+from membound.simulator.scheduling.request import Draft, Sequence, Step, Sums, Work, step_sums
 
 _NO_DRAFT = Draft()
 
@@ -50,7 +50,11 @@ class StepAssembly:
             work = self._items(drafts) + work_on_prompts if decoding else work_on_prompts
             self._number(work, joined, prompts)
         kv_tokens = decoders.tokens if decoding else 0
-        sums = step_sums(0, 0, work) if self.itemized else step_sums(members, kv_tokens, work_on_prompts)
+        windows, seen = decoders.windows, decoders.seen if decoding else ()
+        if self.itemized:
+            sums = step_sums(0, 0, work, windows)
+        else:
+            sums = step_sums(members, kv_tokens, work_on_prompts, windows, seen)
         if guesses.each:
             sums = _with_guesses(sums, guesses)
         steady = 1
@@ -76,6 +80,7 @@ class StepAssembly:
             guesses.each,
             max(moved.blocks) if crossed else 0,
             filling,
+            decoders.growing,
         )
 
     def _steady(self) -> int:
@@ -83,6 +88,7 @@ class StepAssembly:
         ends = self.decoders.steps_to_first_end()
         if ends <= 1:
             return 1
+        ends = self.decoders.even_steps(ends)
         pools = enumerate(self.holdings.pools)
         return 1 + min([self.decoders.steps_within(pool.available, ends - 1, rank) for rank, pool in pools])
 
@@ -109,7 +115,7 @@ class StepAssembly:
                 tables.hold(sequence, reserving.held(sequence.request, sequence.computed))
 
 
-def _with_guesses(sums: tuple[float, ...], guesses: Guesses) -> tuple[float, ...]:
+def _with_guesses(sums: Sums, guesses: Guesses) -> Sums:
     """The sums of a step that verifies these too: each guess is a token that is attended to, and has logits."""
     tokens, sequences, kv_tokens, attended, rows, *prompts = sums
     more = guesses.total

@@ -22,6 +22,7 @@ from membound.roofline.shape import StepShape
 from membound.roofline.techniques import Drafts, EngineSetup, NgramDrafts
 from membound.roofline.times.engines import get_profile
 from membound.roofline.times.operator import Times
+from membound.roofline.windows import windows_of
 from membound.simulator.scheduling.blocks import BlockTables
 from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter, NgramDrafter
@@ -89,6 +90,7 @@ def build_scheduler(
         tables=BlockTables(memory.num_blocks, memory.block_size, memory.fixed_blocks) if numbered_blocks else None,
         max_context=model.max_context,
         micro_batches=setup.parallel.most_micro_batches,
+        windows=windows_of(model, setup),
     )
 
 

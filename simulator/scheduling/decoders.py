@@ -6,6 +6,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from membound.simulator.scheduling.reach import fewest_even, reaches_of
 from membound.simulator.scheduling.request import Guess, Outcome, Sequence
 
 
@@ -16,10 +17,17 @@ class Decoders:
     the sum of all their tokens grows by their number, the next to end is on top of a heap, and those that need a new
     block are counted, on each of the data-parallel `ranks`, by the remainder of their tokens at step 0. With `grow`
     false, blocks were reserved before. Where some are `drafting` nobody knows when they end, and they are looked
-    through after each step.
+    through after each step. Layers see at most so many tokens of each sequence as one of the `windows` has.
     """
 
-    def __init__(self, block_size: int, grow: bool = True, drafting: bool = False, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        grow: bool = True,
+        drafting: bool = False,
+        ranks: int = 1,
+        windows: tuple[int, ...] = (),
+    ) -> None:
         self.steps = 0
         self.members: dict[int, Sequence] = {}
         self._block_size = block_size
@@ -28,6 +36,8 @@ class Decoders:
         self._standing = 0
         self._phases = [[0] * block_size for _ in range(ranks)]
         self.on_rank = [0] * ranks  # members
+        self.windows = windows
+        self._reaches = () if drafting else reaches_of(windows)
         self._ends: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -38,6 +48,23 @@ class Decoders:
         """Tokens of all members: what they attend to in the next step."""
         return self._standing + len(self.members) * self.steps
 
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Of these what layers with each of the windows see."""
+        if self._drafting and self.windows:
+            tokens = [sequence.tokens for sequence in self.members.values()]
+            return tuple(sum([min(each, window) for each in tokens]) for window in self.windows)
+        return tuple([reach.tokens(self.steps) for reach in self._reaches])
+
+    @property
+    def growing(self) -> tuple[int, ...]:
+        """By how much that grows with each of the next `even_steps`; empty where nobody knows."""
+        return tuple([reach.short for reach in self._reaches])
+
+    def even_steps(self, most: int) -> int:
+        """Steps, up to `most`, through which what layers see grows by as much each."""
+        return fewest_even(self._reaches, self.steps, most) if self._reaches else most
+
     def add(self, sequence: Sequence) -> None:
         """`sequence`, whose last token is not computed, decodes from the next step on."""
         sequence.standing -= self.steps
@@ -46,6 +73,8 @@ class Decoders:
         self._standing += sequence.standing
         self._phases[sequence.rank][sequence.standing % self._block_size] += 1
         self.on_rank[sequence.rank] += 1
+        for reach in self._reaches:
+            reach.add(sequence.standing, self.steps)
         self._schedule_end(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -54,6 +83,8 @@ class Decoders:
         self._standing -= sequence.standing
         self._phases[sequence.rank][sequence.standing % self._block_size] -= 1
         self.on_rank[sequence.rank] -= 1
+        for reach in self._reaches:
+            reach.remove(sequence.standing, self.steps)
         sequence.standing += self.steps
         sequence.standing_computed = sequence.standing - 1
         sequence.clock = None
@@ -146,6 +177,8 @@ class Decoders:
     def advance(self, steps: int) -> None:
         """All members have emitted `steps` tokens."""
         self.steps += steps
+        for reach in self._reaches:
+            reach.advance(self.steps)
 
     def take_ended(self) -> list[Sequence]:
         """Removes and returns the members that have emitted all their tokens."""

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from membound.roofline.results.result import BOUNDS, Column
 from membound.roofline.results.samples import Samples
-from membound.roofline.shape import StepShape
+from membound.roofline.shape import AMOUNTS, StepShape
+from membound.roofline.within import Within, columns_within
 from membound.simulator.scheduling.request import Outcome, Sequence, Step, drafts_of
 
-SHAPE_COLUMNS = tuple(StepShape.__dataclass_fields__)
 SUMMED = ("time_s", "steps", "drafted", "accepted", "emitted")
-COUNTED_COLUMNS = ("start_s", *SUMMED, "moved_blocks", "cached_tokens", "blocks_used", "held_tokens", *SHAPE_COLUMNS)
+COUNTED_COLUMNS = ("start_s", *SUMMED, "moved_blocks", "cached_tokens", "blocks_used", "held_tokens", *AMOUNTS)
 REQUEST_COLUMNS = (
     "id",
     "arrival_s",
@@ -34,9 +34,10 @@ REQUEST_COLUMNS = (
     "service_class",
     "completed",
 )
+_WITHIN_ROW = struct.Struct(f"{len(Within._fields) - 1}d").pack
 _STEP_ROW, _REQUEST_ROW = (struct.Struct(f"{len(names)}d").pack for names in (COUNTED_COLUMNS, REQUEST_COLUMNS))
 _SUMS = [COUNTED_COLUMNS.index(name) for name in (*SUMMED, "moved_blocks", "cached_tokens")]
-_SHAPES = slice(COUNTED_COLUMNS.index(SHAPE_COLUMNS[0]), COUNTED_COLUMNS.index(SHAPE_COLUMNS[-1]) + 1)
+_FIRST_SHAPE = COUNTED_COLUMNS.index(AMOUNTS[0])
 _COUNTS = ("id", "prompt_tokens", "output_tokens", "preemptions", "cached_tokens", "service_class")
 
 # Rows whose bounds are worked out together, and rows that are kept at most.
@@ -52,6 +53,7 @@ class Recorder:
     """Keeps a run's records as they happen; `observer` is told each step, its outcome and when it ended.
 
     `bounds` gives the share of each bound in the time of steps of some shapes. With `keep_plans` every step is kept.
+    The steps of a model whose layers look back over `windows` only have columns of what these see.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Recorder:
         self.rejections: dict[int, str] = {}
         self.itl_s = Samples()
         self.bounds = bounds
+        self.windows: tuple[int, ...] = ()
+        self._row_bytes = 8 * len(COUNTED_COLUMNS)
         self._observer = observer
         self._keep_plans = keep_plans
         self._drafts: Counter[tuple[int, int]] = Counter()  # by how long they were, and how much of them was right
@@ -156,9 +160,11 @@ class Recorder:
         if len(self.rejections) < 100:
             self.rejections[id] = reason or ""
 
-    def add_steps(self, table: NDArray[np.float64]) -> None:
-        """Many steps at once, as rows of COUNTED_COLUMNS that follow those before."""
-        width = 8 * len(COUNTED_COLUMNS)
+    def add_steps(self, table: NDArray[np.float64], windows: tuple[int, ...] = ()) -> None:
+        """Many steps at once, as rows of COUNTED_COLUMNS and those of `windows`, that follow those before."""
+        if len(table):
+            self._see(windows)
+        width = self._row_bytes
         while len(table):
             room = _CHUNK - len(self._rows) // width if self.bounds else len(table)
             self._rows += table[:room].tobytes()
@@ -178,6 +184,7 @@ class Recorder:
         for recorder in recorders:
             recorder._flush()
             whole._tables += recorder._tables
+            whole._see(whole.windows or recorder.windows)
             whole._requests += recorder._requests
             whole.itl_s.extend(recorder.itl_s)
             whole.outputs |= recorder.outputs
@@ -197,6 +204,7 @@ class Recorder:
             "requests": np.frombuffer(bytes(self._requests), dtype=np.float64),
             "itl_s": self.itl_s.to_array(),
             "seconds": np.array([self.end_s, self.idle_s]),
+            "windows": np.array(self.windows, dtype=np.float64),
         }
 
     @classmethod
@@ -207,6 +215,7 @@ class Recorder:
         recorder._requests += arrays["requests"].tobytes()
         recorder.itl_s.extend(Samples.from_array(arrays["itl_s"]))
         recorder.end_s, recorder.idle_s = arrays["seconds"].tolist()
+        recorder._see(tuple(map(int, arrays["windows"])))
         return recorder
 
     def requests(self) -> dict[str, Column]:
@@ -220,7 +229,7 @@ class Recorder:
     def steps(self) -> dict[str, Column]:
         """The table of steps in order of time; with the share of each bound where `bounds` is known."""
         self._flush()
-        names = (*COUNTED_COLUMNS, *BOUNDS) if self.bounds else COUNTED_COLUMNS
+        names = (*self._columns, *BOUNDS) if self.bounds else self._columns
         table = np.concatenate(self._tables) if self._tables else np.zeros((0, len(names)))
         return {name: np.ascontiguousarray(column) for name, column in zip(names, table.T, strict=True)}
 
@@ -283,7 +292,7 @@ class Recorder:
         drafted: int,
         emitted: int,
     ) -> None:
-        tokens, sequences, kv_tokens, attended, *others = step.sums
+        tokens, sequences, kv_tokens, attended, *others = step.sums[: len(AMOUNTS)]
         grown = step.decoding * (outcome.steps - 1) / 2  # the mean step of equal ones attends to so many tokens more
         per_s = 1 / outcome.time_s if outcome.time_s > 0 else 0.0
         accepted = emitted - step.decoding - sum([work.emits for work in step.prompts]) if drafted else 0
@@ -304,24 +313,45 @@ class Recorder:
             attended + grown,
             *others,
         )
-        if self.bounds and len(self._rows) >= _CHUNK * 8 * len(COUNTED_COLUMNS):
+        if len(step.sums) > len(AMOUNTS):
+            self._row_within(step, outcome)
+        if self.bounds and len(self._rows) >= _CHUNK * self._row_bytes:
             self._flush()
+
+    def _row_within(self, step: Step, outcome: Outcome) -> None:
+        """The part of the row that says what layers with a window see in the mean step."""
+        within: tuple[Within, ...] = step.sums[-1]
+        self._see(tuple([known.window for known in within]))
+        later = (outcome.steps - 1) / 2
+        growing = step.growing or (0,) * len(within)
+        for (_, decode_tokens, *of_prompts), more in zip(within, growing, strict=True):
+            self._rows += _WITHIN_ROW(decode_tokens + more * later, *of_prompts)
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        return (*COUNTED_COLUMNS, *columns_within(self.windows))
+
+    def _see(self, windows: tuple[int, ...]) -> None:
+        if windows != self.windows:
+            self.windows = windows
+            self._row_bytes = 8 * len(self._columns)
 
     def _flush(self) -> None:
         if not self._rows:
             return
-        table = np.frombuffer(bytes(self._rows), dtype=np.float64).reshape(-1, len(COUNTED_COLUMNS))
+        table = np.frombuffer(bytes(self._rows), dtype=np.float64).reshape(-1, len(self._columns))
         self._rows.clear()
         if self.bounds:
-            columns = dict(zip(COUNTED_COLUMNS, table.T, strict=True))
-            shares = self.bounds(StepShape(**{name: columns[name] for name in SHAPE_COLUMNS}))
+            shares = self.bounds(StepShape.of_columns(dict(zip(self._columns, table.T, strict=True))))
             bounds = np.stack([np.broadcast_to(shares[bound], len(table)) for bound in BOUNDS], axis=1)
             table = np.concatenate([table, bounds], axis=1)
         self._tables.append(table)
         if sum(map(len, self._tables)) > MOST_ROWS:
             table = np.concatenate(self._tables)
             # in pieces that caches hold, since each column is a pass over all of a piece
-            self._tables = [_joined_rows(table[begin : begin + _CHUNK]) for begin in range(0, len(table), _CHUNK)]
+            shapes = slice(_FIRST_SHAPE, len(self._columns))
+            pieces = range(0, len(table), _CHUNK)
+            self._tables = [_joined_rows(table[begin : begin + _CHUNK], shapes) for begin in pieces]
 
     def _request(self, sequence: Sequence, finished_s: float, completed: float) -> None:
         self._requests += _REQUEST_ROW(
@@ -339,13 +369,13 @@ class Recorder:
         )
 
 
-def _joined_rows(table: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Every two rows as one: counts and seconds summed, shapes as means over steps, the rest as means over time."""
+def _joined_rows(table: NDArray[np.float64], shapes: slice) -> NDArray[np.float64]:
+    """Every two rows as one: counts and seconds summed, `shapes` as means over steps, the rest as means over time."""
     if len(table) % 2:
         table = np.concatenate([table, np.zeros((1, table.shape[1]))])
     first, second = table[0::2], table[1::2]
     joined = _weighted(first, second, "time_s")
-    joined[:, _SHAPES] = _weighted(first, second, "steps")[:, _SHAPES]
+    joined[:, shapes] = _weighted(first, second, "steps")[:, shapes]
     joined[:, _SUMS] = first[:, _SUMS] + second[:, _SUMS]
     joined[:, COUNTED_COLUMNS.index("start_s")] = first[:, COUNTED_COLUMNS.index("start_s")]
     return joined

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from membound.roofline.shape import shape_sums
+from membound.roofline.within import sums_within
 from membound.simulator.scheduling.prefix import PrefixChain
 
 Status = Literal["waiting", "running", "completed", "rejected", "failed"]
@@ -207,6 +208,8 @@ def draft_depth(work: Work) -> int:
     return max(depths, default=0)
 
 
+# The fields of `StepShape`, or all but the last where no layer has a window.
+Sums = tuple[Any, ...]
 # A sequence with guesses, and how many, where nobody knows what they say.
 Guess = tuple[Sequence, int]
 
@@ -221,6 +224,7 @@ class Step(NamedTuple):
     host, in either direction, `moved_by_one` of them that of the data-parallel rank with most. `cached_tokens` were
     found, not computed; who was preempted may find its own. `held_tokens` is what the blocks in use really hold. `sums`
     are the fields of `StepShape`, which decide the step's cost; `filling` says that nobody was under way before it.
+    `growing` tokens more are seen by layers with each of the windows when the step is repeated.
     """
 
     decoding: int
@@ -236,10 +240,11 @@ class Step(NamedTuple):
     held_tokens: int
     num_blocks: int
     steady: int
-    sums: tuple[float, ...]
+    sums: Sums
     guesses: tuple[Guess, ...] = ()
     moved_by_one: int = 0
     filling: bool = False
+    growing: tuple[int, ...] = ()
 
     @property
     def sequences(self) -> int:
@@ -263,12 +268,24 @@ def drafts_of(step: Step, outcome: Outcome) -> Iterator[tuple[int, int, int]]:
                 yield work.sequence, draft_depth(work), len(outcome.emitted[work.sequence]) - 1
 
 
-def step_sums(decoding: int, kv_tokens: int, listed: tuple[Work, ...]) -> tuple[float, ...]:
-    """The fields of `StepShape` of sequences that decode a token each, and of the `listed` work."""
+def step_sums(
+    decoding: int,
+    kv_tokens: int,
+    listed: tuple[Work, ...],
+    windows: tuple[int, ...] = (),
+    seen: tuple[int, ...] = (),
+) -> Sums:
+    """The fields of `StepShape` of sequences that decode a token each, and of the `listed` work.
+
+    Of those who decode layers with each of the `windows` see so many tokens.
+    """
     n = float(decoding)
-    if not listed:
-        return (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return shape_sums([(work.start, work.tokens, work.logits_rows) for work in listed], decoding, kv_tokens)
+    parts = [(work.start, work.tokens, work.logits_rows) for work in listed]
+    if parts:
+        sums = shape_sums(parts, decoding, kv_tokens)
+    else:
+        sums = (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return (*sums, sums_within(parts, windows, seen)) if windows else sums
 
 
 class Outcome(NamedTuple):

@@ -48,6 +48,8 @@ class Scheduler:
     stays there until it ends or is recomputed: as TensorRT-LLM spreads what waits (its adp_router.py, which evens out
     requests before tokens). Prefixes are found on that rank alone, and each has its own `max_batched_tokens`.
 
+    Steps say what layers with each of the `windows` see of their sequences, each of which has its own length.
+
     In a pipeline a step is a round of up to `micro_batches` steps of the engine, each of `max_batched_tokens` tokens.
     A prompt, or a chunk of it, is in one of them.
     """
@@ -72,6 +74,7 @@ class Scheduler:
         tables: BlockTables | None = None,
         max_context: int | None = None,
         micro_batches: int = 1,
+        windows: tuple[int, ...] = (),
     ) -> None:
         counted = isinstance(drafter, ModelledDrafter)
         assert itemized or tables is None, "block tables need each sequence's work"
@@ -98,7 +101,11 @@ class Scheduler:
                 each.cache.keeper = tables
         self.max_context = max_context
         self.decoders = Decoders(
-            pool.block_size, grow=reserved_tokens is None, drafting=drafter is not None, ranks=len(self.pools)
+            pool.block_size,
+            grow=reserved_tokens is None,
+            drafting=drafter is not None,
+            ranks=len(self.pools),
+            windows=windows,
         )
         round_tokens = len(self.pools) * micro_batches * max_batched_tokens
         self._holdings = Holdings(self.pools, self.reserving, tables)

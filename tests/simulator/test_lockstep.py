@@ -17,6 +17,7 @@ from membound.simulator.scheduling.recorder import Recorder
 
 COUNTED = ("steps", "drafted", "accepted", "emitted", "moved_blocks", "cached_tokens", "tokens", "sequences")
 COUNTED += ("logits_rows", "prefill_tokens", "prefill_sequences", "prefill_kv_tokens", "prefill_attended", "kv_tokens")
+COUNTED += ("decode_tokens_within_128", "prefill_tokens_within_128", "prefill_attended_within_128")
 
 ENGINES = st.fixed_dictionaries(
     {
@@ -116,6 +117,17 @@ def test_requests_of_a_trace_that_come_at_once_are_served_alike(tmp_path_factory
     path.write_text("\n".join(lines) + "\n")
     chosen = scenario(engine | {"prefix_caching": False}, {"arrivals": {"kind": "trace", "file": str(path)}})
     assert_same_records(*both(chosen))
+
+
+@settings(deadline=None, max_examples=25)
+@given(engine=ENGINES, arrivals=ARRIVALS, seed=st.integers(0, 2**32))
+@example(engine=ENGINE, arrivals={"kind": "poisson", "rate_rps": 40.0}, seed=0)
+def test_so_it_does_where_layers_look_back_over_a_part_of_each_sequence(engine, arrivals, seed):
+    """Some of the sequences are shorter than the window of 128 tokens, some fill it, some are longer from the start."""
+    engine = engine | {"prefix_caching": False}
+    fast, general = both(scenario(engine, drawn(arrivals, seed), model="gpt-oss-20b"))
+    assert_same_records(fast, general)
+    assert "decode_tokens_within_128" in fast.steps or not fast.summary.completed
 
 
 @pytest.mark.parametrize("model, hardware", [("mamba-2.8b", "L4"), ("gemma-2-9b", "H100-SXM5")])

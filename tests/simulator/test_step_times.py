@@ -17,6 +17,7 @@ from membound.roofline.techniques import (
     DraftModelSpeculation,
     Eagle,
     EngineSetup,
+    KvBudget,
     NgramSpeculation,
     engine_setup,
 )
@@ -179,3 +180,88 @@ def test_equal_steps_in_closed_form_are_the_sum_of_the_steps(model, hardware, pr
             assert times.decode(sequences, kv_tokens + step * sequences)[0] == pytest.approx(
                 first_s + step * slope_s, rel=1e-12
             )
+
+
+WINDOWED = {
+    "a window": ("gemma-2-9b", {}, "graphs"),
+    "a short window": ("gpt-oss-20b", {}, "graphs"),
+    "a launch-bound engine": ("gemma-3-4b", {}, "eager"),
+    "a budget": ("Llama-3.1-8B", {"kv_budget": KvBudget("streaming", 512, sinks=4)}, "graphs"),
+    "a budget and a window": ("gemma-3-4b", {"kv_budget": KvBudget("quest", 2048, page=16)}, "graphs"),
+    "chosen tokens": ("DeepSeek-V3.2", {"parallel": Parallelism(tp=8)}, "graphs"),
+    "stages": ("gemma-2-9b", {"parallel": Parallelism(pp=2)}, "graphs"),
+    "a shared context": ("gemma-2-9b", {"parallel": Parallelism(tp=2, cp=2)}, "graphs"),
+    "ranks": ("gpt-oss-20b", {"parallel": Parallelism(dp=2, ep=2)}, "graphs"),
+    "two halves": ("gpt-oss-20b", {"parallel": Parallelism(dp=2, ep=2), "overlap": BatchOverlap(8, 64, 20)}, "graphs"),
+}
+
+
+def windowed_times(name: str) -> StepTimes:
+    model, setup, profile = WINDOWED[name]
+    clock = times_for(get_hardware("H100-SXM5"), profile)
+    return StepTimes(resolve_model(model), EngineSetup(profile=profile, **setup), clock, 256, 4096)
+
+
+def sums_of(times: StepTimes, parts: list[tuple[int, int, int]]) -> tuple:
+    return StepShape.of(parts, times.windows).sums
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_steps_of_uneven_sequences_are_those_of_the_roofline_where_layers_have_windows(name):
+    times, rng, errors = windowed_times(name), random.Random(7), []
+    for _ in range(60):
+        longest = rng.choice([100, 1000, 20000])
+        decoding = [(rng.randrange(1, longest), 1, 1) for _ in range(rng.choice([0, 1, 5, 30, 64, 200]))]
+        if decoding:
+            sums = sums_of(times, decoding)
+            assert times.seconds(sums) == pytest.approx(float(times.exact(StepShape(*sums))), rel=2e-3)
+        prompts = [(rng.choice([0, 0, 512]), rng.randrange(34, 1500), 1) for _ in range(rng.choice([1, 1, 2, 3]))]
+        if name == "stages":
+            prompts = prompts[:1]
+        sums = sums_of(times, decoding + prompts)
+        errors.append(abs(times.seconds(sums) / float(times.exact(StepShape(*sums))) - 1))
+    assert np.mean(errors) < 5e-3 and max(errors) < 0.03
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_equal_steps_in_closed_form_are_the_sum_of_the_steps_where_layers_have_windows(name):
+    times = windowed_times(name)
+    for contexts in ([37], [5, 200, 3000, 3990, 4095], [60 + 90 * n for n in range(64)]):
+        seen = [sum(min(context, window) for context in contexts) for window in times.windows]
+        growing = [sum(context < window for context in contexts) for window in times.windows]
+        n, kv_tokens = len(contexts), sum(contexts)
+        first_s, slope_s, alike = times.decode_within(n, kv_tokens, seen, growing)
+        assert alike >= 1
+        for step in (0, alike // 2, alike - 1):
+            later = [tokens + step * more for tokens, more in zip(seen, growing, strict=True)]
+            found_s = times.decode_within(n, kv_tokens + step * n, later, growing)[0]
+            assert found_s == pytest.approx(first_s + step * slope_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_equal_sequences_take_what_they_took_where_layers_have_windows(name):
+    times = windowed_times(name)
+    for n, context in ((1, 60), (16, 700), (64, 5000)):
+        sums = sums_of(times, [(context - 1, 1, 1)] * n)
+        assert times.seconds(sums) == pytest.approx(times.seconds(sums[:-1]), rel=1e-9)
+        assert times.seconds(sums) == pytest.approx(float(times.exact(StepShape.decode(n, context))), rel=2e-3)
+
+
+@pytest.mark.parametrize("profile", ["graphs", "eager"])
+def test_guesses_of_uneven_sequences_are_those_of_the_roofline_where_layers_have_windows(profile):
+    setup = replace(engine_setup((NgramSpeculation(gamma=4),)), profile=profile)
+    times = StepTimes(resolve_model("gpt-oss-20b"), setup, times_for(get_hardware("H100-SXM5"), profile), 64, 4096)
+    rng, errors = random.Random(3), []
+    for _ in range(40):
+        n = rng.choice([1, 2, 7, 33, 60])
+        parts = [(rng.randrange(1, rng.choice([100, 2000])), 1, 1) for _ in range(n)]
+        guesses, plain = rng.randrange(1, 4 * n + 1), StepShape.of(parts, times.windows)
+        seen = [known.decode_tokens for known in plain.within]
+        expected = float(times.exact(plain.with_guesses(guesses / n))) + times.guesses.draft_s(plain, guesses / n)
+        found = times.guesses.seconds(n, float(plain.kv_tokens), guesses, seen=seen)
+        assert found == pytest.approx(expected, rel=2e-3)
+        prompts = StepShape.of([(rng.choice([0, 512]), rng.randrange(34, 1500), 1)], times.windows)
+        expected = float(times.exact(plain.with_guesses(guesses / n) + prompts))
+        expected += times.guesses.draft_s(plain + prompts.as_prompts(), guesses / n)
+        errors.append(abs(times.guesses.seconds(n, float(plain.kv_tokens), guesses, prompts, seen=seen) / expected - 1))
+    assert np.mean(errors) < 5e-3 and max(errors) < 0.03
