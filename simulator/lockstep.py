@@ -151,7 +151,7 @@ class Lockstep:
             # Who computes: those who decode, then prompts; or prompts alone, and those who decode where there are none.
             parts: list[Part] = []
             decoding, preempted = len(ends), False
-            if alone and waiting:
+            if alone and (waiting or self.begun is not None):
                 batch_begun = batch_begun and decoding > 0
                 parts, free = self._plan_prompts(most_tokens, free, start_s, batching.admits(batch_begun))
                 if parts:
@@ -295,7 +295,7 @@ class Lockstep:
     def _plan_prompts(self, budget: int, free: int, start_s: float, join: bool) -> tuple[list[Part], int]:
         """Parts of prompts of up to `budget` tokens, and the blocks left: of the one begun, then of those that join."""
         parts: list[Part] = []
-        running = len(self.ends)
+        running, whole = len(self.ends), self.scheduler.batching.whole_prompts
         if self.begun is not None:
             if budget <= 0:
                 return parts, free
@@ -307,7 +307,7 @@ class Lockstep:
             prompt = self.waiting[0]
             id, tokens, _ = prompt
             blocks = self.blocks_for(tokens)
-            if blocks > free or (tokens > budget and self.scheduler.batching.whole_prompts):
+            if blocks > free or (whole and tokens > budget < self.scheduler.max_batched_tokens):
                 break
             self.waiting.popleft()
             free -= blocks

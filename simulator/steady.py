@@ -166,14 +166,14 @@ class Steady:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Those of the requests that are served: where prompts are computed whole, some may be too long for a step."""
-        whole = self.deployment.batching.whole_prompts
-        return self.load.lengths.within(self.deployment.chunk_tokens) if whole else self.load.lengths
+        """Those of the requests that are served: where long prompts are not cut, some may be too long for a step."""
+        cuts = self.deployment.batching.cuts_long_prompts
+        return self.load.lengths if cuts else self.load.lengths.within(self.deployment.chunk_tokens)
 
     def check_steps(self) -> None:
         """Raises MemboundError where every request is too long for a step that holds it whole."""
         batching, shortest = self.deployment.batching, self.load.lengths.shortest
-        if batching.whole_prompts and shortest > self.deployment.chunk_tokens:
+        if not batching.cuts_long_prompts and shortest > self.deployment.chunk_tokens:
             raise MemboundError(
                 f"{shortest:.0f} tokens exceed max_batched_tokens ({self.deployment.chunk_tokens}), and "
                 f"{batching.name} batching computes a prompt in one step; raise engine.max_batched_tokens, or set "

@@ -156,7 +156,7 @@ class Scheduler:
                 f"{taken} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
                 "requests, more devices (parallel.tp), or fewer bits (kv_quantization, weight_quantization)"
             )
-        if self.batching.whole_prompts and total > self.max_batched_tokens:
+        if not self.batching.cuts_long_prompts and total > self.max_batched_tokens:
             return (
                 f"{total} tokens exceed max_batched_tokens ({self.max_batched_tokens}), "
                 f"and {self.batching.name} batching computes a prompt in one step; raise engine.max_batched_tokens, or "
@@ -378,7 +378,8 @@ class Scheduler:
             computed = (here + there) * pool.block_size
             if here + there == last < len(hashes) and cache.has(hashes[last]):
                 computed = sequence.tokens - 1
-        if self.batching.whole_prompts and sequence.tokens - computed > room:
+        cut = room == self.max_batched_tokens and self.batching.cuts_long_prompts
+        if self.batching.whole_prompts and sequence.tokens - computed > room and not cut:
             return False
         needed = pool.blocks_for(self.reserving.held(sequence.request, sequence.tokens)) - here
         if needed > pool.available - idle:

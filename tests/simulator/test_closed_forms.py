@@ -263,16 +263,23 @@ def test_longer_prompts_take_more_of_the_time_and_move_what_binds_to_arithmetic(
     assert forms[0].bottleneck != "compute" == forms[-1].bottleneck
 
 
-@pytest.mark.parametrize("techniques", [(), CONTINUOUS])
-def test_what_a_run_refuses_as_too_long_for_a_step_closed_forms_refuse_in_the_same_words(techniques):
-    asked = scenario(4, 8192, techniques=techniques)
+def test_what_a_run_refuses_as_too_long_for_a_step_closed_forms_refuse_in_the_same_words():
+    asked = scenario(4, 8192)
     said = "8320 tokens exceed max_batched_tokens"
     for answer in (closed, simulated, predicted):
         with pytest.raises(MemboundError, match=said):
             answer(asked)
     for mended in ({"batching": "chunked_prefill"}, {"max_batched_tokens": 8320}):
-        able = scenario(4, 8192, techniques=techniques, **mended)
+        able = scenario(4, 8192, **mended)
         assert closed(able).tpot_s > 0 and simulated(able).tpot_s > 0
+
+
+@pytest.mark.parametrize("setting", [{"profile": "sglang"}, {"techniques": ()}])
+def test_where_prompts_have_steps_of_their_own_long_ones_are_cut_and_cost_as_much_as_whole(setting):
+    cut, whole = scenario(4, 8192, **setting), scenario(4, 8192, max_batched_tokens=8320, **setting)
+    for answer in (closed, simulated):
+        assert answer(cut).output_tokens_per_s == pytest.approx(answer(whole).output_tokens_per_s, rel=0.05)
+    assert closed(cut).output_tokens_per_s == pytest.approx(simulated(cut).output_tokens_per_s, rel=0.1)
 
 
 def test_requests_that_a_run_turns_away_do_not_count_in_closed_forms():
@@ -313,7 +320,8 @@ def test_the_plain_engine_of_one_that_computes_in_chunks_has_steps_for_whole_pro
     (found,) = stack(asked, simulate=simulate, workers=Workers("sequential"))
     assert found.reason is None and found.together > 1.0 and "8224 tokens a step" in found.conditions
     (whole,) = stack(asked.with_value("engine.profile", "vllm-0.6"), simulate=simulate, workers=Workers("sequential"))
-    assert "8224 tokens exceed max_batched_tokens" in whole.reason
+    refused = {one.technique: one.reason for one in whole.alone if one.gain is None}
+    assert "8224 tokens exceed max_batched_tokens" in refused["continuous_batching"]
 
 
 def test_closed_forms_refuse_what_only_runs_show():

@@ -87,9 +87,12 @@ def test_prefill_first_never_mixes_and_the_others_do():
 
 def test_a_request_longer_than_the_budget_needs_chunks():
     long = {"kind": "synthetic", "tokens": {"kind": "fixed", "tokens": 2000}}
-    for batching, completed in (("continuous", 0), ("chunked_prefill", 300)):
-        result = run(scenario(batching=batching).with_value("workload.prompts", long))
+    for batching, completed in (("continuous", 0), ("chunked_prefill", 300), ("prefill_first", 300), ("static", 300)):
+        asked = scenario(batching=batching).with_value("workload.prompts", long)
+        result = run(asked)
         assert result.summary.completed == completed
+        if completed:
+            assert result.steps["tokens"].max() <= asked.engine.max_batched_tokens
 
 
 def overloaded(**engine) -> RunResult:

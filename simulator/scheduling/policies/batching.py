@@ -12,12 +12,14 @@ class Batching(Protocol):
     """How steps are filled. Pure: it sees counts, never a clock or a tensor.
 
     With `whole_prompts` a prompt is computed in one step, else in chunks that fill the step's token budget. With
-    `prompts_alone` sequences that decode wait while prompts are computed.
+    `prompts_alone` sequences that decode wait while prompts are computed. `cuts_long_prompts` says whether one that no
+    step holds is computed in several, the first of them its own; else it is refused.
     """
 
     name: ClassVar[BatchingName]
     whole_prompts: ClassVar[bool]
     prompts_alone: ClassVar[bool]
+    cuts_long_prompts: ClassVar[bool]
 
     def admits(self, begun: bool) -> bool:
         """Whether waiting sequences may join a batch; `begun` says that its sequences have begun to decode."""
@@ -34,6 +36,7 @@ class StaticBatching:
     name: ClassVar[BatchingName] = "static"
     whole_prompts: ClassVar[bool] = True
     prompts_alone: ClassVar[bool] = True
+    cuts_long_prompts: ClassVar[bool] = True
 
     def admits(self, begun: bool) -> bool:
         return not begun
@@ -49,6 +52,7 @@ class ContinuousBatching:
     name: ClassVar[BatchingName] = "continuous"
     whole_prompts: ClassVar[bool] = True
     prompts_alone: ClassVar[bool] = False
+    cuts_long_prompts: ClassVar[bool] = False
 
     def admits(self, begun: bool) -> bool:
         return True
@@ -58,12 +62,14 @@ class ContinuousBatching:
 class PrefillFirst:
     """Iteration-level with steps of prompts alone, which go before steps of decode: vLLM's default up to version 0.
 
+    SGLang's too, whose `--chunked-prefill-size` cuts longer prompts (docs.sglang.ai, "Server Arguments").
     Source: Kwon et al., PagedAttention, SOSP 2023; that it stalls decodes: Agrawal et al., Sarathi-Serve, OSDI 2024.
     """
 
     name: ClassVar[BatchingName] = "prefill_first"
     whole_prompts: ClassVar[bool] = True
     prompts_alone: ClassVar[bool] = True
+    cuts_long_prompts: ClassVar[bool] = True
 
     def admits(self, begun: bool) -> bool:
         return True
@@ -79,6 +85,7 @@ class ChunkedPrefill:
     name: ClassVar[BatchingName] = "chunked_prefill"
     whole_prompts: ClassVar[bool] = False
     prompts_alone: ClassVar[bool] = False
+    cuts_long_prompts: ClassVar[bool] = True
 
     def admits(self, begun: bool) -> bool:
         return True
