@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -48,3 +49,43 @@ class Checkpoint(Frozen):
         plan = parse_plan(self.weights, self.activations or "")
         kept = dict(plan.exceptions) | dict.fromkeys(self.plain, plan.plain)
         return replace(plan, exceptions=tuple(kept.items()), assumed=())
+
+
+# Words of a checkpoint's name, in the order in which they decide, with the format that hubs mean by them: AWQ and GPTQ
+# have a scale for 128 weights, llm-compressor's FP8-dynamic one for a row and a token, Transformers' bnb-4bit is nf4.
+_NAMED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(rf"(?<= )(?:{words})(?= |$)"), format)
+    for words, format in (
+        (r"(i?q\d(?: (?:0|1|nl|xx?s|s|m|k(?: (?:s|m|l|xl))?))?)", r"\1"),
+        (r"(?:awq|gptq) (?:.* )?(?:int8|8bit)", "w8a16"),
+        (r"(awq|gptq|mxfp4)", r"\1"),
+        (r"nvfp4|fp4", "nvfp4"),
+        (r"fp8 dynamic", "fp8_dynamic"),
+        (r"fp8 block", "fp8_block"),
+        (r"fp8", "fp8"),
+        (r"(w\d+a(?:fp)?\d+)", r"\1"),
+        (r"int8", "w8a8"),
+        (r"bnb 4bit", "nf4"),
+        (r"int4|4bit", "w4a16"),
+        (r"8bit", "w8a16"),
+        (r"bf16|fp16|f16", "bf16"),
+    )
+)
+# Whose own fp8 has a scale for 128x128 weights (their config.json); a repacked one names another organisation.
+_FP8_IN_BLOCKS = re.compile(r"(?:qwen/|deepseek-ai/)?(?:qwen|deepseek)[^/]*")
+
+
+def named_checkpoint(name: str) -> Checkpoint | None:
+    """The formats that a checkpoint's own name tells, as `Qwen/Qwen3-32B-AWQ` does; None where it tells none."""
+    spelled = name.strip().lower()
+    words = " ".join(re.findall(r"[0-9a-z]+", spelled.rsplit("/", 1)[-1]))
+    for pattern, format in _NAMED:
+        if found := pattern.search(words):
+            weights = found.expand(format).replace(" ", "_")
+            if weights == "fp8" and _FP8_IN_BLOCKS.fullmatch(spelled):
+                weights = "fp8_block"
+            try:
+                return Checkpoint(weights=weights, source=f"the name {name!r}")
+            except ValueError:
+                return None
+    return None

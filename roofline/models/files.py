@@ -13,6 +13,7 @@ import yaml
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelError, ModelSpec, get_model
+from membound.roofline.models.checkpoint import named_checkpoint
 from membound.roofline.models.spec import build
 from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.reading.files import is_file, is_folder, read_text
@@ -57,7 +58,8 @@ def _name_of(config: Mapping[str, Any], path: Path) -> str:
 
 
 def published_formats(model: str) -> PrecisionPlan:
-    """The formats in which the weights of a model (as a scenario names it) are published.
+    """The formats in which the weights of a model (as a scenario names it) are published: those that the name of a
+    checkpoint tells, else those of its config or of the catalog.
 
     16 bits for a GGUF, whose own blocks the runtime unpacks as it loads them, and for a model that cannot be read:
     whoever needs the model says what is wrong with it.
@@ -73,7 +75,12 @@ def published_formats(model: str) -> PrecisionPlan:
 
 @lru_cache(maxsize=256)
 def _published_formats(model: str, changed_ns: int) -> PrecisionPlan:
-    return PrecisionPlan() if model.endswith(".gguf") else resolve_model(model).published
+    if model.endswith(".gguf"):
+        return PrecisionPlan()
+    own, path = resolve_model(model).published, Path(model)
+    is_a_name = path.suffix not in (".json", ".yaml", ".yml") and not is_folder(path)
+    named = named_checkpoint(model) if is_a_name else None
+    return own if named is None else named.plan
 
 
 def _config(path: Path, given: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Literal
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
+from membound.roofline.models.files import published_formats
+from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
 from membound.roofline.techniques import TECHNIQUES, Technique, engine_setup
@@ -58,7 +60,7 @@ def moves_of(
         technique = kind.advised(model, hardware, scenario.parallel)
         if technique is None or name in has or (kind.usual and name not in scenario.without):
             continue
-        if _is_published_so(technique, model):
+        if _is_published_so(technique, published_formats(scenario.model)):
             continue
         rivals = tuple(other for other in scenario.techniques if excludes(other, technique))
         kept = tuple(other for other in scenario.techniques if other not in rivals)
@@ -70,9 +72,8 @@ def moves_of(
     yield from _engine_moves(scenario)
 
 
-def _is_published_so(technique: Technique, model: ModelSpec) -> bool:
+def _is_published_so(technique: Technique, published: PrecisionPlan) -> bool:
     """Whether it would quantize to as many bits as the model is published in."""
-    published = model.published
     if technique.layer != "weights" or published.weights.width >= 16:
         return False
     made = engine_setup((technique,)).precision

@@ -13,6 +13,7 @@ import pytest
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import weights_bytes
 from membound.roofline.models import ModelError, ModelSpec, catalog, get_model
+from membound.roofline.models.checkpoint import named_checkpoint
 from membound.roofline.models.files import published_formats, resolve_model
 from membound.roofline.models.spec import build
 from membound.roofline.operating_point import OperatingPoint
@@ -361,3 +362,40 @@ def test_predict_says_the_formats_and_who_says_so(model, techniques, words):
     assert formats["words"] == words
     assert formats["parts"].keys() == here.to_json()["memory"]["weights_by_part"].keys()
     assert formats["weights"] == here.setup.weights.name
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "activations"),
+    [
+        ("Qwen/Qwen3-32B-FP8", "fp8_block", "fp8_g128"),
+        ("Qwen3-32B-FP8", "fp8_block", "fp8_g128"),
+        ("RedHatAI/Qwen3-32B-FP8-dynamic", "fp8_row", "fp8_row"),
+        ("nvidia/Llama-3.1-8B-Instruct-FP8", "fp8", "fp8"),
+        ("nvidia/Llama-3.3-70B-Instruct-FP4", "nvfp4", "nvfp4"),
+        ("Qwen/Qwen3-32B-AWQ", "int4_g128_zero", "bf16"),
+        ("hugging-quants/Meta-Llama-3.1-70B-Instruct-AWQ-INT4", "int4_g128_zero", "bf16"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "int4", "bf16"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "int8", "bf16"),
+        ("neuralmagic/Meta-Llama-3.1-70B-Instruct-quantized.w8a8", "int8", "int8"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16", "int4", "bf16"),
+        ("unsloth/Llama-3.1-8B-Instruct-bnb-4bit", "nf4", "bf16"),
+        ("Llama-3.1-8B-Instruct-Q4_K_M", "q4_k_m", "bf16"),
+    ],
+)
+def test_the_name_of_a_checkpoint_tells_its_formats(name, weights, activations):
+    precision = scenario(name).setup.precision
+    assert (precision.weights.name, precision.activations.name) == (weights, activations)
+    assert OperatingPoint.of(scenario(name), batch=1, context=64, phase="decode").time_s > 0
+
+
+@pytest.mark.parametrize("name", [*catalog(), "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-235B-A22B-Instruct-2507"])
+def test_a_name_without_a_format_tells_none(name):
+    assert named_checkpoint(name) is None
+    assert published_formats(name) == get_model(name).published
+
+
+def test_a_technique_takes_the_place_of_the_formats_in_a_name():
+    awq = {"name": "weight_quantization", "format": "awq"}
+    assert scenario("Qwen3-32B-FP8", techniques=[awq]).setup == scenario("Qwen3-32B", techniques=[awq]).setup
+    undone = {"name": "weight_quantization", "format": "bf16"}
+    assert scenario("Qwen3-32B-FP8", techniques=[undone]).setup.precision.weights.name == "bf16"
