@@ -27,6 +27,8 @@ from membound.roofline.scenario.engine import SEATS_ON_CPU, SEATS_ON_GPU, Engine
 from membound.roofline.scenario.variants import Variant, completed
 from membound.roofline.scenario.workload import Workload
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
+from membound.roofline.techniques.weights import leaves_rounding_to, rounded_by_engine
+from membound.roofline.times.engines import get_profile
 
 
 class Slo(Part):
@@ -126,8 +128,18 @@ class Scenario(Part):
     def setup(self) -> EngineSetup:
         """What the techniques make of the plain engine and the model as it is published, on the scenario's devices."""
         setup = engine_setup(self.techniques, self.without, published_formats(self.model))
+        if leaves_rounding_to(get_profile(self.engine.profile).library, self.techniques):
+            setup = self._rounded(setup)
         popular = self.expert_loads or self.expert_skew
         return replace(setup, parallel=self.parallel, profile=self.engine.profile, expert_skew=popular)
+
+    def _rounded(self, setup: EngineSetup) -> EngineSetup:
+        """The set-up as engines round activations on the scenario's device, and as it is where nobody knows that:
+        whoever needs the device says what is wrong."""
+        try:
+            return rounded_by_engine(setup, get_hardware(self.hardware))
+        except MemboundError:
+            return setup
 
     @property
     def seats(self) -> int:

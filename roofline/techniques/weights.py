@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -11,7 +12,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision, get_precision, sparse24
 from membound.roofline.precision.names import parse_precision
-from membound.roofline.precision.plan import PrecisionPlan, usual_exceptions
+from membound.roofline.precision.plan import PrecisionPlan, compute_dtype, usual_exceptions
 from membound.roofline.techniques.base import Technique
 from membound.roofline.techniques.quality import Quality, of_width, perplexity, points
 from membound.roofline.techniques.setup import EngineSetup
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
 # What these weights are multiplied with: scales of activations run along the row, those of the weights may be blocks.
 _ACTIVATIONS = {"fp8": "fp8", "fp8_row": "fp8_row", "fp8_block": "fp8_g128", "int8": "int8", "mxfp8": "mxfp8"}
 
-# Formats that engines never multiply with 16 bits where the device multiplies them.
+# Formats that engines never multiply with 16 bits where the device multiplies them: vLLM's `--quantization fp8` is
+# W8A8, and weight-only (Marlin) where the GPU has no fp8 unit (docs.vllm.ai, "FP8 W8A8").
 _ROUNDED_WITH = {"nvfp4": "nvfp4"} | {name: _ACTIVATIONS[name] for name in ("fp8", "fp8_row", "fp8_block")}
+
+# Engines that do, by the library of their profile.
+_ROUNDING = ("vllm", "sglang", "trtllm")
 
 # How the codes of a format are chosen, and what is done to the model for it (runtime/quantization).
 QuantizationMethod = Literal["rtn", "gptq", "awq", "smoothquant", "llm_int8", "quarot", "found"]
@@ -121,6 +126,7 @@ class WeightQuantization(WeightFormat):
     """Weights in any format that membound knows, and activations with them where they are given.
 
     Without `activations` the weights are unpacked to 16 bits before they are multiplied: fewer bytes, no higher rate.
+    vLLM, SGLang and TensorRT-LLM round them with fp8 and NVFP4 weights all the same where the device multiplies those.
     The parts that checkpoints in a format usually keep in 16 bits (tables, routers) stay there; of a small model the
     `lm_head` is much of its bytes. The format `bf16` undoes the quantization of a model that is published quantized.
     """
@@ -136,7 +142,9 @@ class WeightQuantization(WeightFormat):
 
     name: Literal["weight_quantization"] = "weight_quantization"
     format: str = Field("int4", description="int4, awq, q4_k_m, fp8_block, nvfp4, mxfp4, ternary and others")
-    activations: str | None = Field(None, description="the format of what is multiplied with them; 16 bits without")
+    activations: str | None = Field(
+        None, description="the format of what is multiplied with them; without, what the engine takes, else 16 bits"
+    )
     lm_head: str | None = Field(
         None, description="the format of the lm_head, such as int8; without, what checkpoints in `format` usually have"
     )
@@ -208,6 +216,20 @@ def engines_activations(weights: Precision) -> Precision | None:
     """What engines round activations to for these weights, where the device multiplies both; None for 16 bits."""
     name = _ROUNDED_WITH.get(weights.name)
     return None if name is None else PRECISIONS[name]
+
+
+def leaves_rounding_to(library: str, techniques: Iterable[Technique]) -> bool:
+    """Whether techniques say nothing of activations, and engines whose kernels are that `library` round some."""
+    unsaid = any(isinstance(one, WeightQuantization) and one.activations is None for one in techniques)
+    return unsaid and library in _ROUNDING
+
+
+def rounded_by_engine(setup: EngineSetup, hardware: HardwareSpec) -> EngineSetup:
+    """The set-up with what engines round activations to for its weights, where the device multiplies both."""
+    rounded = engines_activations(setup.precision.weights)
+    if rounded is None or compute_dtype(setup.precision.weights, rounded, hardware).emulated:
+        return setup
+    return replace(setup, precision=replace(setup.precision, activations=rounded))
 
 
 def weights_in(format: str) -> Int8Weights | WeightQuantization:

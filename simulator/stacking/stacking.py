@@ -22,7 +22,7 @@ from membound.roofline.reading.nearest import did_you_mean
 from membound.roofline.reading.problems import one_sentence
 from membound.roofline.results.comparison import UNITS
 from membound.roofline.scenario import Scenario
-from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, engine_setup, remarks
+from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, remarks
 from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.load import Lengths, Load
@@ -176,7 +176,7 @@ def notes_of(
         other = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
         yield f"these techniques are judged by {metric}, not by {other}; --metric {other} shows that"
     if hardware.calibration is None:
-        said = (remark for one in techniques for remark in remarks(engine_setup((one,)), hardware))
+        said = (remark for one in techniques for remark in remarks(scenario.with_techniques((one,)).setup, hardware))
         yield from dict.fromkeys(said)
 
 

@@ -14,6 +14,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models import get_model
 from membound.roofline.precision import PRECISIONS, get_precision
+from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_weight_bytes
 from membound.roofline.techniques import (
@@ -206,6 +207,40 @@ def test_fp8_weights_alone_are_not_what_engines_run_where_the_device_multiplies_
     advised = TypeAdapter(AnyTechnique).validate_python(yaml.safe_load(said[said.index("{name") :]))
     assert remarks(engine_setup((advised,)), get_hardware("H100-SXM5")) == ()
     assert remarks(alone, get_hardware("A100-SXM4-80GB")) == ()
+
+
+def served(profile: str, hardware: str, **fields) -> Scenario:
+    technique = {"name": "weight_quantization", **fields}
+    engine = {"profile": profile}
+    document = {"name": "rounded", "model": "Llama-3.1-8B", "hardware": hardware, "engine": engine}
+    few = {"kind": "fixed", "tokens": 8}
+    workload = {"arrivals": {"kind": "closed_loop", "concurrency": 1}, "requests": 1, "output_tokens": few}
+    workload |= {"prompts": {"kind": "synthetic", "tokens": few}}
+    return parse_scenario(document | {"techniques": [technique], "workload": workload})
+
+
+@pytest.mark.parametrize(
+    ("profile", "hardware", "fields", "activations"),
+    [
+        ("vllm", "H100-SXM5", {"format": "fp8"}, "fp8"),
+        ("sglang", "H100-SXM5", {"format": "fp8_block"}, "fp8_g128"),
+        ("tensorrt-llm", "B200-SXM", {"format": "nvfp4"}, "nvfp4"),
+        ("vllm", "H100-SXM5", {"format": "fp8", "activations": "bf16"}, "bf16"),
+        ("vllm", "A100-SXM4-80GB", {"format": "fp8"}, "bf16"),
+        ("vllm", "H100-SXM5", {"format": "awq"}, "bf16"),
+        ("graphs", "H100-SXM5", {"format": "fp8"}, "bf16"),
+        ("vllm", "no-such-device", {"format": "fp8"}, "bf16"),
+    ],
+)
+def test_engines_that_round_activations_do_so_unless_a_scenario_says_otherwise(profile, hardware, fields, activations):
+    assert served(profile, hardware, **fields).setup.precision.activations.name == activations
+
+
+def test_what_an_engine_rounds_is_what_w8a8_computes():
+    asked = served("vllm", "H100-SXM5", format="fp8")
+    both = asked.with_techniques((W8A8(format="fp8"),))
+    assert asked.setup.precision.activations == both.setup.precision.activations
+    assert remarks(asked.setup, get_hardware("H100-SXM5")) == ()
 
 
 def test_a_device_without_the_matrix_unit_says_that_it_emulates():
