@@ -20,11 +20,11 @@ from membound.roofline.times.known import Times, times_for
 from membound.runtime.clock import WallClock
 from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder, KvCache
-from membound.runtime.decoders import Decoders
+from membound.runtime.decoders import DeviceModels
 from membound.runtime.executor import TorchExecutor
 from membound.runtime.kv.block_moves import BlockMover
 from membound.runtime.nvml import EnergyMeter
-from membound.runtime.offload.experts import ExpertOffload
+from membound.runtime.offload.experts import OffloadedExperts
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.plain import generate_plain
 from membound.runtime.rehearsal import compiles_when_called, rehearsal_of, rehearse, rehearsed
@@ -50,7 +50,7 @@ class Assembly:
 
     scenario: Scenario
     hardware: HardwareSpec
-    decoders: Decoders
+    decoders: DeviceModels
     decoder: Decoder | DividedDecoder
     requests: list[Request]
     memory: KvMemory
@@ -64,7 +64,7 @@ class Assembly:
     stalls_before: int = field(init=False)
     compilations_before: int = field(init=False)
     meter: EnergyMeter = field(init=False)
-    offload: ExpertOffload | None = field(init=False)
+    offload: OffloadedExperts | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.meter = EnergyMeter.of(self.decoders.device, self.scenario.setup.parallel.tp)
@@ -130,7 +130,7 @@ class Assembly:
 
 
 def assemble(
-    decoders: Decoders,
+    decoders: DeviceModels,
     scenario: Scenario,
     hardware: HardwareSpec,
     clock: Clock,

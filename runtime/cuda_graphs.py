@@ -33,7 +33,7 @@ NOTHING = {"token_ids": 0, "positions": 0, "slots": -1, "context_len": 0, "seats
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftStep:
     """A drafter's step: the first `layers` of its decoder, or how it `continues` states that it is given.
 
     A sequence brings up to `tokens` of them, in each of a few kinds of step.
@@ -73,7 +73,7 @@ class DecodeGraphs:
         *,
         queries: Sequence[int] = (1,),
         exact: bool = False,
-        drafting: Drafting | None = None,
+        drafting: DraftStep | None = None,
     ) -> None:
         """`capture` records what a function launches and returns what repeats it; a test's may just call it again."""
         capture = capture or CudaCapture(decoder.device)
@@ -82,7 +82,7 @@ class DecodeGraphs:
         self.buckets = sorted(buckets)
         self.queries = sorted(queries)
         self.exact = exact
-        drafting = drafting or Drafting()
+        drafting = drafting or DraftStep()
         states = decoder.embed.new_empty(0, decoder.spec.hidden, dtype=decoder.kernels.activation_dtype)
         self._inputs = {
             (most, bucket): _Inputs(bucket, most, max_blocks, decoder.device, states if drafting.continues else None)
@@ -229,7 +229,7 @@ def decode_graphs(
     max_blocks: int,
     max_num_seqs: int,
     guesses: int = 0,
-    drafting: Drafting | None = None,
+    drafting: DraftStep | None = None,
 ) -> tuple[DecodeGraphs | None, str | None]:
     """The graphs of a run's decode steps, which verify up to `guesses` drafts a sequence, and in words what was done.
 

@@ -14,7 +14,7 @@ from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import is_plain, store_for, store_problem
 from membound.runtime.loading.loaded import LoadedModel, load_model
-from membound.runtime.offload.experts import ExpertOffload
+from membound.runtime.offload.experts import OffloadedExperts
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.leader import DividedDecoder, divided
 from membound.runtime.parallel.recipe import ShardRecipe
@@ -25,7 +25,7 @@ from membound.runtime.recipe import Recipe
 from membound.runtime.refusals import unmeasured
 
 
-class Decoders:
+class DeviceModels:
     """The models and decoders of one device."""
 
     def __init__(self, device: str, kernels: Kernels) -> None:
@@ -36,7 +36,7 @@ class Decoders:
         self._calibrators: dict[tuple[str, str], Calibrator] = {}
         self._storing: dict[tuple[int, Precision, KvBudget | None], Decoder] = {}
         self._divided: tuple[tuple[str, str, str, int], DividedDecoder] | None = None
-        self._offloads: dict[tuple[tuple[str, str, str], int], ExpertOffload] = {}
+        self._offloads: dict[tuple[tuple[str, str, str], int], OffloadedExperts] = {}
         self._processes = ExitStack()
         weakref.finalize(self, self._processes.close)
 
@@ -63,7 +63,7 @@ class Decoders:
             self._decoders[key] = self._built(scenario)
         return self._with_store(self._decoders[key], scenario)
 
-    def offload(self, scenario: Scenario) -> ExpertOffload | None:
+    def offload(self, scenario: Scenario) -> OffloadedExperts | None:
         """Where the experts of the scenario's decoder lie, if elsewhere."""
         return self._offloads.get((self._key(scenario), scenario.setup.parallel.tp))
 
@@ -76,12 +76,12 @@ class Decoders:
         offload.attach(decoder)
         return decoder
 
-    def _new_offload(self, scenario: Scenario, recipe: Recipe) -> ExpertOffload | None:
+    def _new_offload(self, scenario: Scenario, recipe: Recipe) -> OffloadedExperts | None:
         """What puts the experts that `recipe` packs elsewhere, if the scenario asks for it; this process's own."""
         if (storage := scenario.setup.expert_storage) is None:
             return None
         check_parallel(self.model(scenario).spec, scenario.setup)
-        offload = ExpertOffload(recipe, storage, self.kernels, self.device)
+        offload = OffloadedExperts(recipe, storage, self.kernels, self.device)
         self._offloads[self._key(scenario), scenario.setup.parallel.tp] = offload
         return offload
 

@@ -19,7 +19,7 @@ from membound.runtime.assembly import Assembly, assemble
 from membound.runtime.calibration.memory_watch import MemoryWatch, watchable
 from membound.runtime.clock import WallClock
 from membound.runtime.decoder import Decoder
-from membound.runtime.decoders import Decoders
+from membound.runtime.decoders import DeviceModels
 from membound.runtime.loading.loaded import LoadedModel
 from membound.runtime.parallel.group import Group
 from membound.runtime.refusals import unmeasured_scenario
@@ -44,7 +44,7 @@ class Runtime:
             torch.set_num_threads(threads)
         self.device = device
         self.kernels = kernels or kernels_for(device)
-        self.decoders = Decoders(device, self.kernels)
+        self.decoders = DeviceModels(device, self.kernels)
         self._watch: MemoryWatch | None = None
 
     def model(self, scenario: Scenario) -> LoadedModel:
@@ -52,7 +52,7 @@ class Runtime:
         return self.decoders.model(scenario)
 
     def decoder(self, scenario: Scenario) -> Decoder:
-        """The scenario's whole decoder; see `Decoders.decoder`."""
+        """The scenario's whole decoder; see `DeviceModels.decoder`."""
         return self.decoders.decoder(scenario)
 
     def part(self, scenario: Scenario, group: Group) -> Decoder:

@@ -21,7 +21,7 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.results.result import RunResult
 from membound.roofline.scenario.engine import Disaggregation
 from membound.simulator.inbox import Inbox, VirtualClock
-from membound.simulator.run import Deployment, deploy, provenance
+from membound.simulator.run import DeployedScenario, deploy, provenance
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import Client, client_for
@@ -39,7 +39,9 @@ class _EnoughError(Exception):
 class _Engine:
     """One engine with what it is sent and what it has recorded."""
 
-    def __init__(self, env: simpy.Environment, deployment: Deployment, recorder: Recorder, step_by_step: bool) -> None:
+    def __init__(
+        self, env: simpy.Environment, deployment: DeployedScenario, recorder: Recorder, step_by_step: bool
+    ) -> None:
         d = deployment
         self.scheduler = build_scheduler(d.scenario, d.model, d.times, d.memory, d.content_known)
         self.recorder = recorder
@@ -113,7 +115,7 @@ class _Handover:
 class _Prefill(_Engine):
     """Computes prompts, and sends their KV caches over its links, of each rank one after the other."""
 
-    def __init__(self, world: _World, deployment: Deployment) -> None:
+    def __init__(self, world: _World, deployment: DeployedScenario) -> None:
         super().__init__(world.env, deployment, _Prompts(world.observer), world.step_by_step)
         self.world = world
         self.layers = deployment.model.layers
@@ -181,7 +183,7 @@ class _Prefill(_Engine):
 class _Decode(_Engine):
     """Writes the outputs of prompts that were computed elsewhere."""
 
-    def __init__(self, world: _World, deployment: Deployment) -> None:
+    def __init__(self, world: _World, deployment: DeployedScenario) -> None:
         super().__init__(world.env, deployment, Recorder(world.observer), world.step_by_step)
         self.world = world
         self.link_free_s = [0.0] * deployment.memory.ranks
@@ -219,8 +221,8 @@ class _World:
 
     def __init__(
         self,
-        deployment: Deployment,
-        pools: tuple[Deployment, Deployment],
+        deployment: DeployedScenario,
+        pools: tuple[DeployedScenario, DeployedScenario],
         settings: Disaggregation,
         requests: Iterator[Request],
         observer: Observer | None,
@@ -291,7 +293,7 @@ class _World:
 
 
 def run_disaggregated(
-    deployment: Deployment,
+    deployment: DeployedScenario,
     requests: Iterator[Request],
     observer: Observer | None,
     step_by_step: bool,
@@ -328,7 +330,7 @@ def run_disaggregated(
     )
 
 
-def _pool(deployment: Deployment, parallel: Parallelism | None) -> Deployment:
+def _pool(deployment: DeployedScenario, parallel: Parallelism | None) -> DeployedScenario:
     """What the engines of a pool are made of, which may be divided over devices in a way of their own."""
     if parallel is None or parallel == deployment.scenario.parallel:
         return deployment

@@ -18,29 +18,31 @@ from membound.simulator.load import Load
 from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of, load_of
 
 
-class Drafting(NamedTuple):
+class SizedDrafts(NamedTuple):
     """A scenario whose drafts have a size, and what they are; None where nothing speculates."""
 
     scenario: Scenario
     parameters: dict[str, Any] | None
 
 
-def with_best_drafts(scenario: Scenario, load: Load | None = None, *, at_busiest: bool = False) -> Drafting:
+def with_best_drafts(scenario: Scenario, load: Load | None = None, *, at_busiest: bool = False) -> SizedDrafts:
     """The scenario with the best size for what is open in its speculation, at its batch under `load` (else its own)."""
     technique = next((one for one in scenario.techniques if isinstance(one, Speculative)), None)
     if technique is None:
-        return Drafting(scenario, None)
+        return SizedDrafts(scenario, None)
     model = resolve_model(scenario.model)
     if technique.is_open:
         deployment = deployment_of(scenario, model, get_hardware(scenario.hardware))
         sized = best_technique(technique, deployment, load or load_of(scenario, deployment, at_busiest=at_busiest))
         kept = tuple(one for one in scenario.techniques if one is not technique)
         if sized is None:
-            return Drafting(scenario.with_techniques(kept), {"technique": technique.name, "off": True, "chosen": True})
+            return SizedDrafts(
+                scenario.with_techniques(kept), {"technique": technique.name, "off": True, "chosen": True}
+            )
         scenario = scenario.with_techniques((*kept, sized))
     speculation = speculation_of(scenario, model)
     assert speculation is not None, "the scenario speculates"
-    return Drafting(scenario, drafting_of(technique, speculation, scenario, technique.is_open))
+    return SizedDrafts(scenario, drafting_of(technique, speculation, scenario, technique.is_open))
 
 
 def best_technique(technique: Speculative, deployment: SpeculatingDeployment, load: Load) -> Speculative | None:

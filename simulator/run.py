@@ -55,7 +55,7 @@ class OwnClock:
 
 
 @dataclass(frozen=True)
-class Deployment:
+class DeployedScenario:
     """All that a scenario names, found: what each of its engines is built of."""
 
     scenario: Scenario
@@ -83,7 +83,7 @@ def check_recordable(workload: Workload) -> None:
         )
 
 
-def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[Deployment, Iterator[Request]]:
+def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[DeployedScenario, Iterator[Request]]:
     """What the scenario's engine is made of, and its requests; `hardware` stands in for the scenario's."""
     check_recordable(scenario.workload)
     model = resolve_model(scenario.model)
@@ -105,7 +105,7 @@ def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[De
     memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest, reach)
     step_times = StepTimes(model, scenario.setup, times, memory.seats, scenario.engine.max_batched_tokens)
     content = content_for(scenario, content_known)
-    return Deployment(scenario, model, times, memory, step_times, content, content_known), requests
+    return DeployedScenario(scenario, model, times, memory, step_times, content, content_known), requests
 
 
 def run(
@@ -163,7 +163,7 @@ def _with_watch(observer: Observer | None, watch: Watch) -> Observer:
     return observed
 
 
-def provenance(deployment: Deployment, steps: Mapping[str, Column]) -> Provenance:
+def provenance(deployment: DeployedScenario, steps: Mapping[str, Column]) -> Provenance:
     """Who made the numbers of a simulated run, and how far off the steps may be that it was made of."""
     hardware = deployment.times.hardware
     notes = [f"{hardware.name}: {hardware.source}"]

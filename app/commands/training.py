@@ -77,7 +77,7 @@ def _train(
 ) -> dict[str, Any]:
     from membound.runtime.engine import Runtime
     from membound.runtime.speculation.corpus import SHARD, Corpus
-    from membound.runtime.speculation.training import Plan, train
+    from membound.runtime.speculation.training import TrainingPlan, train
 
     chosen = scenario_of(name, assignments).with_techniques(())
     listener.progress(0.0, f"loading {chosen.model}")
@@ -105,7 +105,7 @@ def _train(
         def show(fraction: float, message: str, index: int = index) -> None:
             listener.progress(WRITING_SHARE + (1 - WRITING_SHARE) * (index + fraction) / len(kinds), message)
 
-        plan = Plan(kind, each_s, folder, seed)
+        plan = TrainingPlan(kind, each_s, folder, seed)
         head = train(plan, loaded.spec, loaded.weights, written, show)
         log = folder / f"{kind}.log.jsonl"
         about = {

@@ -12,7 +12,7 @@ from membound.simulator.scheduling.workload import requests_for
 from membound.simulator.scheduling.workload.prompts import load_prompts
 
 
-class Acceptance:
+class AcceptanceCount:
     """Told of every step, counts at each place of a draft how often it was reached and how often it was right.
 
     A tree counts by its depth: how many tokens of its best path were kept.

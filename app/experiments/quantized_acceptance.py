@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.app.experiments.acceptance import Acceptance
+from membound.app.experiments.acceptance import AcceptanceCount
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
 from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import load_scenario
@@ -74,7 +74,7 @@ def run(ask: Ask) -> Finding:
             done = number * (1 + len(chosen)) + index + 1
             ask.listener.progress(done / total, f"{weights} weights, {cache} cache, {name}")
             ask.listener.check_cancelled()
-            drafting, found = plain.with_techniques((*target, technique)), Acceptance()
+            drafting, found = plain.with_techniques((*target, technique)), AcceptanceCount()
             if store_problem(drafting.setup, drafting.engine, runtime.model(base).spec):
                 continue
             run = runtime.run(drafting, ask.hardware, observer=found)

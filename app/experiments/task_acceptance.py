@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from membound.app.experiments.acceptance import Acceptance, tasks_of
+from membound.app.experiments.acceptance import AcceptanceCount, tasks_of
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
 from membound.app.experiments.quantized_acceptance import drafters
 from membound.roofline.scenario import load_scenario
@@ -28,7 +28,7 @@ def run(ask: Ask) -> Finding:
     for number, (temperature, kind) in enumerate(cells):
         ask.listener.progress(number / len(cells), f"temperature {temperature:g}, {kind}")
         ask.listener.check_cancelled()
-        found = Acceptance(tasks)
+        found = AcceptanceCount(tasks)
         scenario = base.model_copy(update={"temperature": temperature}).with_techniques((known[kind],))
         runtime.run(scenario, ask.hardware, observer=found)
         for task in sorted(set(tasks.values())):

@@ -33,13 +33,13 @@ GLUE_KERNELS = 12
 _PASSES = np.array([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0])
 
 
-def drafter_of(model: ModelSpec, drafts: Drafts, setup: EngineSetup) -> Drafter:
+def drafter_of(model: ModelSpec, drafts: Drafts, setup: EngineSetup) -> DrafterCost:
     """What drafts for `model` with the set-up in which its guesses are verified.
 
     Raises MemboundError where the model cannot have such a drafter.
     """
     if drafts.kind == "ngram":
-        return Drafter()
+        return DrafterCost()
     if isinstance(drafts, ModelDrafts):
         spec = draft_model(model, drafts.draft)
         return DraftModel(spec, replace(setup, precision=_drafting_formats(model, spec, setup, drafts.format)))
@@ -62,7 +62,7 @@ def glue_s(times: Times, setup: EngineSetup) -> float:
     return 0.0 if times.hardware.kind == "cpu" else GLUE_KERNELS * get_profile(setup.profile).launch_s
 
 
-class Drafter:
+class DrafterCost:
     """What proposing costs; prompt lookup costs nothing that counts."""
 
     reads = False
@@ -82,7 +82,7 @@ class Drafter:
         return CacheTerms((), 0.0)
 
 
-class DraftModel(Drafter):
+class DraftModel(DrafterCost):
     """A model of its own: one of its steps for each depth of the tree, over the nodes that it continues."""
 
     reads = True
@@ -183,7 +183,7 @@ class Module(DraftModel):
         return layer + self.setup.precision.weights_of("ffn").matrix_bytes(hidden, 2 * hidden) / tp
 
 
-class Heads(Drafter):
+class Heads(DrafterCost):
     """Medusa's: for each position a matrix over the hidden state, once a step, and an lm_head.
 
     Each head has an lm_head of its own, or those that can guess few tokens share these rows of the model's.

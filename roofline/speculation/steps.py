@@ -24,7 +24,7 @@ from membound.roofline.scenario.tasks import acceptance_of, found_of
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.acceptance import AcceptanceProfile
 from membound.roofline.speculation.by_depth import shares_by_depth
-from membound.roofline.speculation.drafters import Drafter, DraftModel, drafter_of, glue_s
+from membound.roofline.speculation.drafters import DrafterCost, DraftModel, drafter_of, glue_s
 from membound.roofline.speculation.published import Acceptance, acceptance_for
 from membound.roofline.speculation.token_tree import TokenTree
 from membound.roofline.step import check_parallel
@@ -191,7 +191,7 @@ class Speculation:
         return self._drafter.reads
 
     @cached_property
-    def _drafter(self) -> Drafter:
+    def _drafter(self) -> DrafterCost:
         return drafter_of(self.model, self.drafts, self.plain)
 
 

@@ -69,7 +69,7 @@ class Technique(Part):
     @classmethod
     def suited(cls, hardware: HardwareSpec) -> Self:
         """As it is by default, in the format that the device is made for."""
-        return cls()
+        return cls.model_validate({})
 
     @classmethod
     def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:

@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import Parallelism
 from membound.roofline.speculation.token_tree import RANK_EXPONENT
-from membound.roofline.techniques.base import Technique
+from membound.roofline.techniques.base import Attacked, Technique
 from membound.roofline.techniques.drafts import (
     Drafts,
     EagleDrafts,
@@ -62,7 +62,7 @@ class Speculative(Technique):
     baseline = "one token a step"
     lossless = True
     gain_metric = "tpot_s"
-    attacks = ("memory_weights", "memory_kv")
+    attacks: ClassVar[tuple[Attacked, ...]] = ("memory_weights", "memory_kv")
 
     adaptive: bool = Field(
         False, description="each step drafts as many tokens as have paid so far, up to the length given, or none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,7 +13,7 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.precision import GGML_BLOCKS, GGML_MIXES, PRECISIONS, Precision, get_precision, sparse24
 from membound.roofline.precision.names import parse_precision
 from membound.roofline.precision.plan import PrecisionPlan, compute_dtype, usual_exceptions
-from membound.roofline.techniques.base import Technique
+from membound.roofline.techniques.base import Attacked, Technique
 from membound.roofline.techniques.quality import Quality, of_width, perplexity, points
 from membound.roofline.techniques.setup import EngineSetup
 
@@ -89,7 +89,7 @@ class WeightFormat(Technique):
     baseline = "bf16 weights"
     lossless = False
     sets_weights = True
-    attacks = ("memory_weights",)
+    attacks: ClassVar[tuple[Attacked, ...]] = ("memory_weights",)
 
     @classmethod
     def compared_with(cls, before: EngineSetup) -> str:

@@ -47,7 +47,7 @@ MEMORY_FROM_BYTES = 256 * 2**20
 BUSY_LOAD = 0.5
 KINDS = ("rms_norm", "add_rms_norm", "rope_and_store", "silu_mul", "embed", "attention", *KV_KINDS)
 
-__all__ = ["QUICK", "CalibrationError", "Plan", "calibrate"]
+__all__ = ["QUICK", "CalibrationError", "CalibrationPlan", "calibrate"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ CHECKS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class CalibrationPlan:
     """What a calibration measures; a test measures less."""
 
     working_sets: tuple[int, ...] = WORKING_SETS
@@ -102,7 +102,7 @@ class Plan:
 
 # For who waits for a first answer: what a dense model takes in bf16 and int8, at a fifth of the sizes. What else a
 # model or a technique may take is missing, and whoever asks for it is told so.
-QUICK = Plan(
+QUICK = CalibrationPlan(
     linears=LinearGrid(formats=("bf16", "int8"), m=(1, 2, 4, 8, 9, 16, 31, 32, 64, 128, 512)),
     operators=OperatorGrid(
         tokens=(1, 4, 16, 64, 256, 1024),
@@ -127,14 +127,14 @@ def calibrate(
     device: str = "cpu",
     threads: int | None = None,
     progress: Progress | None = None,
-    plan: Plan | None = None,
+    plan: CalibrationPlan | None = None,
 ) -> Calibration:
     """Measures the kernels of `device` with `threads` threads, or as many as torch has.
 
     `progress` hears the fraction that is done and what is measured; `plan` says what, all if not given.
     Raises CalibrationError where two passes over a part differ by more than 20 %, three tries long.
     """
-    plan = plan or Plan()
+    plan = plan or CalibrationPlan()
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -147,7 +147,7 @@ def calibrate(
 class _Calibrator:
     """The probes of one set of kernels, and the calibration that they add up to."""
 
-    def __init__(self, kernels: Kernels, device: str, plan: Plan) -> None:
+    def __init__(self, kernels: Kernels, device: str, plan: CalibrationPlan) -> None:
         self.kernels = kernels
         self.device = device
         self.plan = plan

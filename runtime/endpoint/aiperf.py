@@ -14,7 +14,7 @@ from membound.roofline.results.result import Distribution
 from membound.roofline.results.samples import Samples
 from membound.runtime.endpoint.fields import Fields
 from membound.runtime.endpoint.foreign import Averages, Result, closed_loop, distribution_of, open_loop
-from membound.runtime.endpoint.record import Outcome
+from membound.runtime.endpoint.record import RequestRow
 from membound.runtime.endpoint.stream import shown
 
 TOOL = "AIPerf"
@@ -52,13 +52,13 @@ def _start_ns(line: Fields) -> int:
     return line.fields("metadata").whole("request_start_ns")
 
 
-def _outcome(line: Fields, index: int, at_s: float) -> tuple[Outcome, list[float]]:
+def _outcome(line: Fields, index: int, at_s: float) -> tuple[RequestRow, list[float]]:
     metrics, metadata = line.fields("metrics"), line.fields("metadata")
     prompt = int(_count(metrics, "input_sequence_length", "error_isl") or 0)
     if line.has("error") or metadata.find("cancellation_time_ns") is not None:
         error = line.fields("error")
         reason = shown(error.text("message", "type") or "") or "cancelled by the tool"
-        return Outcome(index, at_s, at_s, _NAN, _NAN, prompt, 0, reason=reason), []
+        return RequestRow(index, at_s, at_s, _NAN, _NAN, prompt, 0, reason=reason), []
     latency_s = _seconds(metrics, "request_latency")
     if latency_s is None:
         raise MemboundError(f"{line.where}: field 'request_latency' is missing")
@@ -67,7 +67,7 @@ def _outcome(line: Fields, index: int, at_s: float) -> tuple[Outcome, list[float
     first_s = at_s + (latency_s if ttft_s is None else min(ttft_s, latency_s))
     gaps = metrics.fields("inter_chunk_latency")
     gaps_s = [gap / _per_s(gaps) for gap in gaps.numbers("value")] if gaps.has("value") else []
-    return Outcome(index, at_s, at_s, first_s, at_s + latency_s, prompt, tokens), gaps_s
+    return RequestRow(index, at_s, at_s, first_s, at_s + latency_s, prompt, tokens), gaps_s
 
 
 def summary(given: Fields) -> Result:

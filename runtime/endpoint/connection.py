@@ -13,13 +13,14 @@ import math
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import httpx2
 
 from membound.roofline.errors import MemboundError
 from membound.runtime.endpoint.address import Endpoint
 from membound.runtime.endpoint.stream import MOST_BYTES_A_TOKEN, MOST_EVENT_BYTES, Events, Reply, ReplyError, shown
+from membound.simulator.scheduling.loop import Clock
 
 # A pool looks through all its connections for each request, so many small ones serve a thousand users.
 _CONNECTIONS_A_POOL = 32
@@ -36,10 +37,6 @@ _END_S = 5.0
 _MOST_EVENTS_A_TOKEN = 4
 _MOST_ANSWER_BYTES = 8 << 20
 _MOST_ERROR_BYTES = 1 << 14
-
-
-class Clock(Protocol):
-    def now_s(self) -> float: ...
 
 
 class Connections:

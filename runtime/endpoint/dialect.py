@@ -14,8 +14,9 @@ from typing import Any
 
 from membound.roofline.errors import MemboundError
 from membound.runtime.endpoint.address import Api, Endpoint
-from membound.runtime.endpoint.connection import Clock, Connections, Refused
+from membound.runtime.endpoint.connection import Connections, Refused
 from membound.runtime.endpoint.stream import Reply, ReplyError, shown
+from membound.simulator.scheduling.loop import Clock
 
 _TRIED_TOKENS = 4
 _TRIED_IDS = tuple(range(2000, 2016))

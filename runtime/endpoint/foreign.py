@@ -18,7 +18,7 @@ from membound.roofline.results.result import Distribution, RunResult, Summary
 from membound.roofline.results.samples import Samples
 from membound.roofline.scenario import Scenario, Slo, parse_scenario
 from membound.runtime.endpoint.fields import Fields, documents
-from membound.runtime.endpoint.record import Outcome, requests_table, run_result
+from membound.runtime.endpoint.record import RequestRow, requests_table, run_result
 
 UNKNOWN = "unknown"
 # The engine that most of these files are of; 256 sequences at a time are its default on many devices (from memory).
@@ -51,7 +51,7 @@ class Result:
     tool: str
     duration_s: float
     arrivals: dict[str, Any] | None
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[RequestRow, ...] = ()
     averages: Averages | None = None
     itl_s: Samples = field(default_factory=Samples)
     model: str | None = None

@@ -15,7 +15,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Distribution
 from membound.runtime.endpoint.fields import Fields
 from membound.runtime.endpoint.foreign import Averages, Result, closed_loop, distribution_of, open_loop
-from membound.runtime.endpoint.record import Outcome
+from membound.runtime.endpoint.record import RequestRow
 from membound.runtime.endpoint.stream import shown
 
 TOOL = "GuideLLM"
@@ -60,7 +60,7 @@ def _result(benchmark: Fields, args: Fields | None, version: str | None) -> Resu
     return Result(**parts, averages=averages, notes=tuple(notes))
 
 
-def _outcome(row: Fields, index: int) -> Outcome:
+def _outcome(row: Fields, index: int) -> RequestRow:
     timings = row.fields("info").fields("timings") if row.has("info") else row
     start_s = _first(timings.maybe("request_start", "start_time"), row.maybe("request_start_time", "start_time"))
     end_s = _first(timings.maybe("request_end", "end_time"), row.maybe("request_end_time", "end_time"))
@@ -76,23 +76,23 @@ def _outcome(row: Fields, index: int) -> Outcome:
     output = _first(row.maybe("output_tokens"), row.fields("output_metrics").maybe("text_tokens", "total_tokens"))
     if output is None:
         raise MemboundError(f"{row.where}: field 'output_tokens' is missing")
-    return Outcome(index, start_s, start_s, first_s, max(first_s, last_s), int(prompt or 0), int(output))
+    return RequestRow(index, start_s, start_s, first_s, max(first_s, last_s), int(prompt or 0), int(output))
 
 
-def _lost(row: Fields, index: int) -> Outcome:
+def _lost(row: Fields, index: int) -> RequestRow:
     info = row.fields("info") if row.has("info") else row
     timings = info.fields("timings") if info.has("timings") else row
     start_s = _first(timings.maybe("request_start", "start_time", "resolve_start"), row.maybe("request_start_time"))
     reason = shown(info.text("error") or row.text("error") or "") or "failed, and the file does not say why"
     at_s = _NAN if start_s is None else start_s
-    return Outcome(index, at_s, at_s, _NAN, _NAN, int(row.maybe("prompt_tokens") or 0), 0, reason=reason)
+    return RequestRow(index, at_s, at_s, _NAN, _NAN, int(row.maybe("prompt_tokens") or 0), 0, reason=reason)
 
 
-def _since(row: Outcome, began_s: float) -> Outcome:
+def _since(row: RequestRow, began_s: float) -> RequestRow:
     """Seconds of the run instead of the epoch; what was never sent counts from the beginning."""
     arrival_s = row.arrival_s - began_s if row.arrival_s == row.arrival_s else 0.0
     times = (row.sent_s - began_s, row.first_token_s - began_s, row.finished_s - began_s)
-    return Outcome(row.id, arrival_s, *times, row.prompt_tokens, row.output_tokens, reason=row.reason)
+    return RequestRow(row.id, arrival_s, *times, row.prompt_tokens, row.output_tokens, reason=row.reason)
 
 
 def _first(*values: float | None) -> float | None:

@@ -24,7 +24,7 @@ from membound.runtime.endpoint.connection import Connections, allow_files
 from membound.runtime.endpoint.dialect import Dialect, agree, dialects, model_of
 from membound.runtime.endpoint.drive import LATE_S, Answer, Pulse, drive
 from membound.runtime.endpoint.prompts import Prompts, is_text
-from membound.runtime.endpoint.record import Outcome, gaps_s, lateness_notes, requests_table, run_result
+from membound.runtime.endpoint.record import RequestRow, gaps_s, lateness_notes, requests_table, run_result
 from membound.runtime.endpoint.server_metrics import INTERVAL_S, ServerMetrics, shared_with_others
 from membound.runtime.endpoint.stream import Reply, ReplyError
 from membound.simulator.scheduling.request import Request
@@ -177,7 +177,7 @@ class _Run:
             await metrics.read(self.connections)
 
     def _result(self, answers: list[Answer], told: dict[str, Any], delays_s: list[float]) -> RunResult:
-        requests = requests_table(Outcome.of(answer) for answer in answers)
+        requests = requests_table(RequestRow.of(answer) for answer in answers)
         # A server with speculation sends several tokens in an event, and its own counts say how many.
         answered = sum(answer.reply.tokens for answer in answers if answer.reply is not None)
         others = shared_with_others(told, max(answered, self.tokens))

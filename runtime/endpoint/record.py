@@ -27,7 +27,7 @@ _MOST_REASONS = 5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestRow:
     """One request as a row: its moments in seconds of the run, NaN where they did not come, and why it failed."""
 
     id: int
@@ -41,7 +41,7 @@ class Outcome:
     reason: str = ""
 
     @classmethod
-    def of(cls, answer: Answer) -> Outcome:
+    def of(cls, answer: Answer) -> RequestRow:
         request, reply = answer.request, answer.reply
         if reply is None:
             return cls(request.id, request.arrival_s, _NAN, _NAN, _NAN, request.prompt_tokens, 0, reason=answer.reason)
@@ -57,7 +57,7 @@ class Outcome:
         )
 
 
-def requests_table(outcomes: Iterable[Outcome]) -> dict[str, Column]:
+def requests_table(outcomes: Iterable[RequestRow]) -> dict[str, Column]:
     """The table of requests in order of their ids; when the server admitted them nobody saw."""
     rows = sorted(outcomes, key=lambda row: row.id)
     floats = ("arrival_s", "sent_s", "first_token_s", "finished_s", "cached_tokens")

@@ -17,7 +17,7 @@ from membound.roofline.results.result import Distribution
 from membound.roofline.results.samples import Samples
 from membound.runtime.endpoint.fields import Fields
 from membound.runtime.endpoint.foreign import Averages, Result, closed_loop, distribution_of, open_loop
-from membound.runtime.endpoint.record import Outcome
+from membound.runtime.endpoint.record import RequestRow
 from membound.runtime.endpoint.stream import shown
 
 TOOL = "vllm bench serve"
@@ -47,7 +47,7 @@ def result(given: Fields) -> Result:
     return Result(**parts, outcomes=outcomes, itl_s=Samples.of(gaps_s), notes=notes)
 
 
-def _outcomes(given: Fields) -> tuple[tuple[Outcome, ...], list[float]]:
+def _outcomes(given: Fields) -> tuple[tuple[RequestRow, ...], list[float]]:
     prompts, outputs, ttfts_s = (given.numbers(key) for key in ("input_lens", "output_lens", "ttfts"))
     gaps_s = [_gaps_of(row, index, given) for index, row in enumerate(given.items("itls"))]
     starts_s = given.numbers("start_times") if given.has("start_times") else [0.0] * len(outputs)
@@ -63,10 +63,10 @@ def _outcomes(given: Fields) -> tuple[tuple[Outcome, ...], list[float]]:
         at_s = start_s - began_s
         if error or not output:
             reason = shown(_last_line(str(error))) or "no token came"
-            rows.append(Outcome(i, at_s, at_s, _NAN, _NAN, int(prompt), 0, reason=reason))
+            rows.append(RequestRow(i, at_s, at_s, _NAN, _NAN, int(prompt), 0, reason=reason))
             continue
         *_, last_s = accumulate(gaps, initial=at_s + ttft_s)
-        rows.append(Outcome(i, at_s, at_s, at_s + ttft_s, last_s, int(prompt), int(output)))
+        rows.append(RequestRow(i, at_s, at_s, at_s + ttft_s, last_s, int(prompt), int(output)))
     return tuple(rows), [gap for row, gaps in zip(rows, gaps_s, strict=True) if not row.reason for gap in gaps]
 
 

@@ -44,7 +44,7 @@ class OffloadedLinear:
         return self.kernels.linear(x, self.cache.weight(self.expert, self.part))
 
 
-class ExpertOffload:
+class OffloadedExperts:
     """The experts of all layers, and as a recipe what puts those of `inner` away while a decoder is built."""
 
     def __init__(self, inner: Recipe, storage: ExpertStorage, kernels: Kernels, device: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import ModelSpec
 from membound.roofline.speculation.draft_models import one_layer
-from membound.runtime.cuda_graphs import DecodeGraphs, Drafting, decode_graphs
+from membound.runtime.cuda_graphs import DecodeGraphs, DraftStep, decode_graphs
 from membound.runtime.decoder import Decoder, Hidden, KvCache
 from membound.runtime.linear import KernelLinear
 from membound.runtime.loading.weights import Weights
@@ -117,7 +117,7 @@ class EagleProposer:
             return self.head(states, token_ids, batch, self.cache).normed
 
         tokens = (1, self.depth + 1, *(self.branches * depth for depth in range(1, self.depth)))
-        step = Drafting(tokens, continues=continues)
+        step = DraftStep(tokens, continues=continues)
         self.graphs, note = decode_graphs(self.head.layer, self.cache, max_blocks, max_num_seqs, drafting=step)
         return note
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from membound.runtime.cuda_graphs import DecodeGraphs, Drafting, decode_graphs
+from membound.runtime.cuda_graphs import DecodeGraphs, DraftStep, decode_graphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.ragged import Part, ragged_batch
 from membound.runtime.speculation.base import Chooser, Paths
@@ -63,7 +63,7 @@ class ModelProposer:
         return [Draft(tuple(written[sequence.id])) for sequence in sequences]
 
     def capture(self, max_blocks: int, max_num_seqs: int) -> str | None:
-        step = Drafting(layers=self.layers)
+        step = DraftStep(layers=self.layers)
         self.graphs, note = decode_graphs(self.decoder, self.cache, max_blocks, max_num_seqs, drafting=step)
         return note
 

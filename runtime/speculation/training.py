@@ -37,7 +37,7 @@ HELD_OUT = 24  # texts that measure and do not train
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What is trained for how long, and where its checkpoint and its log lie."""
 
     kind: str
@@ -50,7 +50,7 @@ Progress = Callable[[float, str], None]
 
 
 def train(
-    plan: Plan,
+    plan: TrainingPlan,
     spec: ModelSpec,
     weights: Weights,
     texts: list[Text],
@@ -259,7 +259,7 @@ def _divergence(guessed: Tensor, said: Tensor) -> Tensor:
 class _Run:
     """The state of a training that can be stopped at any time."""
 
-    def __init__(self, plan: Plan, module: _Module, texts: str, clock: Callable[[], float]) -> None:
+    def __init__(self, plan: TrainingPlan, module: _Module, texts: str, clock: Callable[[], float]) -> None:
         self.plan = plan
         self.module = module
         self.epoch = self.steps = 0

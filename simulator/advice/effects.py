@@ -40,7 +40,7 @@ class PerToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Engine:
+class CostedEngine:
     """An engine under a load: its speed, its work for a token, and how far off the time of its steps may be."""
 
     served: Served
@@ -57,8 +57,8 @@ class Effect:
 
     technique: Technique
     baseline: str
-    before: Engine | None
-    after: Engine | None
+    before: CostedEngine | None
+    after: CostedEngine | None
     error: float
     reason: str | None = None
 
@@ -79,9 +79,9 @@ class Bench:
 
     def __init__(self, load: Load) -> None:
         self.load = load
-        self._found: dict[str, Engine | str] = {}
+        self._found: dict[str, CostedEngine | str] = {}
 
-    def engine(self, scenario: Scenario) -> Engine | str:
+    def engine(self, scenario: Scenario) -> CostedEngine | str:
         """Speed and work of an engine, or in a sentence why it cannot be."""
         digest = scenario.digest
         if digest not in self._found:
@@ -109,12 +109,12 @@ class Bench:
         error = after.served.gain_error(before.served, before.relative_error)
         return Effect(technique, baseline, before, after, error)
 
-    def _costed(self, scenario: Scenario) -> Engine:
+    def _costed(self, scenario: Scenario) -> CostedEngine:
         sized, drafting = with_best_drafts(scenario, self.load)
         served = ClosedForm(self.load)(sized)._replace(drafting=drafting)
         deployment = deployment_of(sized, resolve_model(sized.model), get_hardware(sized.hardware))
         steady = Steady(deployment, self.load)
-        return Engine(served, _work(deployment, steady), steady.relative_error)
+        return CostedEngine(served, _work(deployment, steady), steady.relative_error)
 
 
 def _work(deployment: SpeculatingDeployment, steady: Steady) -> PerToken:

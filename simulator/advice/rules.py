@@ -19,7 +19,7 @@ GUIDE = "the decision guide of membound's claims ledger, section (c)"
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftingOdds:
     """Speculation at the operating point: guesses a step, the chance of the first, and what one costs against a
     plain step."""
 
@@ -55,7 +55,7 @@ class Situation:
     link_keeps_up: bool
     reuses_cache: bool
     has_experts: bool
-    drafting: tuple[Drafting, ...] = ()
+    drafting: tuple[DraftingOdds, ...] = ()
 
     @property
     def waits(self) -> bool:
@@ -93,7 +93,7 @@ def _weights_bind(s: Situation) -> bool:
     return s.fits and s.batch <= 4 and s.seconds["memory_weights"] > 3 * s.seconds["compute"]
 
 
-def losing_drafts(s: Situation) -> list[Drafting]:
+def losing_drafts(s: Situation) -> list[DraftingOdds]:
     """The drafters whose verification is bound by arithmetic, or whose guesses are right too rarely for their cost."""
     return [d for d in s.drafting if s.batch * (1.0 + d.guesses) > s.ridge_tokens or d.alpha <= d.cost]
 

@@ -18,7 +18,7 @@ from membound.roofline.scenario.workload import SessionPrompts
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.draft_choice import best_size
 from membound.roofline.techniques import Eagle, NgramSpeculation, Speculative, WeightQuantization
-from membound.simulator.advice.rules import Drafting, Situation
+from membound.simulator.advice.rules import DraftingOdds, Situation
 from membound.simulator.load import Load
 from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of
 
@@ -120,7 +120,7 @@ def _link_keeps_up(deployment: SpeculatingDeployment, prompt_tokens: float) -> b
 
 def _drafting(
     scenario: Scenario, deployment: SpeculatingDeployment, batch: float, context: float
-) -> Iterator[Drafting]:
+) -> Iterator[DraftingOdds]:
     """The speculation of the scenario, else that by prompt lookup and EAGLE."""
     has = [technique for technique in scenario.techniques if technique.layer == "steps"]
     for technique in has or [NgramSpeculation(), Eagle()]:
@@ -139,4 +139,4 @@ def _drafting(
         assert tried.speculation is not None
         cost = float(tried.speculation.cost_ratio(tried.times, shape))
         alpha = tried.speculation.acceptance_by_depth[0]
-        yield Drafting(technique.name, tried.speculation.verified_tokens, alpha, cost)
+        yield DraftingOdds(technique.name, tried.speculation.verified_tokens, alpha, cost)

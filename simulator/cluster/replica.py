@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import simpy
 
-from membound.simulator.run import Deployment
+from membound.simulator.run import DeployedScenario
 from membound.simulator.scheduling.build import bounds_of, build_scheduler
 from membound.simulator.scheduling.loop import Waits, serve
 from membound.simulator.scheduling.recorder import NAN, Observer, Recorder
@@ -66,7 +66,7 @@ class Replica:
         owner: Owner,
         number: int,
         group: int,
-        deployment: Deployment,
+        deployment: DeployedScenario,
         observer: Observer | None,
         step_by_step: bool,
     ) -> None:

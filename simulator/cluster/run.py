@@ -16,7 +16,7 @@ from membound.simulator.cluster.autoscaler import Autoscaler
 from membound.simulator.cluster.record import ClusterRecord, cluster_result
 from membound.simulator.cluster.replica import Replica, ReplicaRecorder
 from membound.simulator.cluster.router import router_for
-from membound.simulator.run import Deployment, deploy
+from membound.simulator.run import DeployedScenario, deploy
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.recorder import Observer
 from membound.simulator.scheduling.request import Request, Sequence
@@ -28,7 +28,7 @@ DEFAULT_MOST_RETRIES = 5
 class Group:
     """Equal replicas: what each is built of, and how many there should be."""
 
-    def __init__(self, index: int, settings: ReplicaGroup, deployment: Deployment) -> None:
+    def __init__(self, index: int, settings: ReplicaGroup, deployment: DeployedScenario) -> None:
         self.index = index
         self.settings = settings
         self.deployment = deployment
@@ -49,7 +49,7 @@ class ClusterRun:
     def __init__(
         self,
         cluster: Cluster,
-        groups: list[Deployment],
+        groups: list[DeployedScenario],
         requests: Iterator[Request],
         observer: Observer | None,
         step_by_step: bool,

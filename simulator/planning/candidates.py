@@ -23,7 +23,7 @@ from membound.roofline.scenario import Scenario, Slo
 from membound.roofline.scenario.engine import BatchingName
 from membound.roofline.techniques import ContinuousBatching
 from membound.simulator.load import Lengths
-from membound.simulator.planning.choices import Precision, parallelisms, precisions
+from membound.simulator.planning.choices import FormatChoice, parallelisms, precisions
 from membound.simulator.steady import deployment_of
 
 Values = NDArray[np.float64]
@@ -90,13 +90,13 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaCurves:
     """A model on some devices in a precision, with its curves: seconds of a decode step, and seconds that a prompt
     adds, at each of `batches` sequences."""
 
     scenario: Scenario
     hardware: HardwareSpec
-    precision: Precision
+    precision: FormatChoice
     parallel: Parallelism
     lengths: Lengths
     batches: Values
@@ -247,7 +247,7 @@ class Replica:
         return min(prompt_engines / float(self.prompt_s[0]), decode_engines * decode)
 
     @property
-    def _decoding(self) -> Replica:
+    def _decoding(self) -> ReplicaCurves:
         """An engine that has no prompts to compute."""
         return replace(self, prompt_s=np.zeros(len(self.batches)))
 
@@ -304,8 +304,8 @@ def _without_first_tokens(demand: Demand) -> Demand:
 
 
 def replica_of(
-    scenario: Scenario, hardware: HardwareSpec, precision: Precision, parallel: Parallelism, lengths: Lengths
-) -> Replica:
+    scenario: Scenario, hardware: HardwareSpec, precision: FormatChoice, parallel: Parallelism, lengths: Lengths
+) -> ReplicaCurves:
     """A replica with its curves; raises MemboundError where it cannot be built or holds no sequence."""
     techniques = precision.techniques
     if scenario.engine.batching != "static" and not any(isinstance(t, ContinuousBatching) for t in techniques):
@@ -323,12 +323,12 @@ def replica_of(
     built = built.model_copy(update={"engine": built.engine.model_copy(update=limits)})
     decode_s = np.broadcast_to(np.asarray(deployment.token_s(batches, lengths.context)), batches.shape)
     prompt_s = np.asarray(deployment.joining_s(batches, lengths.prompt_tokens, lengths.output_tokens))
-    return Replica(built, hardware, precision, parallel, lengths, batches, decode_s, prompt_s)
+    return ReplicaCurves(built, hardware, precision, parallel, lengths, batches, decode_s, prompt_s)
 
 
 def replicas_on(
     scenario: Scenario, hardware: HardwareSpec, names: Sequence[str], lengths: Lengths
-) -> tuple[list[Replica], list[str]]:
+) -> tuple[list[ReplicaCurves], list[str]]:
     """Every replica that this device allows, and why others are not possible.
 
     Stages of a pipeline are tried only where no tensor parallelism holds the model: within a node they are slower.

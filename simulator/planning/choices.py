@@ -15,7 +15,7 @@ from membound.roofline.techniques import W8A8, KvQuantization, Technique, Weight
 MOST_DEVICES = 32
 
 
-class Precision(NamedTuple):
+class FormatChoice(NamedTuple):
     """A choice of number formats; `given` is what the scenario's techniques say."""
 
     name: str
@@ -33,19 +33,19 @@ class Precision(NamedTuple):
 
 def precisions(
     names: Sequence[str], model: ModelSpec, device: HardwareSpec, given: tuple[Technique, ...]
-) -> Iterator[Precision]:
+) -> Iterator[FormatChoice]:
     """The named choices that this model has on this device; raises MemboundError for a name that is none."""
     rest = tuple(technique for technique in given if technique.layer not in ("weights", "kv"))
     for name in names:
         if name == "given":
-            yield Precision(name, given)
+            yield FormatChoice(name, given)
         elif name == "8bit":
             eight = "fp8" if device.computes_in("fp8") else "int8"
             if device.computes_in(eight):
                 cache = (KvQuantization(format=eight),) if has_kv_cache(model) else ()
-                yield Precision(name, (*rest, W8A8(format=eight), *cache))
+                yield FormatChoice(name, (*rest, W8A8(format=eight), *cache))
         elif name == "4bit":
-            yield Precision(name, (*rest, WeightQuantization(format="int4")))
+            yield FormatChoice(name, (*rest, WeightQuantization(format="int4")))
         else:
             raise MemboundError(f"precision '{name}' is unknown; give given, 8bit or 4bit")
 

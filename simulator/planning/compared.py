@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from membound.roofline.results.result import Summary
-from membound.simulator.planning.candidates import Demand, Replica
+from membound.simulator.planning.candidates import Demand, ReplicaCurves
 from membound.simulator.planning.deployed import Deployed, Key, Objective, on_a_slower_clock
 from membound.simulator.planning.search import MOST_CHANGED_RUNS, MOST_POOL_RUNS, Search, screened_best
 from membound.simulator.planning.sensitivity import Slower, UpperEnd
@@ -38,7 +38,7 @@ class Compared:
         first = min(alike, key=lambda one: one.rank(objective), default=None)
         return self if first is None else replace(self, best=first, reason=None)
 
-    def is_of(self, replica: Replica) -> bool:
+    def is_of(self, replica: ReplicaCurves) -> bool:
         return self.device in (None, replica.hardware.name)
 
 
@@ -48,7 +48,7 @@ class Comparing:
 
     device: str | None
     apart: bool
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaCurves, ...]
     demand: Demand
     objective: Objective
     simulates: bool
@@ -75,7 +75,7 @@ class HoldingSlower:
     """What a worker does: whether one of them holds at the upper end of its times, and what of its kind does."""
 
     compared: Compared
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaCurves, ...]
     slower: Slower
 
     def __call__(self) -> Compared:

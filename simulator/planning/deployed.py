@@ -12,7 +12,7 @@ from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S
 from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, requests_seen
-from membound.simulator.planning.candidates import Demand, Replica
+from membound.simulator.planning.candidates import Demand, ReplicaCurves
 
 Objective = Literal["cost", "devices"]
 # Requests of a simulated replica: enough for a 99th percentile.
@@ -32,7 +32,7 @@ class Deployed:
     the prompts, the `replicas` only decode, and the summary is that of all.
     """
 
-    replica: Replica
+    replica: ReplicaCurves
     replicas: int
     demand: Demand
     summary: Summary | None = None
@@ -89,7 +89,7 @@ class Deployed:
         return (usd, self.gpus) if objective == "cost" else (self.gpus, usd)
 
 
-def name_of(one: Replica) -> str:
+def name_of(one: ReplicaCurves) -> str:
     degrees = one.parallel.degrees().items()
     divided = ", ".join(f"{degree} {value}" for degree, value in degrees if value > 1)
     return f"{one.devices} x {one.hardware.name} ({', '.join(filter(None, (divided, one.precision.name)))})"

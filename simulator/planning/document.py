@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from membound.simulator.planning.candidates import Replica
+from membound.simulator.planning.candidates import ReplicaCurves
 from membound.simulator.planning.compared import Compared, safest
 from membound.simulator.planning.deployed import Deployed
 from membound.simulator.planning.front import FrontPoint
@@ -97,7 +97,7 @@ def _changed_json(one: Changed) -> dict[str, Any]:
     }
 
 
-def _parts(replica: Replica, engines: int = 1) -> dict[str, Any]:
+def _parts(replica: ReplicaCurves, engines: int = 1) -> dict[str, Any]:
     scenario = replica.scenario
     return {
         "precision": replica.precision.name,

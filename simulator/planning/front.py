@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from membound.roofline.scenario import Slo
-from membound.simulator.planning.candidates import Demand, Replica
+from membound.simulator.planning.candidates import Demand, ReplicaCurves
 from membound.simulator.planning.deployed import name_of
 
 
@@ -16,7 +16,7 @@ from membound.simulator.planning.deployed import name_of
 class FrontPoint:
     """A replica at a batch: what it does for a user, and what a device does for all."""
 
-    replica: Replica
+    replica: ReplicaCurves
     batch: float
     user_tokens_per_s: float
     gpu_tokens_per_s: float
@@ -29,7 +29,7 @@ class FrontPoint:
         return None if price is None else price / 3600.0 / self.gpu_tokens_per_s * 1e6
 
 
-def front_of(replicas: Iterable[Replica], slo: Slo) -> list[FrontPoint]:
+def front_of(replicas: Iterable[ReplicaCurves], slo: Slo) -> list[FrontPoint]:
     """Replicas at batches that no other beats in tokens a second of a user and of a device at once.
 
     Each in a closed loop that keeps the batch. Precisions have fronts of their own, since they differ in quality.
@@ -55,10 +55,10 @@ def pareto(points: Sequence[FrontPoint]) -> list[FrontPoint]:
     return front
 
 
-def nearest_miss(replicas: Sequence[Replica], demand: Demand) -> str:
+def nearest_miss(replicas: Sequence[ReplicaCurves], demand: Demand) -> str:
     """Which replica comes closest to the objective under the lightest load, in one sentence."""
 
-    def excess(one: Replica) -> tuple[float, str]:
+    def excess(one: ReplicaCurves) -> tuple[float, str]:
         lightest = np.array([one.most_rps / 1000.0 if demand.rate_rps is not None else 1.0])
         load, slo = one.at(demand, lightest), demand.slo
         asked = [

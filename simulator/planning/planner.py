@@ -22,7 +22,7 @@ from membound.roofline.times.certainty import Certainty
 from membound.roofline.times.known import times_for
 from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
-from membound.simulator.planning.candidates import Demand, Replica, replicas_on
+from membound.simulator.planning.candidates import Demand, ReplicaCurves, replicas_on
 from membound.simulator.planning.compared import Compared, Comparing, HoldingSlower, safest
 from membound.simulator.planning.deployed import Deployed, Key, Objective
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
@@ -122,7 +122,7 @@ class _Screening:
     precisions: tuple[str, ...]
     lengths: Lengths
 
-    def __call__(self) -> tuple[list[Replica], list[str]]:
+    def __call__(self) -> tuple[list[ReplicaCurves], list[str]]:
         return replicas_on(self.scenario, self.device, self.precisions, self.lengths)
 
 
@@ -226,7 +226,7 @@ class _Planning:
     """What comes after the screening: `replicas` by precision, the devices that were asked for (None: all), and why
     some of them hold no replica."""
 
-    replicas: dict[str, tuple[Replica, ...]]
+    replicas: dict[str, tuple[ReplicaCurves, ...]]
     options: Options
     named: Sequence[str | None]
     reasons: Mapping[str, str]
@@ -238,7 +238,7 @@ class _Planning:
         return self.workers or Workers("loky" if self.options.confirm else "sequential")
 
     @property
-    def pool(self) -> tuple[Replica, ...]:
+    def pool(self) -> tuple[ReplicaCurves, ...]:
         return self.replicas[self.options.precisions[0]]
 
     def told(self, begin: float, end: float, what: str) -> Progress:
@@ -369,7 +369,7 @@ def _holding_first(found: Sequence[Deployed], ends: Mapping[Key, UpperEnd], obje
     return sorted(found, key=place)
 
 
-def certainty_of(replica: Replica) -> Certainty:
+def certainty_of(replica: ReplicaCurves) -> Certainty:
     """How far off a decode step of a replica at half its seats may be, and on what it rests."""
     model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
     times = times_for(replica.hardware, setup.profile)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
-from membound.simulator.planning.candidates import Demand, Replica
+from membound.simulator.planning.candidates import Demand, ReplicaCurves
 from membound.simulator.planning.deployed import Deployed, Key, Objective
 from membound.simulator.planning.verdict import FAR, Missed, excess, meets, simulate_while_hopeful
 
@@ -51,7 +51,7 @@ class Search:
     nearest: Missed | None = None
     confirmed: list[Deployed] = field(default_factory=list)
 
-    def among(self, replicas: Sequence[Replica]) -> list[Deployed]:
+    def among(self, replicas: Sequence[ReplicaCurves]) -> list[Deployed]:
         """The best `wanted`, the best first. A kind of replica is left out once even its fewest would rank lower."""
         bounds = []
         for one in replicas:
@@ -65,7 +65,7 @@ class Search:
             self._keep(self._fewest(self._not_before_floor(least)))
         return self._best()
 
-    def among_pools(self, replicas: Sequence[Replica]) -> list[Deployed]:
+    def among_pools(self, replicas: Sequence[ReplicaCurves]) -> list[Deployed]:
         """The same with prompts and outputs on engines of their own, beside what was found before."""
         waiting = []
         for one in replicas:
@@ -224,7 +224,7 @@ class Found:
 class Searching:
     """What a worker does: the search in one precision; with nothing to confirm what closed forms say."""
 
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaCurves, ...]
     demand: Demand
     objective: Objective
     wanted: int
@@ -241,7 +241,7 @@ class Searching:
         return Found(found, looking.nearest, looking.runs, looking.seen)
 
 
-def screened_best(replicas: Iterable[Replica], demand: Demand, objective: Objective) -> Deployed | None:
+def screened_best(replicas: Iterable[ReplicaCurves], demand: Demand, objective: Objective) -> Deployed | None:
     """What closed forms alone would answer."""
     possible = (
         Deployed(one, count, demand) for one in replicas if (count := one.replicas(demand, tails=True)) is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.result import Summary
-from membound.simulator.planning.candidates import Demand, Replica, replica_of
+from membound.simulator.planning.candidates import Demand, ReplicaCurves, replica_of
 from membound.simulator.planning.deployed import Deployed, Key, Objective, denser, on_a_slower_clock
 from membound.simulator.planning.search import MOST_CHANGED_RUNS, Search, screened_best
 
@@ -107,7 +107,7 @@ class Asking:
     """
 
     best: Deployed
-    replicas: tuple[Replica, ...]
+    replicas: tuple[ReplicaCurves, ...]
     objective: Objective
     change: Change
     seen: dict[Key, Summary]
@@ -150,7 +150,7 @@ class Change:
     load_by: float
     easier: bool
 
-    def of_replica(self, replica: Replica) -> Replica:
+    def of_replica(self, replica: ReplicaCurves) -> ReplicaCurves:
         if self.load_by == 1.0:
             return replica
         arrivals = denser(replica.scenario, self.load_by)
@@ -242,7 +242,7 @@ class Growing:
 # --- closed forms of what binds ---
 
 
-def _most(deployed: Deployed, replica: Replica) -> float:
+def _most(deployed: Deployed, replica: ReplicaCurves) -> float:
     """The most load that the deployment serves within the objective if this is its replica."""
     demand, prompts = deployed.demand, deployed.prompt_engines
     if prompts:
@@ -254,7 +254,7 @@ def _said(deployed: Deployed | None) -> str:
     return "nothing" if deployed is None else f"{deployed.gpus} x {deployed.replica.hardware.name}"
 
 
-def _rebuilt(replica: Replica, hardware: HardwareSpec) -> Replica:
+def _rebuilt(replica: ReplicaCurves, hardware: HardwareSpec) -> ReplicaCurves:
     return replica_of(replica.scenario, hardware, replica.precision, replica.parallel, replica.lengths)
 
 

@@ -50,7 +50,7 @@ class _Acceptance:
         self.tried = (self.tried + tried) * kept
 
 
-class StepCost:
+class StepSeconds:
     """A line through the seconds of steps over their mean length: least squares through the medians of each length.
 
     Medians, since one step that the machine interrupted may take as long as a hundred others.
@@ -86,7 +86,7 @@ class AdaptiveLength:
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
         self._acceptance: dict[int, _Acceptance] = {}
-        self._costs: dict[tuple[int, bool], StepCost] = {}
+        self._costs: dict[tuple[int, bool], StepSeconds] = {}
         self._steps = 0
         self._prompts = False  # whether the last step had any, as the next one may
 
@@ -124,9 +124,9 @@ class AdaptiveLength:
         """A sequence has ended."""
         self._acceptance.pop(sequence, None)
 
-    def _cost(self, batch: int, prompts: bool) -> StepCost:
+    def _cost(self, batch: int, prompts: bool) -> StepSeconds:
         """Of steps of batches that are alike, which are powers of two, with prompts or without."""
-        return self._costs.setdefault((batch.bit_length(), prompts), StepCost())
+        return self._costs.setdefault((batch.bit_length(), prompts), StepSeconds())
 
     def _of(self, sequence: int) -> _Acceptance:
         if sequence not in self._acceptance:

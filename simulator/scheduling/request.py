@@ -47,7 +47,7 @@ class Request:
             turn = turn.follow_up
 
 
-class Clock(Protocol):
+class StepCounter(Protocol):
     """Counts the steps of sequences that decode together."""
 
     steps: int
@@ -94,7 +94,7 @@ class Sequence:
         self.token_ids = token_ids
         self.standing = request.prompt_tokens  # tokens at step 0 of the clock, all tokens where it has none
         self.standing_computed = 0
-        self.clock: Clock | None = None
+        self.clock: StepCounter | None = None
         self.status: Status = "waiting"
         self.reason: str | None = None  # why it was rejected, or failed
         self.number = request.id

@@ -22,7 +22,7 @@ Subset = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Step:
+class StackStep:
     """A technique added to those before it; a refused one adds nothing, and `reason` says why."""
 
     technique: str
@@ -98,7 +98,7 @@ class StackingGame:
                 joined |= {index}
         return tuple(sorted(joined))
 
-    def steps(self, order: Sequence[int], error: float, *, alone: bool = False) -> Iterator[Step]:
+    def steps(self, order: Sequence[int], error: float, *, alone: bool = False) -> Iterator[StackStep]:
         """The techniques added one by one, or each to the plain engine alone, with interval `error` of each ratio."""
         before: Subset = frozenset()
         for index in order:
@@ -108,14 +108,14 @@ class StackingGame:
             technique = self.techniques[index]
             name, baseline = technique.name, technique.compared_with(self.plain.setup)
             if isinstance(found, str):
-                yield Step(name, baseline, None, None, None, None, base.bottleneck, None, None, found)
+                yield StackStep(name, baseline, None, None, None, None, base.bottleneck, None, None, found)
                 continue
             gain, together = found.better(base, self.metric), self.gain(subset)
             within = 1.0 + found.gain_error(base, error)
             low, high = gain / within, gain * within
             moved = (base.bottleneck, found.bottleneck, found.batch)
             drafting = found.drafting if technique.layer == "steps" else None
-            yield Step(name, baseline, gain, together, low, high, *moved, drafting=drafting)
+            yield StackStep(name, baseline, gain, together, low, high, *moved, drafting=drafting)
             before = before if alone else subset
 
     def greedy_order(self, members: Sequence[int]) -> list[int]:

@@ -27,7 +27,7 @@ from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.load import Lengths, Load
 from membound.simulator.scheduling.build import batching_of
-from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, Step
+from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, StackStep
 from membound.simulator.steady import Steady, check_context, deployment_of, load_of, with_room_for
 from membound.simulator.sweeping.sweep import Workers
 
@@ -56,10 +56,10 @@ class Stack:
     conditions: str
     plain: Served | None
     members: tuple[str, ...] = ()
-    alone: tuple[Step, ...] = ()
-    given_order: tuple[Step, ...] = ()
-    greedy_order: tuple[Step, ...] = ()
-    best_order: tuple[Step, ...] | None = None
+    alone: tuple[StackStep, ...] = ()
+    given_order: tuple[StackStep, ...] = ()
+    greedy_order: tuple[StackStep, ...] = ()
+    best_order: tuple[StackStep, ...] | None = None
     shapley: dict[str, float] | None = None
     pairs: tuple[Pair, ...] = ()
     best_subset: tuple[str, ...] = ()
@@ -345,7 +345,7 @@ def to_json(stacks: Sequence[Stack], techniques: Sequence[Technique]) -> dict[st
 
 
 def _stack_json(stack: Stack, about: dict[str, Technique]) -> dict[str, Any]:
-    def rows(steps: Sequence[Step] | None) -> list[dict[str, Any]] | None:
+    def rows(steps: Sequence[StackStep] | None) -> list[dict[str, Any]] | None:
         return None if steps is None else [_step_json(step, about[step.technique]) for step in steps]
 
     together, product = stack.together, stack.product
@@ -382,7 +382,7 @@ def _stack_json(stack: Stack, about: dict[str, Technique]) -> dict[str, Any]:
     }
 
 
-def _step_json(step: Step, technique: Technique) -> dict[str, Any]:
+def _step_json(step: StackStep, technique: Technique) -> dict[str, Any]:
     return {
         "technique": step.technique,
         "baseline": step.baseline,

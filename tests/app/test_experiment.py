@@ -21,7 +21,7 @@ from membound.app.answering import digest_of
 from membound.app.commands import calibration
 from membound.app.commands.root import app
 from membound.app.experiments import EXPERIMENTS, PREDICTED, recorded, run
-from membound.app.experiments.acceptance import Acceptance
+from membound.app.experiments.acceptance import AcceptanceCount
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding
 from membound.app.figures.experiments import experiment_figure
 from membound.app.store import Store
@@ -86,7 +86,7 @@ def step_of(*work: Work) -> Step:
 
 
 def test_acceptance_is_counted_where_a_place_was_reached() -> None:
-    found = Acceptance({0: "code", 1: "chat"})
+    found = AcceptanceCount({0: "code", 1: "chat"})
     found(step_of(Work(0, 9, 4, (5, 6, 7)), Work(1, 9, 3, (5, 6))), Outcome(0.1, {0: (5, 6, 1), 1: (2,)}), 1.0)
     found(step_of(Work(0, 12, 1), Work(1, 10, 3, (5, 6))), Outcome(0.1, {0: (3,), 1: (5, 6, 8)}), 2.0)
     assert found.places("code") == [1.0, 1.0, 0.0]
@@ -96,7 +96,7 @@ def test_acceptance_is_counted_where_a_place_was_reached() -> None:
 
 
 def test_a_tree_counts_by_its_depth_and_a_prompt_not_at_all() -> None:
-    found = Acceptance()
+    found = AcceptanceCount()
     tree = Work(0, 9, 5, (1, 2, 3, 4), parents=(-1, -1, 0, 2))
     found(step_of(tree, Work(1, 0, 9)), Outcome(0.1, {0: (1, 3, 7), 1: (4,)}), 1.0)
     assert found.places() == [1.0, 1.0, 0.0] and found.tokens_per_step() == 3.0

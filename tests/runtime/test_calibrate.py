@@ -28,8 +28,8 @@ from membound.runtime.calibration.calibrate import (
     QUICK,
     AttentionCheck,
     CalibrationError,
+    CalibrationPlan,
     LinearCheck,
-    Plan,
     calibrate,
 )
 from membound.runtime.calibration.host import HostGrid
@@ -238,7 +238,7 @@ def test_a_pools_weights_are_laid_out_as_packed_ones_and_are_multiplied(format: 
         assert y.shape == (2, n) and bool(y.isfinite().all())
 
 
-SMALL = Plan(
+SMALL = CalibrationPlan(
     working_sets=(MIB, 16 * MIB, 64 * MIB),
     linears=LinearGrid(formats=("bf16", "int8"), n=(256, 1024), k=(256, 1024), m=(1, 2, 8)),
     operators=OperatorGrid(
@@ -285,7 +285,7 @@ def test_a_quick_plan_has_all_that_the_first_look_needs_and_a_fifth_of_the_sizes
     operators = [op for setup in setups for op in step_operators(model, setup, StepShape.decode(16, 300))]
     assert {op.kind for op in operators} - {"linear"} <= {*QUICK.kinds, "host"}
     assert {setup.weights.name for setup in setups} <= set(QUICK.linears.formats)
-    plans = QUICK, Plan()
+    plans = QUICK, CalibrationPlan()
     linears = [plan.linears.size * len(plan.linears.formats) for plan in plans]
     attentions = [len(plan.operators.loads) * len(plan.operators.heads) for plan in plans]
     for quick, whole in (linears, attentions):

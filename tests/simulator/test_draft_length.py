@@ -10,7 +10,7 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import parse_scenario
 from membound.roofline.speculation.token_tree import expected_tokens
 from membound.simulator.run import run
-from membound.simulator.scheduling.draft_length import StepCost, best_length
+from membound.simulator.scheduling.draft_length import StepSeconds, best_length
 
 MOST = 4
 
@@ -36,7 +36,7 @@ def test_nothing_is_drafted_where_a_guess_costs_more_than_it_can_bring(alpha, ba
 
 @given(base_s=st.floats(0.001, 1.0), share=st.floats(0.0, 2.0), paused=st.integers(0, 7), times=st.floats(1.0, 1000.0))
 def test_costs_are_a_line_whichever_step_the_machine_interrupted(base_s, share, paused, times):
-    cost = StepCost()
+    cost = StepSeconds()
     for i in range(8):
         length = MOST * (i % 2)
         cost.add(length, base_s * (1 + share * length) * (times if i == paused else 1))

@@ -22,8 +22,8 @@ from membound.roofline.serving import SteadyLoad
 from membound.simulator import load as loads
 from membound.simulator.busiest import ENOUGH_REQUESTS
 from membound.simulator.load import Lengths
-from membound.simulator.planning.candidates import Replica, replica_of, replicas_on
-from membound.simulator.planning.choices import Precision, parallelisms
+from membound.simulator.planning.candidates import ReplicaCurves, replica_of, replicas_on
+from membound.simulator.planning.choices import FormatChoice, parallelisms
 from membound.simulator.planning.deployed import Deployed, on_a_slower_clock, share_of
 from membound.simulator.planning.document import to_json
 from membound.simulator.planning.front import front_of, pareto
@@ -60,8 +60,8 @@ def scenario(rate: float = 12.0, **changes: Any) -> Scenario:
     return parse_scenario(document | changes)
 
 
-def replica(device: str = "H100-SXM5", prompt: float = 512, output: float = 64) -> Replica:
-    given = Precision("given", scenario().techniques)
+def replica(device: str = "H100-SXM5", prompt: float = 512, output: float = 64) -> ReplicaCurves:
+    given = FormatChoice("given", scenario().techniques)
     return replica_of(scenario(), get_hardware(device), given, SINGLE, Lengths.fixed(prompt, output))
 
 
@@ -251,7 +251,7 @@ def busy_hour(path: Path, mean: float, peak: float) -> None:
 @pytest.mark.parametrize(("prompt", "output"), [(512, 64), (200, 8), (20_000, 100)])
 def test_the_curves_of_a_replica_are_those_of_a_steady_load(prompt, output, parallel):
     one = replica_of(
-        scenario(), get_hardware("H100-SXM5"), Precision("given", ()), parallel, Lengths.fixed(prompt, output)
+        scenario(), get_hardware("H100-SXM5"), FormatChoice("given", ()), parallel, Lengths.fixed(prompt, output)
     )
     deployment = deployment_of(one.scenario, resolve_model("Llama-3.1-8B"), one.hardware)
     for index in (0, len(one.batches) // 2, -1):

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.roofline.models import ModelSpec  # noqa: E402
 from membound.runtime import cuda_graphs  # noqa: E402
-from membound.runtime.cuda_graphs import CudaCapture, DecodeGraphs, Drafting, decode_graphs  # noqa: E402
+from membound.runtime.cuda_graphs import CudaCapture, DecodeGraphs, DraftStep, decode_graphs  # noqa: E402
 from membound.runtime.decoder import Decoder  # noqa: E402
 from membound.runtime.loading.weights import random_weights  # noqa: E402
 from membound.runtime.ragged import Part, ragged_batch  # noqa: E402
@@ -135,7 +135,7 @@ def test_a_drafters_note_says_what_was_captured_or_why_nothing_was(weights, monk
     decoder = Decoder(SPEC, weights, TritonKernels(device.type), "bf16")
     kv = decoder.new_cache(4, SIZE)
     monkeypatch.setattr(decoder, "device", torch.device("cpu"))
-    assert decode_graphs(decoder, kv, 2, 4, drafting=Drafting()) == (None, None)
+    assert decode_graphs(decoder, kv, 2, 4, drafting=DraftStep()) == (None, None)
     made = []
 
     class Graphs:
@@ -146,7 +146,7 @@ def test_a_drafters_note_says_what_was_captured_or_why_nothing_was(weights, monk
 
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(cuda_graphs, "DecodeGraphs", Graphs)
-    _, note = decode_graphs(decoder, kv, 2, 4, drafting=Drafting((1, 9, 4, 200)))
+    _, note = decode_graphs(decoder, kv, 2, 4, drafting=DraftStep((1, 9, 4, 200)))
     assert note == "drafts by CUDA graphs for batches of 1, 2, 4, each also with up to 64 tokens a sequence"
     assert made[0]["queries"] == (1, 4, 9, 64)
 
@@ -154,5 +154,5 @@ def test_a_drafters_note_says_what_was_captured_or_why_nothing_was(weights, monk
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(cuda_graphs, "DecodeGraphs", fails)
-    _, note = decode_graphs(decoder, kv, 2, 4, drafting=Drafting())
+    _, note = decode_graphs(decoder, kv, 2, 4, drafting=DraftStep())
     assert note == "drafts without CUDA graphs: the capture failed (out of memory)"

@@ -23,7 +23,7 @@ from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.roofline.models.recurrent import Mamba2  # noqa: E402
 from membound.roofline.techniques import KvEviction, engine_setup  # noqa: E402
-from membound.runtime.calibration.calibrate import KINDS, Plan, _Calibrator  # noqa: E402
+from membound.runtime.calibration.calibrate import KINDS, CalibrationPlan, _Calibrator  # noqa: E402
 from membound.runtime.calibration.host import HostGrid  # noqa: E402
 from membound.runtime.calibration.layers import LAYER_KINDS, LayerGrid, LayerProbe  # noqa: E402
 from membound.runtime.calibration.linears import LinearGrid  # noqa: E402
@@ -126,7 +126,7 @@ def test_a_cache_that_evicts_keeps_the_tokens_that_it_would_keep_sequence_by_seq
 
 
 def test_every_probe_of_the_calibration_runs_on_them(kernels, device):
-    plan = Plan(
+    plan = CalibrationPlan(
         working_sets=(MIB,),
         linears=LinearGrid(n=(64,), k=(64, 96), m=(1, 3)),
         operators=OperatorGrid(tokens=(1, 3), widths=(256,), heads=(Heads(2, 1, 64),), loads=LOADS),

@@ -18,7 +18,7 @@ from membound.runtime.loading.weights import random_weights
 from membound.runtime.plain import generate_plain
 from membound.runtime.speculation.corpus import Text, write_texts
 from membound.runtime.speculation.heads import HeadError, load_head, random_head
-from membound.runtime.speculation.training import Plan, train
+from membound.runtime.speculation.training import TrainingPlan, train
 
 TOKENS = 16
 
@@ -69,7 +69,7 @@ def test_the_model_writes_its_own_greedy_tokens_and_keeps_the_states_that_led_to
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_a_head_learns_and_drafts_for_its_model(kind, spec, weights, texts, tmp_path, runtime, scenario_of):
-    head = train(Plan(kind, 60.0, tmp_path), spec, weights, texts, quiet, ticking(0.25))
+    head = train(TrainingPlan(kind, 60.0, tmp_path), spec, weights, texts, quiet, ticking(0.25))
     lines = [json.loads(line) for line in (tmp_path / f"{kind}.log.jsonl").read_text().splitlines()]
     assert len(lines) > 3
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
@@ -89,21 +89,21 @@ def test_a_head_learns_and_drafts_for_its_model(kind, spec, weights, texts, tmp_
 
 
 def test_a_training_that_was_stopped_goes_on_where_it_was(spec, weights, texts, tmp_path):
-    train(Plan("medusa", 20.0, tmp_path), spec, weights, texts, quiet, ticking(0.5))
+    train(TrainingPlan("medusa", 20.0, tmp_path), spec, weights, texts, quiet, ticking(0.5))
     seen: list[float] = []
-    train(Plan("medusa", 40.0, tmp_path), spec, weights, texts, lambda done, _: seen.append(done), ticking(0.5))
+    train(TrainingPlan("medusa", 40.0, tmp_path), spec, weights, texts, lambda done, _: seen.append(done), ticking(0.5))
     assert min(seen) >= 0.5
     epochs = [json.loads(line)["epoch"] for line in (tmp_path / "medusa.log.jsonl").read_text().splitlines()]
     assert epochs == sorted(set(epochs))
     with pytest.raises(MemboundError, match="was trained on other texts"):
         others = [text for text in texts if 7 not in text.token_ids.tolist()]
         others = [Text((text.token_ids % 13), text.hidden, text.prompt_tokens) for text in (*others, *texts)]
-        train(Plan("medusa", 60.0, tmp_path), spec, weights, others, quiet, ticking(0.1))
+        train(TrainingPlan("medusa", 60.0, tmp_path), spec, weights, others, quiet, ticking(0.1))
 
 
 def test_too_few_texts_are_refused(spec, weights, texts, tmp_path):
     with pytest.raises(MemboundError, match="10 texts are too few"):
-        train(Plan("medusa", 1.0, tmp_path), spec, weights, texts[:10], quiet)
+        train(TrainingPlan("medusa", 1.0, tmp_path), spec, weights, texts[:10], quiet)
 
 
 def test_a_head_that_does_not_fit_is_refused_in_one_sentence(spec, tmp_path):
