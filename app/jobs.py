@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from membound.app.home import storage_error
-from membound.app.store import Job, Store
+from membound.app.records import Job
+from membound.app.store import Store
 
 TERMINATE_AFTER_S = 5.0
 KILL_AFTER_S = 10.0

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from pydantic import ValidationError
 
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.roofline.results.comparison import Comparison
 
 COLUMNS = (

@@ -9,7 +9,8 @@ from membound.app import jobs, text
 from membound.app.busy import load_of_others, usable_cores
 from membound.app.figures.live import SERIES, thinned
 from membound.app.i18n import Translate
-from membound.app.store import Job, Store
+from membound.app.records import Job
+from membound.app.store import Store
 from membound.app.views.said import in_words
 from membound.app.worker import MEASUREMENTS
 

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from membound.app import uploads
 from membound.app.home import StoreError
-from membound.app.store import Run, Store
+from membound.app.records import Run
+from membound.app.store import Store
 from membound.roofline.scenario import shipped_scenarios
 
 # Kinds of runs that only hold the answer to a page's question; experiments measure, so they are not among them.

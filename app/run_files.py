@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.roofline.results.comparison import Comparison
 from membound.roofline.results.metrics import summarize
 from membound.roofline.results.result import Provenance, RunResult

@@ -22,7 +22,7 @@ from membound.simulator.scheduling.request import Outcome, Step
 from membound.simulator.timeline import PHASES, PhaseLog, Timeline
 
 if TYPE_CHECKING:
-    from membound.app import store
+    from membound.app.records import Run
     from membound.app.worker import JobContext
 
 # What else may decide, on the same requests: the field that a policy's name replaces.
@@ -231,7 +231,7 @@ def _changes(log: PhaseLog) -> Any:
     return table_of(dict(zip(("request", "at_s", "phase"), columns, strict=True)))
 
 
-def result_of(kept: store.Run, case: Mapping[str, Any]) -> tuple[RunResult, PhaseLog]:
+def result_of(kept: Run, case: Mapping[str, Any]) -> tuple[RunResult, PhaseLog]:
     """A variant of a kept run as it was, but for its gaps between tokens."""
     tables = {
         name: {column: values.to_numpy(zero_copy_only=False) for column, values in _columns(kept, name, case).items()}
@@ -253,11 +253,11 @@ def result_of(kept: store.Run, case: Mapping[str, Any]) -> tuple[RunResult, Phas
     return result, log
 
 
-def _columns(kept: store.Run, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(kept: Run, name: str, case: Mapping[str, Any]) -> dict[str, Any]:
     table = kept.table(f"{name}.{case['name']}")
     return {column: table[column] for column in table.column_names}
 
 
-def perfetto(kept: store.Run, case: Mapping[str, Any]) -> str:
+def perfetto(kept: Run, case: Mapping[str, Any]) -> str:
     """The timeline of a variant, as Perfetto and Chrome's viewer read it."""
     return Timeline.of(*result_of(kept, case)).to_chrome()

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.roofline.reading.plain_yaml import parse_yaml
 
 USERS = "workload.arrivals.concurrency"

@@ -16,7 +16,8 @@ from typing import Any
 
 from membound.app.home import StoreError, membound_home
 from membound.app.jobs import measurement_slot, poll, process_born
-from membound.app.store import Job, Store
+from membound.app.records import Job
+from membound.app.store import Store
 from membound.roofline.errors import MemboundError
 
 Task = Callable[[dict[str, Any], "JobContext"], Mapping[str, Any] | None]

@@ -14,7 +14,7 @@ import streamlit as st
 
 from membound.app import jobs, room
 from membound.app.answering import digest_of
-from membound.app.store import Job, Run
+from membound.app.records import Job, Run
 from membound.app.views import states
 from membound.app.views.console import console
 from membound.app.views.session import store, translate

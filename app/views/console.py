@@ -14,7 +14,7 @@ from membound.app.figures.live import SERIES, live_figure
 from membound.app.i18n import Translate
 from membound.app.news import busy_said, progress_said
 from membound.app.plot import describe
-from membound.app.store import Event, Job
+from membound.app.records import Event, Job
 from membound.app.views import results, tables
 from membound.app.views.charts import chart
 from membound.app.views.session import language, store, this_machine, translate

@@ -15,7 +15,7 @@ from membound.app.experiments import EXPERIMENTS, PREDICTED, recorded
 from membound.app.experiments.finding import Finding
 from membound.app.figures.experiments import experiment_figure
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.views import asked, fields, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.said import in_words

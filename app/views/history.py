@@ -11,7 +11,7 @@ import streamlit as st
 
 from membound.app import jobs, text
 from membound.app.i18n import Translate
-from membound.app.store import Job, Run
+from membound.app.records import Job, Run
 from membound.app.views import linked
 from membound.app.views.results import made_by
 from membound.app.views.session import show_job, show_run, shown_job, shown_run, store, translate

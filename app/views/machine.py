@@ -9,7 +9,7 @@ import streamlit as st
 from membound.app import jobs, text
 from membound.app.figures import roofline
 from membound.app.i18n import Translate
-from membound.app.store import Job
+from membound.app.records import Job
 from membound.app.views import states, tables
 from membound.app.views.charts import chart
 from membound.app.views.console import console

@@ -12,7 +12,7 @@ import streamlit as st
 from membound.app import text
 from membound.app.engine_choice import EngineChoice
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.views import results
 from membound.app.views.session import store
 from membound.app.views.verdicts import baseline_words, labelled

@@ -14,7 +14,7 @@ from membound.app import run_files, text
 from membound.app.figures import captions, comparison
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.views import tables
 from membound.app.views.charts import chart
 from membound.app.views.said import said

@@ -12,7 +12,7 @@ from membound.app import serving, text
 from membound.app.figures import simulate as figures
 from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.views import asked, fields, states, traffic
 from membound.app.views.charts import chart, words_table
 from membound.app.views.said import said

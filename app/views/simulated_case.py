@@ -14,7 +14,7 @@ import streamlit as st
 from membound.app import serving, text
 from membound.app.figures import simulate as figures
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.views import fields
 from membound.app.views.charts import chart
 from membound.app.views.said import said

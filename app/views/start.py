@@ -5,7 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from membound.app import jobs
-from membound.app.store import Job
+from membound.app.records import Job
 from membound.app.views import history, results, states, tour
 from membound.app.views.console import console
 from membound.app.views.machine import machine_card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from membound.app.store import Job
+from membound.app.records import Job
 from membound.app.text import plain
 from membound.app.views.said import said
 from membound.app.views.session import translate

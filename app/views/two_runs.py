@@ -12,7 +12,7 @@ from membound.app import two_runs
 from membound.app.figures import two_runs as figures
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.text import plain
 from membound.app.views import linked, states
 from membound.app.views.charts import chart, words_table

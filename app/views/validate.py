@@ -12,7 +12,7 @@ import streamlit as st
 from membound.app import judged, text, uploads
 from membound.app.figures import validation as figures
 from membound.app.i18n import Translate
-from membound.app.store import Run
+from membound.app.records import Run
 from membound.app.views import asked, fields, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.said import in_words, said

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from membound.app import jobs, worker
 from membound.app.home import StoreError
-from membound.app.store import Job, Store
+from membound.app.records import Job
+from membound.app.store import Store
 from membound.roofline.errors import MemboundError
 
 TASKS = """

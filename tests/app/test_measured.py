@@ -15,7 +15,8 @@ from membound.app.compare import ComparisonResult, predict_rows
 from membound.app.engine_choice import EngineChoice
 from membound.app.i18n import Translate
 from membound.app.keeping import keep_comparison, keep_run
-from membound.app.store import Run, Store
+from membound.app.records import Run
+from membound.app.store import Store
 from membound.app.views.measured import measured_gains, measured_together, nearest
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.results.comparison import Comparison

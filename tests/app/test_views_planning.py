@@ -16,7 +16,8 @@ from streamlit.testing.v1 import AppTest
 
 from membound.app import jobs, text, uploads
 from membound.app.i18n import Translate
-from membound.app.store import Job, Store
+from membound.app.records import Job
+from membound.app.store import Store
 from membound.app.tasks import run_max_rate, run_plan, run_policies, run_validate
 from membound.app.views import asked, plan_tables, plan_words, scenario_choice, traffic
 from membound.app.views.said import said
