@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,8 +22,14 @@ from membound.runtime.kv.kivi import KiviKv
 from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.ragged import MOST_IN_TREE
 
-LARGEST_BUCKET = 512  # beyond it the host keeps ahead of the kernels without graphs
+# Beyond so many sequences or tokens the host keeps ahead of the kernels without graphs.
+LARGEST_BUCKET, LARGEST_STEP = 512, 1024
 LARGEST_EXACT = 32  # as many graphs at most where each is of one batch size alone
+# Of the others: few rows are padding, and a product's rows are rounded up to 16 anyway. vLLM's sizes, `cudagraph_
+# capture_sizes` of its compilation config, 2025.
+BUCKETS = (1, 2, 4, *range(8, 256, 8), *range(256, LARGEST_BUCKET + 1, 16))
+FEW = 8  # sizes are named one by one
+ALIGNED_BYTES = 16  # where a tensor begins that Triton compiles no variant for
 
 Replay = Callable[[], Tensor]  # the normed hidden states of all of a step's rows
 Capture = Callable[[Replay], Replay]
@@ -45,22 +52,23 @@ class DraftStep:
 
 
 def batch_buckets(largest: int, *, exact: bool = False) -> list[int]:
-    """The batch sizes that are captured: powers of two, and the largest itself up to `LARGEST_BUCKET`.
+    """The batch sizes that are captured: `BUCKETS`, and the largest itself up to `LARGEST_BUCKET`.
 
     Where rows that are not there would do harm, each size is captured exactly, up to `LARGEST_EXACT`.
     """
     if exact:
         return list(range(1, min(largest, LARGEST_EXACT) + 1))
     largest = min(largest, LARGEST_BUCKET)
-    return [*(2**i for i in range((largest - 1).bit_length())), largest]
+    return [*(bucket for bucket in BUCKETS if bucket < largest), largest]
 
 
 class DecodeGraphs:
     """Steps of up to `max(buckets)` sequences of up to `max_blocks` blocks, on one decoder and KV cache.
 
-    `queries` are the most tokens that a sequence may bring to each kind of step; with `exact` buckets a step must fill
-    one to be replayed. With `drafting` it is a drafter's step. A graph ends with the hidden states: logits of all rows
-    would be the most of its memory, and each graph would keep its own.
+    `queries` are the most tokens that a sequence may bring to each kind of step, of which those of up to `LARGEST_STEP`
+    tokens are captured; with `exact` buckets a step must fill one to be replayed. With `drafting` it is a drafter's
+    step. A graph ends with the hidden states, since logits of all rows would be the most of its memory. All graphs read
+    their inputs in one place and leave their result in one, so that a hundred of them take the memory of the largest.
     """
 
     def __init__(
@@ -83,23 +91,34 @@ class DecodeGraphs:
         self.queries = sorted(queries)
         self.exact = exact
         drafting = drafting or DraftStep()
-        states = decoder.embed.new_empty(0, decoder.spec.hidden, dtype=decoder.kernels.activation_dtype)
-        self._inputs = {
-            (most, bucket): _Inputs(bucket, most, max_blocks, decoder.device, states if drafting.continues else None)
-            for most in self.queries
-            for bucket in self.buckets
-        }
+        sizes = [(most, bucket) for most in self.queries for bucket in self.buckets if most * bucket <= LARGEST_STEP]
+        self._kinds = {kind: _Kind(*kind, max_blocks) for kind in sizes or [(self.queries[0], self.buckets[0])]}
+        tokens = max(kind.tokens for kind in self._kinds.values())
+        states = decoder.embed.new_zeros(tokens, decoder.spec.hidden, dtype=decoder.kernels.activation_dtype)
+        self._normed = states
+        self._states = torch.zeros_like(states) if drafting.continues else states
+        self._staging = Staging(max(kind.nbytes for kind in self._kinds.values()), decoder.device)
+        self._host = {name: kind.views(self._staging.host) for name, kind in self._kinds.items()}
 
-        def replay_of(inputs: _Inputs) -> Replay:
+        def replay_of(name: tuple[int, int]) -> Replay:
+            kind = self._kinds[name]
+            token_ids, batch = kind.inputs(self._staging.moved)
+
             def step() -> Tensor:
                 if drafting.continues is None:
-                    return decoder.hidden(inputs.token_ids, inputs.batch, kv, drafting.layers).normed
-                return drafting.continues(inputs.states, inputs.token_ids, inputs.batch)
+                    normed = decoder.hidden(token_ids, batch, kv, drafting.layers).normed
+                else:
+                    normed = drafting.continues(self._states[: kind.tokens], token_ids, batch)
+                return self._normed[: kind.tokens].copy_(normed)
 
+            self._staging.wait()
+            kind.clear(self._host[name], 0, 0)
+            self._staging.send(kind.nbytes)
             return capture(step)
 
         # The largest first: the others then find room in what it allocated.
-        self._replays = {key: replay_of(self._inputs[key]) for key in sorted(self._inputs, reverse=True)}
+        largest_first = sorted(self._kinds, key=lambda kind: self._kinds[kind].tokens, reverse=True)
+        self._replays = {kind: replay_of(kind) for kind in largest_first}
 
     def takes(self, batch: RaggedBatch) -> bool:
         """Whether a step is one that was captured."""
@@ -118,10 +137,12 @@ class DecodeGraphs:
         """The normed states alone; `states` [tokens, hidden], which lie on the device, are those that are continued."""
         key = self._key(batch)
         assert key is not None, "takes said so"
-        inputs = self._inputs[key]
-        inputs.fill(token_ids, batch)
+        kind = self._kinds[key]
+        self._staging.wait()
+        kind.fill(self._host[key], token_ids, batch)
+        self._staging.send(kind.nbytes)
         if states is not None:
-            inputs.states[: batch.num_tokens] = states
+            self._states[: batch.num_tokens] = states
         return self._replays[key]()[: batch.num_tokens]
 
     def _key(self, batch: RaggedBatch) -> tuple[int, int] | None:
@@ -133,68 +154,88 @@ class DecodeGraphs:
         bucket = next((bucket for bucket in self.buckets if bucket >= count), None)
         if fitting is None or bucket is None or (self.exact and bucket != count):
             return None
-        return fitting, bucket
+        return (fitting, bucket) if (fitting, bucket) in self._kinds else None
 
 
-class _Inputs:
-    """One kind of step's inputs: all that changes from step to step lies in one buffer, so that one copy brings it."""
+class Staging:
+    """Memory on the host and on the device that holds the inputs of one step after the other."""
 
-    def __init__(
-        self, bucket: int, queries: int, max_blocks: int, device: torch.device, states: Tensor | None = None
-    ) -> None:
-        """`states` has the width and the type of those that a step continues, if it does."""
-        tokens = bucket * queries
-        self.states = torch.empty(0) if states is None else states.new_zeros(tokens, states.shape[1])
-        fields: Fields = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (tokens,)))
-        fields |= {"seats": (torch.int64, (bucket,))}
-        if queries > 1:
-            fields |= {"tree": (torch.int64, (tokens,)), "query_start": (torch.int32, (bucket + 1,))}
-        fields |= {"context_len": (torch.int32, (bucket,)), "block_table": (torch.int32, (bucket, max_blocks))}
-        nbytes = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in fields.values())
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._host_bytes = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._host, moved = _views(self._host_bytes, fields), _views(self._bytes, fields)
-        self.token_ids = moved.pop("token_ids")
-        if queries == 1:
-            moved["query_start"] = torch.arange(bucket + 1, dtype=torch.int32, device=device)
-        self.batch = RaggedBatch(most_queries=queries, **moved)
-        self._clear(0, 0)
-        self._bytes.copy_(self._host_bytes)
+        self.host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self.moved = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._sent = torch.cuda.Event() if on_gpu else None
 
-    def fill(self, token_ids: Tensor, batch: RaggedBatch) -> None:
-        """Brings a step's inputs to the GPU. The step before must be over, as it is when its tokens were sampled."""
+    def wait(self) -> None:
+        """Until the last inputs have left the host: of a step that samples nothing nobody waits for the end."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self, nbytes: int) -> None:
+        """Brings the first bytes to the device by one copy, for what is computed from here on."""
+        self.moved[:nbytes].copy_(self.host[:nbytes], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record(torch.cuda.current_stream(self.moved.device))
+
+
+class _Kind:
+    """The steps of up to `bucket` sequences of up to `queries` tokens: where their inputs lie in a piece of memory."""
+
+    def __init__(self, queries: int, bucket: int, max_blocks: int) -> None:
+        self.queries = queries
+        self.bucket = bucket
+        self.tokens = tokens = bucket * queries
+        fields: Fields = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (tokens,)))
+        fields |= {"seats": (torch.int64, (bucket,)), "query_start": (torch.int32, (bucket + 1,))}
+        if queries > 1:
+            fields |= {"tree": (torch.int64, (tokens,))}
+        self._fields = fields | {
+            "context_len": (torch.int32, (bucket,)),
+            "block_table": (torch.int32, (bucket, max_blocks)),
+        }
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self._fields.values()]
+        self._ends = list(accumulate(-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes))
+        self.nbytes = self._ends[-1]
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The fields by their names."""
+        views, start = {}, 0
+        for (name, (dtype, shape)), end in zip(self._fields.items(), self._ends, strict=True):
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            views[name] = memory[start : start + nbytes].view(dtype).view(shape)
+            start = end
+        return views
+
+    def inputs(self, memory: Tensor) -> tuple[Tensor, RaggedBatch]:
+        """Token ids [tokens] and the batch of a step whose inputs lie there."""
+        views = self.views(memory)
+        return views.pop("token_ids"), RaggedBatch(most_queries=self.queries, **views)
+
+    def fill(self, host: dict[str, Tensor], token_ids: Tensor, batch: RaggedBatch) -> None:
+        """Writes a step's inputs and, behind them, padding."""
         (count, width), tokens = batch.block_table.shape, batch.num_tokens
-        host = self._host
         host["token_ids"][:tokens] = token_ids
         host["positions"][:tokens] = batch.positions
         host["slots"][:tokens] = batch.slots
         host["context_len"][:count] = batch.context_len
         host["block_table"][:count, :width] = batch.block_table
         host["seats"][:count] = torch.arange(count) if batch.seats is None else batch.seats
+        host["query_start"][: count + 1] = batch.query_start
         if "tree" in host:
             host["tree"][:tokens] = chain_of(batch.query_start, tokens) if batch.tree is None else batch.tree
-            host["query_start"][: count + 1] = batch.query_start
-        self._clear(count, tokens)
-        self._bytes.copy_(self._host_bytes, non_blocking=True)
+        self.clear(host, count, tokens)
 
-    def _clear(self, count: int, tokens: int) -> None:
-        """Makes the sequences from `count` on and the tokens from `tokens` on padding."""
+    def clear(self, host: dict[str, Tensor], count: int, tokens: int) -> None:
+        """Makes the sequences from `count` on and the tokens from `tokens` on padding.
+
+        Blocks of contexts that are empty are never looked up, so that theirs may be any.
+        """
         for name, nothing in NOTHING.items():
-            if name in self._host:
-                self._host[name][count if name in ("context_len", "seats") else tokens :] = nothing
-        if "query_start" in self._host:
-            self._host["query_start"][count + 1 :] = tokens
-
-
-def _views(buffer: Tensor, fields: Fields) -> dict[str, Tensor]:
-    """The fields of a buffer, one behind the other, those of 8 bytes first."""
-    views, start = {}, 0
-    for name, (dtype, shape) in fields.items():
-        end = start + torch.Size(shape).numel() * dtype.itemsize
-        views[name] = buffer[start:end].view(dtype).view(shape)
-        start = end
-    return views
+            if name in host:
+                host[name][count if name in ("context_len", "seats") else tokens :] = nothing
+        # A row that is padding is a sequence of one token where each brings one, else a sequence of none.
+        first = host["query_start"][count:]
+        first.copy_(torch.arange(count, self.bucket + 1) if self.queries == 1 else torch.full_like(first, tokens))
 
 
 class CudaCapture:
@@ -258,7 +299,8 @@ def decode_graphs(
         return None, f"{what} without CUDA graphs: the capture failed ({str(error).splitlines()[0]})"
     for statistics in decoder.router_statistics.values():
         statistics.reset()  # of the captures' warm-up
-    note = f"{what} by CUDA graphs for batches of {', '.join(map(str, graphs.buckets))}"
+    sizes = f"{len(buckets)} sizes up to {buckets[-1]}" if len(buckets) > FEW else ", ".join(map(str, buckets))
+    note = f"{what} by CUDA graphs for batches of {sizes}"
     if len(queries) > 1:
         most = f"{queries[-1] - 1} drafts" if drafting is None else f"{queries[-1]} tokens"
         note = f"{note}, each also with up to {most} a sequence"
