@@ -28,8 +28,8 @@ from membound.roofline.techniques import (
 )
 from membound.simulator.advice.advisor import advise, to_json
 from membound.simulator.advice.effects import Bench, Effect
+from membound.simulator.deployment import check_context
 from membound.simulator.load import Lengths, Load
-from membound.simulator.steady import check_context
 
 # What every engine of today has, and what a technique is added to.
 ENGINE = ("continuous_batching",)

@@ -16,10 +16,11 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
 from membound.simulator.costing import ClosedForm, Costing, simulated
+from membound.simulator.deployment import check_context, deployment_of
 from membound.simulator.load import Lengths, Load
 from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
 from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
-from membound.simulator.steady import Steady, check_context, deployment_of
+from membound.simulator.steady import Steady
 from membound.simulator.sweeping.sweep import Workers
 
 

@@ -21,9 +21,10 @@ from membound.roofline.results.comparison import bottleneck, metric_value
 from membound.roofline.results.result import Column, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric
+from membound.simulator.deployment import deployment_of
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.load import Load
-from membound.simulator.steady import Steady, deployment_of, refuse_what_only_runs_show
+from membound.simulator.steady import Steady, refuse_what_only_runs_show
 from membound.simulator.sweeping.sweep import Workers
 
 

@@ -14,8 +14,9 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.speculation.draft_choice import best_size, drafting_of
 from membound.roofline.speculation.steps import speculation_of
 from membound.roofline.techniques import Speculative
+from membound.simulator.deployment import SpeculatingDeployment, deployment_of
 from membound.simulator.load import Load
-from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of, load_of
+from membound.simulator.steady import Steady, load_of
 
 
 class SizedDrafts(NamedTuple):

@@ -24,9 +24,10 @@ from membound.simulator.advice.rules import RULES, Rule, Situation, attacks, los
 from membound.simulator.advice.situation import situation_of
 from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
+from membound.simulator.deployment import check_context, deployment_of
 from membound.simulator.load import Load
 from membound.simulator.stacking.stacking import closed_loop, engine_said
-from membound.simulator.steady import Steady, check_context, deployment_of, load_of, refuse_what_only_runs_show
+from membound.simulator.steady import Steady, load_of, refuse_what_only_runs_show
 from membound.simulator.sweeping.sweep import Workers
 
 # A gain below this is not worth a line of what not to combine.

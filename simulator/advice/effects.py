@@ -19,9 +19,10 @@ from membound.roofline.techniques import GainMetric, Technique
 from membound.roofline.times.efficiency import distinct_experts
 from membound.simulator.advice.moves import excludes
 from membound.simulator.costing import ClosedForm, Served
+from membound.simulator.deployment import SpeculatingDeployment, deployment_of, with_room_for
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.load import Load
-from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of, with_room_for
+from membound.simulator.steady import Steady
 
 
 class PerToken(NamedTuple):

@@ -16,7 +16,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
 from membound.roofline.techniques import TECHNIQUES, Technique, engine_setup
 from membound.roofline.techniques.quality import LOSSLESS, Quality
-from membound.simulator.steady import deployment_of
+from membound.simulator.deployment import deployment_of
 
 MOST_TENSOR_PARALLEL = 64
 MOST_SEATS = 1024

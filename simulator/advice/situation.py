@@ -19,8 +19,9 @@ from membound.roofline.shape import StepShape
 from membound.roofline.speculation.draft_choice import best_size
 from membound.roofline.techniques import Eagle, NgramSpeculation, Speculative, WeightQuantization
 from membound.simulator.advice.rules import DraftingOdds, Situation
+from membound.simulator.deployment import SpeculatingDeployment, deployment_of
 from membound.simulator.load import Load
-from membound.simulator.steady import SpeculatingDeployment, Steady, deployment_of
+from membound.simulator.steady import Steady
 
 # Tokens of a step among which the ridge is looked for: a mixture of 256 experts has it at some ten thousand.
 _MOST_RIDGE, _RIDGE_NODES = 2.0**24, 24 * 16 + 1

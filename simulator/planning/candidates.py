@@ -22,9 +22,9 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import Scenario, Slo
 from membound.roofline.scenario.engine import BatchingName
 from membound.roofline.techniques import ContinuousBatching
+from membound.simulator.deployment import deployment_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.choices import FormatChoice, parallelisms, precisions
-from membound.simulator.steady import deployment_of
 
 Values = NDArray[np.float64]
 

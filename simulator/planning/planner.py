@@ -21,6 +21,7 @@ from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.times.certainty import Certainty
 from membound.roofline.times.known import times_for
 from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
+from membound.simulator.deployment import check_context
 from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
 from membound.simulator.planning.candidates import Demand, ReplicaCurves, replicas_on
 from membound.simulator.planning.compared import Compared, Comparing, HoldingSlower, safest
@@ -38,7 +39,6 @@ from membound.simulator.planning.sensitivity import (
     sensitivity_of,
 )
 from membound.simulator.planning.verdict import Missed
-from membound.simulator.steady import check_context
 from membound.simulator.sweeping.sweep import Workers
 
 PRECISIONS = ("given", "8bit", "4bit")

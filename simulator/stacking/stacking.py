@@ -25,10 +25,11 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import TECHNIQUES, GainMetric, Technique, remarks
 from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
+from membound.simulator.deployment import check_context, deployment_of, with_room_for
 from membound.simulator.load import Lengths, Load
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, StackStep
-from membound.simulator.steady import Steady, check_context, deployment_of, load_of, with_room_for
+from membound.simulator.steady import Steady, load_of
 from membound.simulator.sweeping.sweep import Workers
 
 # 2^k subsets are simulated for stacks of up to so many techniques; closed forms take more (MOST_FACTORIAL).

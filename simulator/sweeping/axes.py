@@ -11,8 +11,8 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.part import MAX_TOKENS
 from membound.roofline.scenario import Scenario, check_path
+from membound.simulator.deployment import with_room_for
 from membound.simulator.load import Lengths
-from membound.simulator.steady import with_room_for
 
 Axes = Sequence[tuple[str, Sequence[Any]]]
 # Points of the product at which a value is tried beside others before it is called wrong.

@@ -17,7 +17,7 @@ from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
 from membound.simulator.advice.rules import RULES, SMALL_MODEL_PARAMS
 from membound.simulator.advice.situation import ridge_tokens
-from membound.simulator.steady import deployment_of
+from membound.simulator.deployment import deployment_of
 from membound.simulator.sweeping.sweep import Workers
 
 

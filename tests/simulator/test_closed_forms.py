@@ -16,11 +16,12 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.serving import SteadyLoad
 from membound.simulator.costing import ClosedForm, Served, simulated
+from membound.simulator.deployment import deployment_of
 from membound.simulator.load import think_s
 from membound.simulator.run import run
 from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.stacking.stacking import stack
-from membound.simulator.steady import Steady, deployment_of, load_of
+from membound.simulator.steady import Steady, load_of
 from membound.simulator.sweeping.sweep import Workers, predicted
 
 CONTINUOUS = ("continuous_batching",)

@@ -17,12 +17,12 @@ from membound.roofline.memory import kv_bytes, weights_bytes
 from membound.roofline.models.files import resolve_model
 from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.scenario import Scenario, parse_scenario
+from membound.simulator.deployment import deployment_of
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.build import build_scheduler
 from membound.simulator.scheduling.kv_memory import kv_memory
 from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.request import Request
-from membound.simulator.steady import deployment_of
 
 SESSIONS = {
     "kind": "sessions",

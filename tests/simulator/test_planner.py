@@ -21,6 +21,7 @@ from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.roofline.serving import SteadyLoad
 from membound.simulator import load as loads
 from membound.simulator.busiest import ENOUGH_REQUESTS
+from membound.simulator.deployment import deployment_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import ReplicaCurves, replica_of, replicas_on
 from membound.simulator.planning.choices import FormatChoice, parallelisms
@@ -37,7 +38,6 @@ from membound.simulator.scheduling.loop import Executor
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Sequence, Step
 from membound.simulator.scheduling.workload import request_stream
-from membound.simulator.steady import deployment_of
 
 DEVICES = ["H100-SXM5", "L40S", "A100-SXM4-80GB"]
 

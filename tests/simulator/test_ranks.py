@@ -10,9 +10,9 @@ from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario, parse_scenario
+from membound.simulator.deployment import deployment_of
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.request import Step
-from membound.simulator.steady import deployment_of
 
 H100 = get_hardware("H100-SXM5")
 
