@@ -83,6 +83,7 @@ _ENGINES = {
     "vllm-2023": "vLLM as it first was, in 2023",
     "sglang": "SGLang: prompts in steps of their own, before decodes",
     "tensorrt-llm": "TensorRT-LLM from version 1 on",
+    "tensorrt-llm-offline": "TensorRT-LLM from version 1 on without a server: all requests at once",
     "tensorrt-llm-0": "TensorRT-LLM before version 1",
     "fastertransformer": "NVIDIA FasterTransformer, C++, before 2023",
     "megatron": "Megatron-LM's inference",

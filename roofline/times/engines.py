@@ -28,15 +28,16 @@ class EngineProfile(BaseModel):
     `launch_s` for each kernel and the step is no shorter than all of them. `gap_s` passes on the device between two
     kernels; it is negative where a kernel starts while the one before ends (programmatic dependent launch). `step_s` is
     host work that the device waits for in each step, `sequence_s` that for each sequence of the batch, `prefill_s` that
-    of a step with a prompt. An unfused engine runs `extra_kernels` more elementwise kernels in each layer.
+    of a step with a prompt. Of requests without end a rank takes `most_sequences` at once at most. An unfused engine
+    runs `extra_kernels` more elementwise kernels in each layer.
 
     Of the time of other requests' prompts the `interleaved` share falls between a request's tokens: 0.5 where prompts
     go first and together, 1 where chunks join decode steps. The engine's linear kernels reach `rate_share` of the
     matrix rate that the tables' kernels do, those for quantized weights `quantized_rate_share` of that, and with
     `fp16_accumulate` they take the doubled rate of GeForce cards. Those that keep few loads in flight move at most
     `unit_bytes_per_cycle` in a cycle of each unit, whatever the memory could, since a load takes about as many cycles
-    on every card. Its kernels for quantized weights with 16-bit activations take `weight_only_s` longer to start than
-    plain ones.
+    on every card. With `experts_as_linears` experts run in the same kernels. Kernels for quantized weights with 16-bit
+    activations take `weight_only_s` longer to start than plain ones.
     `spread` is the 80 % quantile of |ln(predicted / measured)| of the steps that the profile was fitted on, with what
     teams differ by where they are of a single one.
     """
@@ -51,12 +52,14 @@ class EngineProfile(BaseModel):
     gap_s: float = Field(0.0, ge=-5e-6)
     step_s: float = Field(0.0, ge=0)
     sequence_s: float = Field(0.0, ge=0)
+    most_sequences: int = Field(1024, ge=1)
     prefill_s: float = Field(0.0, ge=0)
     extra_kernels: float = Field(0.0, ge=0)
     interleaved: float = Field(0.75, ge=0, le=1)
     rate_share: float = Field(1.0, gt=0, le=2)
     quantized_rate_share: float = Field(1.0, gt=0, le=2)
     fp16_accumulate: bool = False
+    experts_as_linears: bool = False
     unit_bytes_per_cycle: float | None = Field(None, gt=0)
     weight_only_s: float = Field(0.0, ge=0)
     spread: float = Field(0.15, ge=0)
@@ -122,20 +125,27 @@ _ON_THE_HOST = re.compile(r"ktransformers|powerinfer|flexgen|zero[- ]inference|f
 
 
 def profile_of_engine(
-    engine: str, version: str = "", year: float | None = None, *, eager: bool = False, asynchronous: bool = False
+    engine: str,
+    version: str = "",
+    year: float | None = None,
+    *,
+    eager: bool = False,
+    asynchronous: bool = False,
+    offline: bool = False,
 ) -> EngineProfile:
     """The profile of an engine as a table names it; the eager one where `eager` and the engine's own is not.
 
     vLLM is four engines: eager until 2023 (0.2), captured with a synchronous scheduler until 0.6, rewritten from 0.7,
     and with a scheduler that works beside the device by default from 0.14 (January 2026), before where it is told so
-    (`asynchronous`). TensorRT-LLM's first releases have a profile of their own, and so has Text Generation Inference
-    before it captured graphs (1.4, from memory). An engine that no profile is of has the general one. Raises
+    (`asynchronous`). TensorRT-LLM's first releases have a profile of their own, and so have runs without a server
+    (`offline`), which send no tokens to anybody, and Text Generation Inference before it captured graphs (1.4, from
+    memory). An engine that no profile is of has the general one. Raises
     MemboundError for one that computes a part of the model on the host.
     """
     profile = get_profile(_profile_name(engine.lower(), version.lower(), year, asynchronous))
     if eager and profile.name in _EAGER_WAY:
         return get_profile(_EAGER_WAY[profile.name])
-    return profile
+    return get_profile("tensorrt-llm-offline") if offline and profile.name == "tensorrt-llm" else profile
 
 
 def _profile_name(engine: str, version: str, year: float | None, asynchronous: bool) -> str:

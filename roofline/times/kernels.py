@@ -198,9 +198,7 @@ class KernelTimes(MadeOf):
         fit = self.fit("gemm", kernel)
         if kernel in _WEIGHT_ONLY and (fit.kernel, fit.scope) != (kernel, self.hardware.name):
             rate *= efficiency.MIXED_INPUT_SHARE.get(self.hardware.architecture, 1.0)
-        rate *= self.profile.rate_share
-        if operator.precision.width < 16:
-            rate *= self.profile.quantized_rate_share
+        rate *= self._engine_share(operator.precision)
         if self.profile.fp16_accumulate and dtype in ("bf16", "fp16"):
             rate *= efficiency.fp16_accumulation_gain(self.hardware)
         if operator.precision.sparse and dtype in self.hardware.sparse_flops:
@@ -214,6 +212,10 @@ class KernelTimes(MadeOf):
         time_s, memory_s = self._with_loads_in_flight(time_s, memory_s, overhead_s, operator.bytes)
         there = is_there(operator.m)  # a step without such rows does not run the kernel
         return OperatorTime(time_s * there, memory_s * there, compute_s, overhead_s * there)
+
+    def _engine_share(self, weights: Precision) -> float:
+        """What the engine's own linear kernels reach of the matrix rate that those of the tables do."""
+        return self.profile.rate_share * (self.profile.quantized_rate_share if weights.width < 16 else 1.0)
 
     def _with_loads_in_flight(
         self, time_s: Count, memory_s: Count, overhead_s: Count, moved_bytes: Count
@@ -272,6 +274,7 @@ class KernelTimes(MadeOf):
                 part.attended,
                 heads.flops_per_pair,
                 moved,
+                operator.tiles,
             )
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         total = OperatorTime(0.0, 0.0, 0.0, 0.0)
@@ -298,13 +301,14 @@ class KernelTimes(MadeOf):
         assert load is not None and operator.precision is not None and operator.activations is not None
         _, dtype = self._kernel_of(operator.precision, operator.activations)
         p = self._parameters(*self.kernels_of(operator)[0])
+        share = self._engine_share(operator.precision) if self.profile.experts_as_linears else 1.0
         moved: Count = operator.activation_bytes
         if self.profile.library == _WITH_ROWS_OF_OTHERS and self.hardware.architecture != _LEAVING_THEM_OUT:
             moved = moved * np.maximum(load.present / np.maximum(load.pairs, 1e-9), 1.0)
         time_s, memory_s, compute_s = efficiency.moe_s(
             p,
             self.hardware,
-            efficiency.matrix_rate(p, self.hardware, dtype),
+            efficiency.matrix_rate(p, self.hardware, dtype) * share,
             load.pairs,
             load.active,
             load.flops_per_row,

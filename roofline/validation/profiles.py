@@ -70,7 +70,7 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "vllm-0.6": ((*CAPTURED, "weight_only_s"), {"library": "vllm"}),
     "vllm-2023": (EAGER, {"graphs": False}),
     "sglang": (SERVED, {"library": "sglang"}),
-    "tensorrt-llm": (SERVED, {"library": "trtllm"}),
+    "tensorrt-llm": (SERVED, {"library": "trtllm", "most_sequences": 2048}),
     "tensorrt-llm-0": ((*CAPTURED, "rate_share"), {"library": "trtllm"}),
     "fastertransformer": (("gap_s", "step_s", "sequence_s"), {"library": "nccl", "graphs": False, "launch_s": 5e-6}),
     "megatron": (("launch_s", "extra_kernels", "step_s"), {"library": "nccl", "graphs": False}),
@@ -84,7 +84,7 @@ ENGINES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "autoawq-gemv": (("launch_s", "extra_kernels", "step_s", "quantized_rate_share"), {"graphs": False}),
     "llama.cpp": (
         ("gap_s", "step_s", "rate_share", "quantized_rate_share", "unit_bytes_per_cycle"),
-        {"fp16_accumulate": True},
+        {"fp16_accumulate": True, "experts_as_linears": True},
     ),
     "mlc": (("gap_s", "step_s"), {}),
     "transformers": (("launch_s", "extra_kernels", "step_s"), {"graphs": False}),

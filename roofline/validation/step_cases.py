@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,11 +13,12 @@ from membound.roofline.memory import weights_bytes
 from membound.roofline.models import get_model
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.parallel import Parallelism
+from membound.roofline.precision import get_precision
 from membound.roofline.precision.names import parse_plan
 from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, with_parallel
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times.engines import profile_of_engine
+from membound.roofline.times.engines import get_profile, profile_of_engine
 from membound.roofline.validation import statements
 from membound.roofline.validation.tables import MOST_DEVICES, Row, number
 
@@ -31,8 +33,14 @@ _MLPERF_TOKENS = {
     "Llama-3.1-405B": (9400.0, 685.0),
     "DeepSeek-V3": (800.0, 4043.0),
 }
-# Sequences in a step at most where an engine is only told to take what fits.
-_MOST_SEQUENCES = 1024.0
+# llama.cpp's file type "MXFP4 MoE" has 8 bits where the published checkpoint has 16: gpt-oss-20b takes 11.27 GiB there,
+# and 120b 59.02 (the sizes that llama-bench prints for ggml-org's files).
+GGUF_MXFP4 = (
+    *((part, get_precision("q8_0")) for part in ("attention", "embedding", "lm_head")),
+    ("router", get_precision("fp32")),
+)
+# Rows that a round of speculation verifies for a sequence, at most.
+_MOST_ROWS = 1024.0
 _MEASURED_BATCH = "measured average batch"
 # How much further off than most of an engine's rows, which decode, are those of other phases: with 1.3 the intervals of
 # prompts hold 80 % of the development table's, with 1.0 74 %.
@@ -114,9 +122,10 @@ def case_of(row: Row) -> StepCase:
     if "kv" in plan.assumed and plan.activations.width <= 8 and "tensorrt" in engine.lower():
         plan = replace(plan, kv=parse_plan("fp8", "fp8", "fp8").kv)
     eager = any(flag in row.text("flags") for flag in ("eager", "host_bound")) or "enforce" in row.text("notes").lower()
-    profile = profile_of_engine(
-        f"{engine} {technique}", version, row.number("year"), eager=eager, asynchronous=_schedules_ahead(row)
-    )
+    way = {"eager": eager, "asynchronous": _schedules_ahead(row), "offline": _is_offline(row)}
+    profile = profile_of_engine(f"{engine} {technique}", version, row.number("year"), **way)
+    if profile.name == "llama.cpp" and plan.weights.name == "mxfp4":
+        plan = replace(plan, exceptions=GGUF_MXFP4)
     setup = EngineSetup(precision=plan, policy="continuous", profile=profile.name)
     parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
     deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
@@ -137,6 +146,12 @@ def _schedules_ahead(row: Row) -> bool:
     vLLM ask for it (github.com/InferenceMAX, `benchmarks/*_vllm*.sh`: `async-scheduling: true`)."""
     text = f"{row.text('technique')} {row.text('notes')} {row.text('source')}".lower()
     return any(word in text for word in ("async scheduling", "async-scheduling", "inferencex", "inferencemax"))
+
+
+def _is_offline(row: Row) -> bool:
+    """Whether no server passes tokens on: all requests are there at once, or MLPerf's generator is in the process."""
+    all_at_once = row.text("batch_or_concurrency") in statements.AS_MANY_AS_FIT and "online" not in row.text("flags")
+    return "mlperf" in row.text("source") or (all_at_once and row.text("metric").startswith("throughput"))
 
 
 def _weights(row: Row, has_experts: bool) -> str:
@@ -178,6 +193,10 @@ def _parallel(row: Row, single: Deployment, has_experts: bool) -> tuple[Parallel
     elif moe_tp == ep > 1 and moe_tp * ep == devices:
         devices, dp = float(ep), min(dp, ep)
         tp = ep // dp
+    if layout := re.search(r"\b(DEP|TEP)(\d+)\b", f"{row.text('technique')} {notes}"):
+        # NVIDIA's words: attention data-parallel, or tensor-parallel, over as many ranks as experts are spread over.
+        ep = _degree(row, layout.group(1), layout.group(2))
+        tp, dp = (1, ep) if layout.group(1) == "DEP" else (ep, 1)
     if ranks := re.search(r"([^\s(]*\d[^\s(]*) decode ranks", notes):
         # Attention data-parallel over all ranks, experts spread over them: how DeepSeek's models are disaggregated.
         dp = ep = _degree(row, "decode ranks", ranks.group(1))
@@ -215,8 +234,15 @@ def _batch(row: Row, deployment: Deployment, replicas: float, context: float) ->
     text = row.text("batch_or_concurrency")
     if not text and not row.text("metric").startswith("throughput"):
         return 1.0
-    most = deployment.with_batch_that_fits(_MOST_SEQUENCES, context)
+    setup = deployment.setup
+    taken = get_profile(setup.profile).most_sequences * setup.parallel.dp
+    most = deployment.with_batch_that_fits(min(taken, (_requests(row) or math.inf) / replicas), context)
     return max(0.5 * most, 1.0) if text in statements.SERVED else most
+
+
+def _requests(row: Row) -> float | None:
+    """How many requests a run without a server had, where it says so."""
+    return statements.noted(row, "requests", whole=True)
 
 
 def _tpot_ms(case: StepCase) -> float:
@@ -249,7 +275,7 @@ def _emitted(case: StepCase) -> float:
     if length is None:
         raise MemboundError("speculation without its mean acceptance length, on which the speed depends")
     named = case.row.at("the window in technique")
-    rows = number(window.group(1), named, least=1.0, most=_MOST_SEQUENCES, whole=True) if window else 4.0
+    rows = number(window.group(1), named, least=1.0, most=_MOST_ROWS, whole=True) if window else 4.0
     context = case.prompt_tokens + case.output_tokens / 2.0
     plain_s = case.deployment.decode_s(case.batch, context)
     verify_s = case.deployment.step_s(StepShape.verify(case.batch, context, rows - 1.0))
@@ -265,8 +291,21 @@ def _ttft_ms(case: StepCase) -> float:
 
 def _throughput(case: StepCase) -> float:
     """Output tokens a second of all replicas."""
+    requests = _requests(case.row)
+    if requests is not None and case.row.text("batch_or_concurrency") in statements.AS_MANY_AS_FIT:
+        return _rate_of_waves(case, requests)
     load = case.load if case.steady or "batch_unknown" in case.flags or "dataset_lengths" in case.flags else case.static
     return case.replicas * load.output_tokens_per_s
+
+
+def _rate_of_waves(case: StepCase, requests: float) -> float:
+    """Output tokens a second of so many requests of equal length that are all there at once.
+
+    They end together, so that the next ones start together: the last wave may be all but empty and takes as long.
+    """
+    whole, rest = divmod(requests / case.replicas, case.batch)
+    last_s = replace(case.static, batch=rest).latency_s if rest >= 1.0 else 0.0
+    return requests * case.output_tokens / (whole * case.static.latency_s + last_s)
 
 
 def _devices(case: StepCase) -> float:

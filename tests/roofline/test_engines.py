@@ -62,6 +62,14 @@ def test_a_scheduler_that_works_ahead_is_the_present_engines_whatever_the_versio
     assert profile_of_engine("vLLM", "0.6.3", asynchronous=True).name == "vllm-0.6"
 
 
+def test_a_run_without_a_server_has_a_profile_of_its_own_where_the_server_costs_each_sequence():
+    served, alone = profile_of_engine("TensorRT-LLM", "1.2"), profile_of_engine("TensorRT-LLM", "1.2", offline=True)
+    assert (served.name, alone.name) == ("tensorrt-llm", "tensorrt-llm-offline")
+    assert alone.sequence_s < served.sequence_s and (alone.gap_s, alone.step_s) == (served.gap_s, served.step_s)
+    assert profile_of_engine("TensorRT-LLM", "0.9", offline=True).name == "tensorrt-llm-0"
+    assert profile_of_engine("vLLM", "0.16", offline=True).name == "vllm"
+
+
 def test_an_engine_that_computes_on_the_host_is_refused():
     with pytest.raises(MemboundError, match="engine 'ktransformers' computes a part of the model on the host"):
         profile_of_engine("KTransformers", "0.3")
@@ -95,6 +103,17 @@ def test_an_unknown_profile_is_one_sentence_with_the_nearest():
 )
 def test_what_an_engine_adds_makes_a_step_longer(changes):
     assert step_s(**changes) > step_s()
+
+
+def test_slow_linears_slow_the_experts_that_run_in_their_kernels_alone():
+    mixture, prompt = get_model("Mixtral-8x7B"), StepShape.prefill(1, 4000)
+
+    def experts_s(**changes):
+        costs = step_cost(mixture, PLAIN, KernelTimes(H100, KERNELS.model_copy(update=changes)), prompt).operators
+        return sum(float(cost.total_s) for cost in costs if cost.operator.kind == "moe")
+
+    assert experts_s(rate_share=0.5) == experts_s()
+    assert experts_s(rate_share=0.5, experts_as_linears=True) == pytest.approx(2.0 * experts_s(), rel=0.2)
 
 
 def test_launches_hide_behind_kernels_that_take_longer():

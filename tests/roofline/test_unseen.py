@@ -14,12 +14,16 @@ from membound.roofline.validation.report import ValidationReport, validate_table
 
 TABLES = sorted((Path(__file__).parent / "unseen").glob("*.csv"))
 OLD_BUILDS = (
-    "the profile's host work is of builds of 2024, and those of 2026 take less; prompts of mixtures of experts and "
-    "state spaces reach half the rate that the profile gives them"
+    "the profile's host work is of builds of 2024 and of servers, and llama-bench of 2026 takes less; prompts of state "
+    "spaces reach half the rate that the profile gives them"
 )
 H20 = "a third of the bandwidth that an H20 has is reached there with weights in bf16, 1.4 of 4 TB/s; why is not known"
-AT_ONCE = "batches of 1,000 and more on TensorRT-LLM 1: the profile's work for a sequence is not hidden behind the device"
-FEW = "14 kernels of three teams, of which FlashAttention-3 with pages of 8 tokens takes 1.5 times as long as with large"
+AT_ONCE = (
+    "batches of 1,000 and more on TensorRT-LLM 1: the profile's work for a sequence is not hidden behind the device"
+)
+FEW = (
+    "14 kernels of three teams, of which FlashAttention-3 with pages of 8 tokens takes 1.5 times as long as with large"
+)
 
 
 def tables(**missed: str):
@@ -47,11 +51,11 @@ def test_few_rows_are_refused(unseen: ValidationReport):
     assert unseen.refused <= 0.05 * unseen.rows
 
 
-@tables(**{"llama.cpp-bench": OLD_BUILDS, "sglang-0.4-h20": H20, "trtllm-1.2": AT_ONCE})
+@tables(**{"llama.cpp-bench": OLD_BUILDS, "sglang-0.4-h20": H20})
 def test_the_median_error_is_as_promised_for_serving(unseen: ValidationReport):
     assert np.median([abs(result.error) for result in unseen.judged]) <= 0.2
 
 
-@tables(**{"llama.cpp-bench": OLD_BUILDS, "sglang-0.4-h20": H20, "trtllm-1.2": AT_ONCE, "ops-mla": FEW})
+@tables(**{"llama.cpp-bench": OLD_BUILDS, "sglang-0.4-h20": H20, "ops-mla": FEW})
 def test_intervals_hold_what_they_are_meant_to(unseen: ValidationReport):
     assert np.mean([result.within for result in unseen.judged]) >= 0.8
