@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from membound.roofline.applicable import check_applicable
-from membound.roofline.cost import OperatorCost, StepCost, pipelined_cost
+from membound.roofline.cost import StepCost, pipelined_cost
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import MemoryBreakdown, MemoryTerms, activation_terms, weights_by_part
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
-from membound.roofline.operators import Operator
+from membound.roofline.operator_groups import OperatorGroup, grouped
 from membound.roofline.point_json import point_json
 from membound.roofline.precision.chosen import Formats
 from membound.roofline.precision.plan import compute_dtype
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from membound.roofline.speculation.steps import Speculation
 
 Phase = Literal["decode", "prefill", "verify"]
-PHASES: tuple[Phase, ...] = ("decode", "prefill", "verify")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 32768, 131072)
 # Sequences that nobody puts into one step: where the search for the largest batch ends.
@@ -42,30 +42,6 @@ MOST_SEQUENCES = 1_000_000
 
 # Guesses that a verify step checks where nothing says how many.
 USUAL_GUESSES = 4
-
-Group = Literal["attention", "ffn", "elementwise", "communication", "lm_head", "host"]
-GROUPS: tuple[Group, ...] = ("attention", "ffn", "elementwise", "communication", "lm_head", "host")
-_GROUP_OF_KIND: dict[str, Group] = {
-    "attention": "attention",
-    "recurrent": "attention",
-    "scores": "attention",
-    "moe": "ffn",
-    "collective": "communication",
-    "host": "host",
-}
-
-
-@dataclass(frozen=True)
-class OperatorGroup:
-    """The operators of a step that serve one end, with their seconds, amounts and the bound of most of their time."""
-
-    name: Group
-    operators: tuple[OperatorCost, ...]
-    time_s: float
-    flops: float
-    bytes: float
-    link_bytes: float
-    bound: str
 
 
 @dataclass(frozen=True)
@@ -224,31 +200,7 @@ class OperatingPoint:
     @cached_property
     def groups(self) -> tuple[OperatorGroup, ...]:
         """The operators by what they serve; groups without operators are left out."""
-        ffn_linears = {name for group in self.model.groups() for name, _, _ in group.ffn.linears(self.model.hidden, 1)}
-        members: dict[Group, list[int]] = {group: [] for group in GROUPS}
-        for index, cost in enumerate(self.cost.operators):
-            members[_group_of(cost.operator, ffn_linears)].append(index)
-        return tuple(self._group(name, indices) for name, indices in members.items() if indices)
-
-    def _group(self, name: Group, indices: list[int]) -> OperatorGroup:
-        costs = tuple(self.cost.operators[index] for index in indices)
-        seconds: dict[str, float] = {}
-        for index in indices:
-            for bound, value in self.bound_seconds[index].items():
-                seconds[bound] = seconds.get(bound, 0.0) + value
-
-        def total(amount: str) -> float:
-            return sum(float(getattr(cost.operator, amount)) * cost.operator.calls for cost in costs)
-
-        return OperatorGroup(
-            name,
-            costs,
-            time_s=sum(seconds.values()),
-            flops=total("flops"),
-            bytes=total("bytes"),
-            link_bytes=total("link_bytes"),
-            bound=max(seconds, key=seconds.__getitem__),
-        )
+        return grouped(self.model, self.cost.operators, self.bound_seconds)
 
     @property
     def ridge(self) -> Ridge:
@@ -412,15 +364,6 @@ def _largest(beyond: Callable[[int], float], most: int) -> int:
         else:
             high, high_bytes = middle, middle_bytes
     return low
-
-
-def _group_of(operator: Operator, ffn_linears: set[str]) -> Group:
-    """What an operator serves; in a model of several kinds of layers names carry the number of theirs (`2.qkv`)."""
-    if operator.kind != "linear":
-        return _GROUP_OF_KIND.get(operator.kind, "elementwise")
-    if operator.name == "lm_head":
-        return "lm_head"
-    return "ffn" if operator.name.rsplit(".", 1)[-1] in ffn_linears else "attention"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from membound.roofline.models.layers import LayerGroup
 from membound.roofline.techniques import remarks
 
 if TYPE_CHECKING:
-    from membound.roofline.operating_point import OperatingPoint, OperatorGroup, Ridge
+    from membound.roofline.operating_point import OperatingPoint, Ridge
+    from membound.roofline.operator_groups import OperatorGroup
 
 # Elements of 16 bits in two vector loads of 16 bytes; dimensions of a head that attention kernels are made for.
 ALIGNED, WARP = 16, 32
