@@ -7,7 +7,6 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import EngineSetup
 from membound.runtime.kv.build import move_problem, runs_in
 from membound.runtime.quantization.recipes import format_problem
-from membound.runtime.speculation.build import BESIDE_STATES, RUNNING
 from membound.runtime.supported import recurrent
 
 
@@ -16,7 +15,7 @@ def unmeasured(setup: EngineSetup, *, mxfp4: bool = False) -> str | None:
 
     `mxfp4` says that the kernels multiply it.
     """
-    plan, drafts = setup.precision, setup.drafts
+    plan = setup.precision
     if problem := format_problem(plan, mxfp4=mxfp4):
         return problem
     parts = (
@@ -26,11 +25,6 @@ def unmeasured(setup: EngineSetup, *, mxfp4: bool = False) -> str | None:
             "tensor and expert parallelism",
         ),
         (not runs_in(plan.kv), f"a KV cache in {plan.kv.name}", "fp8, int8, int4, kivi2, kivi4 and 16 bits"),
-        (
-            drafts is not None and drafts.kind not in RUNNING,
-            f"speculation by {drafts and drafts.kind}",
-            ", ".join(RUNNING),
-        ),
         (
             setup.expert_storage is not None and setup.parallel.ep > 1,
             "expert_offload of experts that parallel.ep divides",
@@ -59,9 +53,9 @@ def _taken_back(scenario: Scenario) -> str | None:
     drafts = scenario.setup.drafts
     parts = (
         (
-            drafts is not None and drafts.kind not in BESIDE_STATES,
+            drafts is not None and not drafts.apart,
             f"{drafts and drafts.kind} drafts are trees, or read what the model computes",
-            f"take {' or '.join(BESIDE_STATES)}",
+            "take ngram_speculation or draft_model_speculation",
         ),
         (scenario.engine.prefix_caching, "engine.prefix_caching continues from any block", "set it to false"),
         (scenario.engine.preemption == "swap", "engine.preemption 'swap' moves blocks", "set it to 'recompute'"),

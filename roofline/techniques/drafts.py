@@ -22,10 +22,12 @@ class Drafts:
     `alpha`, and where all before it were right, that at each further position with `decay` times the chance of the
     one before. That none of the first r guesses behind a token is right falls as r^-`rank_exponent`. Where the engine
     is `adaptive`, gamma is the most, and each step takes as many as have paid so far, or none. Where alpha is
-    `assumed`, nobody gave it: it is the technique's usual one.
+    `assumed`, nobody gave it: it is the technique's usual one. Who drafts `apart` reads nothing that the model
+    computes: chains that are looked up, or that another model writes.
     """
 
     kind: ClassVar[DrafterKind]
+    apart: ClassVar[bool] = False
 
     gamma: int
     alpha: float
@@ -59,6 +61,7 @@ class NgramDrafts(Drafts):
     """Prompt lookup: up to `gamma` tokens that followed the last occurrence of the newest `max_ngram` tokens."""
 
     kind = "ngram"
+    apart = True
 
     max_ngram: int
     min_ngram: int
@@ -72,6 +75,7 @@ class ModelDrafts(Drafts):
     """
 
     kind = "draft_model"
+    apart = True
 
     draft: str | None
     weights: str | None = None

@@ -11,7 +11,6 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
 from membound.roofline.models import get_model
-from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision import get_precision
 from membound.roofline.precision.names import parse_plan
@@ -116,7 +115,7 @@ def case_of(row: Row) -> StepCase:
     if "offload" in technique:
         raise MemboundError("weights or cache are offloaded, which the steady step does not model")
     hardware, model = get_hardware(row.text("gpu")), get_model(row.text("model"))
-    has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
+    has_experts = bool(model.mixtures)
     plan = parse_plan(_weights(row, has_experts), row.text("act_dtype"), row.text("kv_dtype"))
     engine, version = row.text("engine"), row.text("engine_version")
     if "kv" in plan.assumed and plan.activations.width <= 8 and "tensorrt" in engine.lower():

@@ -124,7 +124,7 @@ def _kivi_problem(setup: EngineSetup, engine: Engine, model: ModelSpec) -> str |
                 f"kv_quantization is {format.name}, whose values share a scale along {group} channels, but a head of "
                 f"'{model.name}' has {width}; take int8, int4 or fp8"
             )
-    if setup.drafts is not None and setup.drafts.kind not in ("ngram", "draft_model"):  # chains beside this cache
+    if setup.drafts is not None and not setup.drafts.apart:
         return (
             f"kv_quantization is {format.name}, which rounds tokens when they are old enough and cannot move them, as "
             f"{setup.drafts.kind} drafts ask; take int8, int4 or fp8, or ngram_speculation"

@@ -13,7 +13,6 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.speculation.draft_models import draft_model, first_layers
 from membound.roofline.techniques import (
-    DrafterKind,
     EagleDrafts,
     HeadDrafts,
     MedusaDrafts,
@@ -35,10 +34,6 @@ from membound.runtime.supported import recurrent
 from membound.simulator.scheduling.prefix import mixed_hash
 
 DRAWS_GUESSES = 1  # mixed into the seed of the run, with which the sampler verifies
-
-RUNNING: tuple[DrafterKind, ...] = ("ngram", "draft_model", "self", "medusa", "eagle", "mtp")
-# Of these, what drafts for a model with recurrent states: chains, by those who read none of its layers.
-BESIDE_STATES: tuple[DrafterKind, ...] = ("ngram", "draft_model")
 
 
 @dataclass(frozen=True)
@@ -70,9 +65,7 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
     Raises MemboundError for a drafter that this model cannot have.
     """
     drafts = scenario.setup.drafts
-    if drafts is None:
-        return None
-    if drafts.kind == "ngram":
+    if drafts is None or drafts.kind == "ngram":
         return None
     if drafts.nodes is not None and drafts.nodes >= MOST_IN_TREE:
         raise MemboundError(
