@@ -40,6 +40,7 @@ def plan(document: dict[str, Any]) -> RenderableType:
             parts.append(f"{name} is not the same model in quality; {prices}")
             parts += [] if best is None or option == best else _dearer(name, option, best)
     parts += _compared(document["compared"])
+    parts += _own(document["compared"])
     parts += [] if best is None else _at_upper_end(best, document["safest"])
     parts += _sensitivity(document["sensitivity"])
     parts.append(_front(document))
@@ -122,6 +123,13 @@ def _compared(compared: list[dict[str, Any]]) -> Iterator[RenderableType]:
         if one["best"] is None:
             way = "prompts and outputs apart" if one["disaggregated"] else "prompts and outputs together"
             yield f"{one['device'] or 'any device'}, {way}: {one['reason']}"
+
+
+def _own(compared: list[dict[str, Any]]) -> Iterator[str]:
+    """Where all devices were asked for: how to ask of the scenario's alone, which has rows, too."""
+    named = {one["device"] for one in compared}
+    if None in named and (own := next((name for name in named if name), None)):
+        yield f"all devices of the catalog were looked at; --devices {own} asks of the scenario's alone"
 
 
 def _p99(one: dict[str, Any]) -> tuple[str, str]:

@@ -11,8 +11,24 @@ from rich.table import Table
 from membound.app import text
 from membound.app.reports.tables import BOUNDS
 
-# Metrics whose name does not say what they are of.
+# What a terminal calls the metrics of `roofline/METRICS.md`.
 _NAMES = {
+    "duration_s": "duration",
+    "output_tokens_per_s": "output tok/s",
+    "total_tokens_per_s": "total tok/s",
+    "requests_per_s": "req/s",
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+    "itl_s": "ITL",
+    "e2e_s": "E2E latency",
+    "goodput_rps": "goodput, req/s",
+    "slo_attainment": "SLO attainment",
+    "kv_utilization": "KV cache used",
+    "kv_waste": "KV cache wasted",
+    "prefix_hit_rate": "prefix hits",
+    "tokens_per_step": "tokens per step",
+    "acceptance_rate": "guesses accepted",
+    "bottleneck_share": "time bound by",
     "cost_usd_per_million_tokens": "USD per million output tokens",
     "energy_j_per_token": "J per output token, drawn",
     "energy_j_per_token_at_board_power": "J per output token, at board power",
@@ -20,6 +36,8 @@ _NAMES = {
 
 
 _OF_THE_OBJECTIVE = ("goodput_rps", "slo_attainment")
+# What is read of a note before any number is.
+_WARNINGS = ("overloaded", "turned away", "waited for a seat")
 
 
 _SHARES = ("slo_attainment", "kv_utilization", "kv_waste", "prefix_hit_rate", "acceptance_rate")
@@ -60,27 +78,55 @@ def run(document: dict[str, Any]) -> RenderableType:
     for column in ("value", "p50", "p90", "p99"):
         table.add_column(column, justify="right", no_wrap=column != "value")
     extra = {name: document[name] for name in _NAMES if name in document}
-    if extra and summary["energy_j_per_token"] is None:
-        summary = {name: value for name, value in summary.items() if name != "energy_j_per_token"}
-    aimless = not any((document["scenario"].get("slo") or {}).values())
+    aimless = not _objective(document)
     for name, value in (summary | extra).items():
         named = _NAMES.get(name, name)
-        if aimless and name in _OF_THE_OBJECTIVE:
-            table.add_row(named, "no objective given")
-        elif isinstance(value, dict) and "mean" in value:
-            table.add_row(f"{named} (mean)", *(_number(name, value[key]) for key in ("mean", "p50", "p90", "p99")))
+        if value in (None, {}) or (aimless and name in _OF_THE_OBJECTIVE):
+            continue  # what nobody saw or asked for is no row; --json has all
+        if isinstance(value, dict) and "mean" in value:
+            if value["mean"] is not None:
+                table.add_row(f"{named}, mean", *(_number(name, value[key]) for key in ("mean", "p50", "p90", "p99")))
         elif isinstance(value, dict):
             shares = (f"{BOUNDS.get(bound, bound)} {share:.0%}" for bound, share in value.items() if share >= 0.005)
-            table.add_row(named, ", ".join(shares) or "unknown")
+            table.add_row(named, ", ".join(shares))
         else:
             table.add_row(named, _number(name, value))
-    return Group(table, *_cluster(document.get("cluster")), *provenance["notes"])
+    warnings = [note for note in provenance["notes"] if any(word in note for word in _WARNINGS)]
+    others = [note for note in provenance["notes"] if note not in warnings]
+    return Group(_verdict(document), *warnings, table, *_cluster(document.get("cluster")), *others)
+
+
+def _objective(document: dict[str, Any]) -> str:
+    """The bounds of the scenario's objective in words; empty where it has none."""
+    bounds = document["scenario"].get("slo", {}).items()
+    return " and ".join(f"{name.removesuffix('_s').upper()} {text.seconds(bound)}" for name, bound in bounds if bound)
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    """What a run comes to, in one sentence: how many were served how fast, by which objective, and what binds."""
+    summary = document["summary"]
+    parts = [f"{summary['completed']:,} of {summary['requests']:,} requests served: {_rates(summary)}"]
+    if objective := _objective(document):
+        parts.append(f"{summary['slo_attainment']:.1%} within {objective}")
+    if shares := summary["bottleneck_share"]:
+        bound = max(shares, key=shares.__getitem__)
+        parts.append(f"bound by {BOUNDS.get(bound, bound)} ({shares[bound]:.0%} of the time)")
+    return "; ".join(parts)
+
+
+def _rates(summary: dict[str, Any]) -> str:
+    latencies = (
+        f"{named} {text.seconds(summary[name]['mean'])}"
+        for name, named in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"))
+        if summary[name]["mean"] is not None
+    )
+    return ", ".join((f"{text.digits(summary['output_tokens_per_s'], 4)} output tok/s", *latencies))
 
 
 def _number(name: str, value: float | int | None) -> str:
     """A metric in the unit that its name ends with; seconds in whatever unit keeps their digits."""
     if value is None:
-        return "unknown"
+        return ""
     if name in _SHARES:
         return f"{value:.1%}"
     if name.endswith("_s") and not name.endswith("per_s"):

@@ -33,7 +33,9 @@ def sweep(document: dict[str, Any]) -> RenderableType:
     points = document["points"]
     summaries = [point["summary"] for point in points]
     swept = [_values(points, path) for path in points[0]["values"]]
-    metrics = [_metric(summaries, name) for name in _SHOWN if any(s and s.get(name) is not None for s in summaries)]
+    aimed = any(document["scenario"].get("slo", {}).values())
+    names = [name for name in _SHOWN if aimed or name != "goodput_rps"]
+    metrics = [_metric(summaries, name) for name in names if any(s and s.get(name) is not None for s in summaries)]
     fewer = [summary is not None and _waiting(summary) >= 0.5 for summary in summaries]
     if any(fewer):
         at_once = ("" if summary is None else f"{summary['batch']:.0f}" for summary in summaries)
@@ -110,7 +112,18 @@ def _values(points: list[dict[str, Any]], path: str) -> _Column:
     """What was swept, by its field's own name where no other swept field has the same."""
     name = path.rsplit(".", 1)[-1]
     is_alone = sum(other.rsplit(".", 1)[-1] == name for other in points[0]["values"]) == 1
-    return _Column(name if is_alone else path, tuple(str(point["values"][path]) for point in points))
+    return _Column(name if is_alone else path, tuple(_worded(point["values"][path]) for point in points))
+
+
+def _worded(value: Any) -> str:
+    """A value as people say it: `tp 1, dp 8` of a mapping, `eagle depth 3 + awq` of a list of them."""
+    if isinstance(value, list):
+        return " + ".join(map(_worded, value)) or "none"
+    if isinstance(value, dict):
+        told = {key: field for key, field in value.items() if field is not None}
+        name = [str(told.pop("name"))] if "name" in told else []
+        return " ".join([*name, ", ".join(f"{key} {_worded(field)}" for key, field in told.items())]).strip()
+    return str(value)
 
 
 def _metric(summaries: list[dict[str, Any] | None], name: str) -> _Column:

@@ -110,6 +110,15 @@ def devices_of(scenario: Scenario, names: Sequence[str] | None) -> list[Hardware
     return [spec for spec in catalog().values() if spec.kind != "cpu"]
 
 
+def _own(scenario: Scenario, names: Sequence[str]) -> list[str]:
+    """The scenario's own device where it is among those of these names."""
+    try:
+        own = get_hardware(scenario.hardware).name
+    except MemboundError:  # no plan needs it: it may be this machine, uncalibrated
+        return []
+    return [name for name in names if name == own]
+
+
 # --- screening ---
 
 
@@ -127,6 +136,9 @@ class _Screening:
 
 
 # --- the plan ---
+
+# Devices without a price that a note names; the document has all.
+_MOST_NAMED = 8
 
 
 def plan(
@@ -198,7 +210,8 @@ def plan_by_stages(
     of = {name: tuple(one for one in replicas if one.precision.name == name) for name in precisions}
     screened = {name: screened_best(listed, demand, options.objective) for name, listed in of.items()}
     first = screened[precisions[0]]
-    named = [spec.name for spec in specs] if devices is not None or scenario.sweep else [None]
+    names = [spec.name for spec in specs]
+    named = [*names] if devices is not None or scenario.sweep else [None, *_own(scenario, names)]
     planning = _Planning(of, options, named, reasons, progress, workers)
     known = Plan(
         plain,
@@ -399,6 +412,7 @@ def _notes(
             yield f"{enough}; workload.requests names another number"
     if unpriced:
         ranked = "; they rank after all that have one" if objective == "cost" else ""
-        yield f"no price is known for {', '.join(unpriced)}{ranked}"
+        few = len(unpriced) <= _MOST_NAMED
+        yield f"no price is known for {', '.join(unpriced) if few else f'{len(unpriced)} devices'}{ranked}"
     if arrivals.kind not in ("poisson", "closed_loop"):
         yield "each replica is given the arrivals' shape at its share of the rate, as if a router chose by chance"

@@ -17,7 +17,7 @@ from membound.roofline.results.result import Column, Provenance, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S, Engine
 from membound.roofline.scenario.tasks import found_of
-from membound.roofline.scenario.workload import Workload
+from membound.roofline.scenario.workload import ClosedLoop, Workload
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import Drafts, EngineSetup, NgramDrafts
 from membound.roofline.times.engines import get_profile
@@ -201,6 +201,28 @@ def _seats_said(seats: int, requests: Mapping[str, Column], steps: Mapping[str, 
         yield f"{waited} request{'s' if waited > 1 else ''} waited for a seat: engine.max_num_seqs is {seats}"
 
 
+# Of the requests, how many wait at the end of a run whose line grows; and how many times as many as half-way.
+_BACKLOG, _GROWN = 0.1, 1.3
+
+
+def _backlog_said(workload: Workload, requests: Mapping[str, Column]) -> Iterator[str]:
+    """That the line grew for as long as requests came, so that the times of a run follow from its length."""
+    if isinstance(workload.arrivals, ClosedLoop):
+        return
+    served = np.isfinite(requests["first_token_s"])
+    came_s, first_s = requests["arrival_s"][served], requests["first_token_s"][served]
+    if not len(came_s):
+        return
+    last_s = float(np.max(came_s))
+    half_s = (float(np.min(came_s)) + last_s) / 2.0
+    at_half, at_end = (int(np.sum((came_s <= moment_s) & (first_s > moment_s))) for moment_s in (half_s, last_s))
+    if at_end > _BACKLOG * len(came_s) and at_end > _GROWN * at_half:
+        yield (
+            f"overloaded: {at_end} of {len(came_s)} requests still waited for their first token when the last one "
+            "came, so that times grow with the length of the run"
+        )
+
+
 def run_result(
     scenario: Scenario,
     model: ModelSpec,
@@ -222,6 +244,7 @@ def run_result(
     if len(requests["arrival_s"]):
         covered = covered_said(scenario.workload.arrivals, float(np.max(requests["arrival_s"])))
         provenance.notes.extend([] if covered is None else [covered])
+    provenance.notes.extend(_backlog_said(scenario.workload, requests))
     if scenario.cluster is None and scenario.engine.disaggregation is None:
         provenance.notes.extend(_seats_said(scenario.seats, requests, steps))
     summary = summarize(

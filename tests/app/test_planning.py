@@ -145,12 +145,12 @@ def test_a_row_of_speculation_prints_what_it_was_costed_with(asked: str) -> None
 
 
 def test_a_run_that_serves_nothing_says_why_first_and_what_to_change(asked: str) -> None:
-    result = membound("simulate", asked, "--set", "engine.max_batched_tokens=64", "--set", "techniques=[]")
+    result = membound("simulate", asked, "--set", "engine.max_batched_tokens=64")
     words = " ".join(result.stdout.split())
     assert result.returncode == 2
     assert words.startswith("asked: no request was served requests were turned away; request 0, because 160 tokens")
     assert "raise engine.max_batched_tokens" in words and "idle" not in words
-    short = ("--set", "engine.max_batched_tokens=64", "--json")
+    short = ("--techniques", "kv_quantization", "--set", "engine.max_batched_tokens=64", "--json")
     for way in (("--simulate", "--jobs", "1"), ()):
         result = membound("stack", asked, *way, *short)
         (stack,) = json.loads(result.stdout)["stacks"]

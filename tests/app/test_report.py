@@ -52,11 +52,21 @@ def test_replicas_draw_power_for_the_hours_that_they_are_there(membound, asked: 
 def test_a_run_reads_without_powers_of_ten_and_without_an_objective_that_nobody_gave(membound, asked: str) -> None:
     _, out, _ = membound("simulate", asked)
     assert not re.search(r"\de[+-]\d", out)
-    assert out.count("no objective given") == 2
+    assert "goodput" not in out and "unknown" not in out
     words = " ".join(out.split())
     assert "H100-SXM5: " in words and "times of steps are within ±" in words
     _, out, _ = membound("simulate", asked, "--set", "slo.ttft_s=10")
-    assert "no objective given" not in out and "100.0%" in out
+    assert "goodput" in out and "100.0% within TTFT 10.0 s; bound by" in " ".join(out.split())
+
+
+def test_a_run_begins_with_what_it_comes_to_and_an_overload_is_said_before_any_number(membound, asked: str) -> None:
+    _, out, _ = membound("simulate", asked, "--set", "workload.requests=200")
+    assert re.match(r"200 of 200 requests served: [\d,.]+ output tok/s, TTFT .*; bound by", " ".join(out.split()))
+    assert "overloaded" not in out
+    flood = ("--set", "workload.arrivals={kind: poisson, rate_rps: 2000}", "--set", "workload.requests=3000")
+    _, out, _ = membound("simulate", asked, *flood, "--set", "engine.max_num_seqs=16")
+    said, table = " ".join(out.split()).split("metric", 1)
+    assert re.search(r"overloaded: \d+ of 3000 requests still waited", said) and "overloaded" not in table
 
 
 def test_a_step_of_several_devices_says_the_rate_of_one(membound, asked: str) -> None:
@@ -92,7 +102,7 @@ def test_a_sweep_shows_what_was_swept_and_every_metric_whole_at_any_width(width:
         for users in (8, 128)
     ]
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(sweep({"scenario": {"name": "asked"}, "by": "simulation", "points": points}))
+    console.print(sweep({"scenario": {"name": "asked", "slo": {"ttft_s": 1.0}}, "by": "simulation", "points": points}))
     words = console.export_text()
     assert "…" not in words
     tables = [line for line in words.splitlines() if line.startswith("hardware")]
@@ -102,6 +112,12 @@ def test_a_sweep_shows_what_was_swept_and_every_metric_whole_at_any_width(width:
     for value in ("12,345", "123 ms (456 ms)", "11.2", "0.700", "weights 80 %"):
         assert words.count(value) >= len(points)
     assert words.count("H100-SXM5") == 2 * len(tables)
+
+
+def test_a_sweep_says_values_as_people_do_and_no_goodput_without_an_objective(membound, asked: str) -> None:
+    over = ("--over", "parallel={tp: 1},{tp: 1, dp: 2}", "--closed-form")
+    _, out, _ = membound("sweep", asked, *over)
+    assert "tp 1, dp 2" in out and "{" not in out and "goodput" not in out
 
 
 def test_a_step_that_does_not_fit_says_so_first_with_what_would_hold_it(membound, asked: str) -> None:
