@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from membound.app.commands.outputs import check_output, check_suffix
-from membound.app.commands.terminal import JsonOption, SetOption, print_result, scenario_of
+from membound.app.commands.terminal import JsonOption, SetOption, assigned, print_result, scenario_of
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ def import_results(
     for option, value in {"--model": model, "--hardware": hardware, "--profile": profile}.items():
         if scenario is not None and value is not None:
             raise MemboundError(f"option --scenario says that, too; leave {option} out, or use --set to change it")
-    if set_ and scenario is None:
-        raise MemboundError("option --set changes a scenario; give one with --scenario, too")
     if model is not None:
         resolve_model(model)  # refuses a name that nobody has
     given = None if scenario is None else scenario_of(scenario, set_)
@@ -58,7 +56,10 @@ def import_results(
     runs = []
     for number, result in enumerate(results, start=1):
         name = f"{file.stem}-{number}" if len(results) > 1 else file.stem
-        runs.append(result.run(given or result.scenario(name, model, hardware, profile)))
+        asked = given or result.scenario(name, model, hardware, profile).with_values(assigned(set_))
+        runs.append(result.run(asked))
+        if given is None and (alike := result.alike) is not None:
+            runs[-1].provenance.notes.append(alike)
         if not runs[-1].summary.completed:
             raise MemboundError(f"results file '{file}' has no request that was answered in its benchmark {number}")
     comparison = _compared(runs, file) if given is not None or hardware is not None else None
@@ -133,7 +134,6 @@ def _render(document: dict[str, Any]) -> RenderableType:
     from membound.app.endpoint_comparison import comparison
     from membound.app.reports import run as run_report
 
-    shown: list[RenderableType] = [run_report.run(run) for run in document["runs"]]
-    if "metrics" in document:
-        shown.append(comparison(document | {"notes": []}))
+    shown: list[RenderableType] = [comparison(document | {"notes": []})] if "metrics" in document else []
+    shown += [run_report.run(run) for run in document["runs"]]
     return Group(*shown, *(f"kept as run {run['run_id']}" for run in document["runs"]))

@@ -27,15 +27,9 @@ HardwareOption = Annotated[str | None, typer.Option(help="a device of the catalo
 
 def scenario_of(name: str, assignments: list[str] | None = None, hardware: str | None = None) -> Scenario:
     """The scenario of that name or file, with what `--set` and `--hardware` say instead."""
-    from membound.roofline.reading.plain_yaml import parse_yaml
     from membound.roofline.scenario import load_scenario
 
-    values: dict[str, object] = {}
-    for assignment in assignments or []:
-        key, separator, value = assignment.partition("=")
-        if not separator:
-            raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
-        values[key] = parse_yaml(value, f"option --set {key}")  # of two the last, as defaults are set before
+    values = assigned(assignments)
     if hardware is not None and "hardware" in values:
         raise MemboundError(f"hardware is given twice, by --hardware as '{hardware}' and by --set; give one of them")
     if hardware is not None:
@@ -43,6 +37,19 @@ def scenario_of(name: str, assignments: list[str] | None = None, hardware: str |
     chosen = load_scenario(name).with_values(values)
     _tell_namesake(chosen.hardware)
     return chosen
+
+
+def assigned(assignments: list[str] | None) -> dict[str, object]:
+    """The values of fields that `--set` gives."""
+    from membound.roofline.reading.plain_yaml import parse_yaml
+
+    values: dict[str, object] = {}
+    for assignment in assignments or []:
+        key, separator, value = assignment.partition("=")
+        if not separator:
+            raise MemboundError(f"option --set is '{assignment}'; give KEY=VALUE, such as workload.requests=8")
+        values[key] = parse_yaml(value, f"option --set {key}")  # of two the last, as defaults are set before
+    return values
 
 
 def _tell_namesake(hardware: str) -> None:

@@ -45,7 +45,8 @@ class Averages:
 class Result:
     """One run that a file holds: a record of each request, or averages alone.
 
-    `arrivals` are fields of a scenario's; `told` is what the server said of itself.
+    `arrivals` and `parallel` are fields of a scenario's; `told` is what the server said of itself, `profile` the engine
+    that it is taken for.
     """
 
     tool: str
@@ -58,11 +59,24 @@ class Result:
     version: str | None = None
     created: str | None = None
     told: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    profile: str = _USUAL_PROFILE
     notes: tuple[str, ...] = ()
 
     @property
     def requests(self) -> int:
         return len(self.outcomes) if self.averages is None else self.averages.completed + self.averages.failed
+
+    @property
+    def alike(self) -> str | None:
+        """What a scenario does not know that is made of averages alone; None where the file has each request."""
+        if self.averages is None:
+            return None
+        prompt, output = self.averages.prompt_tokens, self.averages.output_tokens
+        return (
+            f"the file has averages alone, so that each request is predicted with {prompt:.0f} tokens in and "
+            f"{output:.0f} out: where lengths differ, so do waiting and memory; results of each request tell them"
+        )
 
     def scenario(self, name: str, model: str | None, hardware: str | None, profile: str | None) -> Scenario:
         """What the file says was asked, as far as it does; raises MemboundError where it holds no request.
@@ -80,7 +94,8 @@ class Result:
                 "description": f"what {self.tool} measured",
                 "model": model or self.model or UNKNOWN,
                 "hardware": hardware or UNKNOWN,
-                "engine": {"profile": profile or _USUAL_PROFILE, "max_num_seqs": seats},
+                "parallel": self.parallel,
+                "engine": {"profile": profile or self.profile, "max_num_seqs": seats},
                 "repeats": 1,
                 "workload": {
                     "arrivals": arrivals,

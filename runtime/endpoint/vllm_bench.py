@@ -3,7 +3,8 @@
 Source: vLLM, vllm/benchmarks/serve.py (commit 009e6d4a) and vllm/benchmarks/lib/endpoint_request_func.py (commit
 02cfb534), of the main branch in 2026. Older files lack `start_times`, `failed` and `latencies`. `ttfts`, `itls` and
 `latencies` are seconds, the summary's `_ms` milliseconds; a gap is between two events of the stream. SGLang's
-bench_serving writes the same names (from memory).
+bench_serving writes the same names but `e2e_latency`, with what the server said of itself under `server_info` (its
+`model_path` and `tp_size`: from memory).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def result(given: Fields) -> Result:
         "model": given.text("model_id"),
         "created": _created(given.text("date")),
     }
+    if (given.text("backend") or "").startswith("sglang"):
+        parts |= _of_sglang(given.fields("server_info"))
     rate = given.maybe("spec_decode_acceptance_rate")
     parts["told"] = {} if rate is None else {"acceptance_rate": rate / 100}
     if not given.has(*_DETAILS):
@@ -45,6 +48,16 @@ def result(given: Fields) -> Result:
     outcomes, gaps_s = _outcomes(given)
     notes = () if given.has("start_times") else ("the file does not say when requests were sent: all are put at 0 s",)
     return Result(**parts, outcomes=outcomes, itl_s=Samples.of(gaps_s), notes=notes)
+
+
+def _of_sglang(server: Fields) -> dict[str, Any]:
+    tp = int(server.maybe("tp_size") or 1)
+    return {
+        "tool": "SGLang bench_serving",
+        "profile": "sglang",
+        "model": server.text("model_path"),
+        "parallel": {"tp": tp} if tp > 1 else {},
+    }
 
 
 def _outcomes(given: Fields) -> tuple[tuple[RequestRow, ...], list[float]]:
@@ -90,7 +103,8 @@ def _averages(given: Fields) -> Averages:
         int(lost),
         given.number("total_input_tokens") / max(completed, 1),
         given.number("total_output_tokens", "total_output") / max(completed, 1),
-        *(_distribution(given, metric) for metric in ("ttft", "tpot", "itl", "e2el")),
+        *(_distribution(given, metric) for metric in ("ttft", "tpot", "itl")),
+        _distribution(given, "e2el" if given.has("mean_e2el_ms") else "e2e_latency"),
     )
 
 

@@ -229,6 +229,23 @@ def test_averages_alone_are_a_summary_without_requests(tmp_path: Path) -> None:
     assert (run.scenario.model, run.provenance.versions) == ("org/model", {"AIPerf": "0.14.0"})
 
 
+def test_averages_say_that_all_requests_are_taken_to_be_alike(tmp_path: Path) -> None:
+    (known,) = read_results(written(tmp_path, vllm()))
+    (alone,) = read_results(written(tmp_path, vllm(detailed=False)))
+    assert known.alike is None
+    assert alone.alike is not None and "100 tokens in and 5 out" in alone.alike
+
+
+def test_a_file_of_sglang_says_its_model_its_devices_and_whole_latencies(tmp_path: Path) -> None:
+    server = {"model_path": "Qwen/Qwen3-32B", "tp_size": 2}
+    of_sglang = {"backend": "sglang", "model_id": None, "server_info": server, "mean_e2e_latency_ms": 90.0}
+    (result,) = read_results(written(tmp_path, vllm(detailed=False, **of_sglang)))
+    asked = result.scenario("asked", None, "H100-SXM5", None)
+    assert result.tool == "SGLang bench_serving"
+    assert (asked.model, asked.engine.profile, asked.parallel.tp) == ("Qwen/Qwen3-32B", "sglang", 2)
+    assert result.run(asked).summary.e2e_s.mean == pytest.approx(0.09)
+
+
 def test_details_and_averages_of_a_run_agree(tmp_path: Path) -> None:
     runs = [the_run(tmp_path, vllm(detailed=detailed))[1] for detailed in (True, False)]
     for name in ("requests", "completed", "failed", "duration_s"):
