@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,6 +24,7 @@ def advice(document: dict[str, Any]) -> RenderableType:
             f"now {text.milliseconds(now['tpot_s'])} a token, {text.rate(now['output_tokens_per_s'])}, "
             f"{now['batch']:.0f} sequences at once; prompts take {text.percent(prompts)} of the time"
         )
+    parts += _first(document, names[metric])
     seconds = document["roof_seconds"]
     parts.append(
         "a decode step asks of the bare roofs: "
@@ -61,12 +63,38 @@ def advice(document: dict[str, Any]) -> RenderableType:
     parts += [drafting(move["drafting"]) for move in document["moves"] if move["drafting"]]
     parts += [_why(move) for move in document["moves"]]
     parts += [_rule(rule) for rule in document["rules"]]
-    for conflict in document["do_not_combine"]:
-        numbers = ""
-        if conflict["real"] is not None:
-            numbers = f" ({text.gain(conflict['real'])}, not {text.gain(conflict['product'])})"
-        parts.append(f"not both: {' and '.join(conflict['moves'])}: {conflict['reason']}{numbers}")
-    return Group(*parts)
+    return Group(*parts, *_together(document["do_not_combine"]))
+
+
+def _together(conflicts: list[dict[str, Any]]) -> Iterator[str]:
+    """Of which moves only one is worth it, and what two come to whose gains do not multiply."""
+    overlapping = []
+    for one in conflicts:
+        moves = one["moves"]
+        if one["real"] is None:
+            yield f"not both: {' and '.join(moves)}: {one['reason']}"
+        elif one["slower"]:
+            yield f"not both: {' and '.join(moves)}: {one['reason']} ({text.gain(one['real'])})"
+        else:
+            overlapping.append(f"{' + '.join(moves)} {text.gain(one['real'])}, not {text.gain(one['product'])}")
+    if overlapping:
+        yield f"together more than either alone, but less than the product: {'; '.join(overlapping)}"
+
+
+def _first(document: dict[str, Any], metric: str) -> Iterator[str]:
+    """What to change first: the move that gains most, or the one that makes the model fit."""
+    possible = [one for one in document["moves"] if one["possible"] and one["state"] != "on"]
+    if not possible:
+        return
+    best = possible[0]
+    if best["gain"] is None:
+        yield f"first: {best['title']}, which makes it fit; {_price(best)}"
+    elif best["gain"] <= 1.0:
+        yield "first: nothing, as no single change gains here"
+    else:
+        unsure = ", so that it may gain nothing" if best["low"] is not None and best["low"] < 1.0 else ""
+        gain = f"{text.gain(best['gain'])} in {metric} ({interval(best)})"
+        yield f"first: {best['title']}, {gain}{unsure}; {_price(best)}"
 
 
 def _price(move: dict[str, Any]) -> str:

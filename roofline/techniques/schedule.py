@@ -65,5 +65,6 @@ class DualBatchOverlap(Technique):
 
     @classmethod
     def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
-        exchanges = parallel.tp > 1 or (parallel.dp > 1 and bool(model.mixtures))
-        return cls() if exchanges else None
+        return (
+            cls() if parallel.dp > 1 and model.mixtures else None
+        )  # engines have it for their experts' exchange alone

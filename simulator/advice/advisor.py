@@ -73,12 +73,13 @@ class Followed:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Moves that should not be added up: they exclude each other, or their gains overlap."""
+    """Moves that should not be added up: they exclude each other, are `slower` together, or their gains overlap."""
 
     moves: tuple[str, ...]
     product: float | None
     real: float | None
     reason: str
+    slower: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,13 +308,14 @@ def _conflicts(advised: Sequence[Advised], costing: Costing, metric: GainMetric)
             continue
         assert one.before is not None
         real = found.better(one.before, metric)
-        if real < max(one.gain, other.gain):
+        slower = real < max(one.gain, other.gain)
+        if slower:
             reason = "together they are slower than the better of them alone"
         elif real < OVERLAP * product:
             reason = "their gains overlap: do not multiply them"
         else:
             continue
-        yield Conflict((first.name, second.name), product, real, reason)
+        yield Conflict((first.name, second.name), product, real, reason, slower)
 
 
 def _conditions(scenario: Scenario, hardware: HardwareSpec, load: Load) -> str:
@@ -365,7 +367,8 @@ def to_json(advice: Advice) -> dict[str, Any]:
             for one in advice.rules
         ],
         "do_not_combine": [
-            {"moves": list(c.moves), "product": c.product, "real": c.real, "reason": c.reason} for c in advice.conflicts
+            {"moves": list(c.moves), "product": c.product, "real": c.real, "slower": c.slower, "reason": c.reason}
+            for c in advice.conflicts
         ],
     }
 
