@@ -29,7 +29,8 @@ def remedies(
 
     On each device weights and caches have `room_bytes`; `beside` is the least cache that must fit beside the weights.
     """
-    found = [*_devices(model, setup, room_bytes, beside), *_precisions(model, setup, room_bytes, beside)]
+    ways = (_cached_experts, _devices, _precisions)
+    found = [remedy for way in ways for remedy in way(model, setup, room_bytes, beside)]
     return f"; give {' or '.join(found)}" if found else ""
 
 
@@ -40,6 +41,18 @@ def _fits(model: ModelSpec, setup: EngineSetup, room_bytes: float, beside: Least
         return held.weights_bytes + beside(held) <= room_bytes
     except MemboundError:
         return False
+
+
+def _cached_experts(model: ModelSpec, setup: EngineSetup, room_bytes: float, beside: LeastCache) -> Iterator[str]:
+    """The most experts that an engine which offloads them may keep on the device."""
+    storage = setup.expert_storage
+    if storage is None:
+        return
+    most = min(storage.cached, max((mixture.experts for mixture in model.mixtures), default=0))
+    for cached in range(most - 1, 0, -1):
+        if _fits(model, replace(setup, expert_storage=replace(storage, cached=cached)), room_bytes, beside):
+            yield f"expert_offload {cached} cached_experts"
+            return
 
 
 def _devices(model: ModelSpec, setup: EngineSetup, room_bytes: float, beside: LeastCache) -> Iterator[str]:

@@ -31,7 +31,15 @@ def parse_hardware(document: Any, origin: str) -> HardwareSpec:
     try:
         return HardwareSpec.model_validate(document)
     except ValidationError as error:
-        raise MemboundError(f"{origin}: {one_sentence(error, HardwareSpec)}") from None
+        lacks = any(problem["type"] == "missing" for problem in error.errors())
+        raise MemboundError(f"{origin}: {one_sentence(error, HardwareSpec)}{_LEAST if lacks else ''}") from None
+
+
+# What a data sheet has at least, as a person types it, in bytes and operations a second.
+_LEAST = (
+    "; at least: {name: X1, vendor: NVIDIA, kind: gpu, memory_bytes: 80e9, bandwidth_bytes_per_s: 3.35e12, "
+    "matrix_flops: {bf16: 989e12, fp8: 1979e12}, source: its data sheet}"
+)
 
 
 def read_hardware(path: Path) -> HardwareSpec:

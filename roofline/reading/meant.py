@@ -31,13 +31,17 @@ SETTINGS = {
         ("disaggregation", "disaggregatedprefill", "disaggregatedserving", "pddisaggregation", "distserve"),
         "engine.disaggregation={}",
     ),
+    **dict.fromkeys(("lmcache", "hicache", "kvoffload", "kvcacheoffload", "kvoffloading"), "engine.host_kv_gib=64"),
     **dict.fromkeys(("cudagraphs", "cudagraph"), "engine.profile=graphs"),
     **dict.fromkeys(("tensorparallelism", "tensorparallel", "tp"), "parallel.tp=2"),
     **dict.fromkeys(("pipelineparallelism", "pipelineparallel", "pp"), "parallel.pp=2"),
-    **dict.fromkeys(("expertparallelism", "expertparallel", "ep"), "parallel={tp: 1, dp: 2, ep: 2}"),
+    **dict.fromkeys(
+        ("expertparallelism", "expertparallel", "ep", "dpattention", "wideep"), "parallel={tp: 1, dp: 2, ep: 2}"
+    ),
 }
 
 _ALWAYS = ("paging", "pagedattention", "pagedkv", "pagedkvcache")
+_ADAPTERS = ("lora", "loras", "multilora", "adapters", "adapter", "qlora")
 _OF_THE_MODEL = ("gqa", "mqa", "mla", "slidingwindow", "mamba", "ssm", "moe")
 
 
@@ -51,6 +55,8 @@ def technique_meant(word: str) -> str | None:
     plain = _plain(word)
     if plain in _ALWAYS:
         return "nothing, as KV blocks are paged; engine.reserved_tokens is what paging replaced"
+    if plain in _ADAPTERS:
+        return "nothing that is predicted, as adapters are not modelled; ask about the base model without them"
     if plain in _OF_THE_MODEL:
         return "another model, as the model decides on it"
     if plain in SETTINGS:

@@ -71,8 +71,8 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     what = architecture or model_type or None
     kind = _what_else(config, f"{architecture} {model_type}")
     raise ModelError(
-        f"architectures of {name} is {what}, {kind}: it must be a decoder-only language model of a known family, "
-        f"such as LlamaForCausalLM, Qwen3MoeForCausalLM or DeepseekV3ForCausalLM."
+        f"architectures of {name} is {what}, {kind}: it must be a decoder-only language model of a known family; "
+        f"if it is built as one, name that, such as LlamaForCausalLM, Qwen3MoeForCausalLM or DeepseekV3ForCausalLM."
     )
 
 
