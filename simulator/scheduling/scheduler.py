@@ -7,7 +7,7 @@ pool it makes the same decisions, whatever the clock that it never sees.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from membound.roofline.scenario.engine import Reservation
 from membound.simulator.scheduling.assembling import Moved, StepAssembly
@@ -17,6 +17,7 @@ from membound.simulator.scheduling.draft_length import AdaptiveLength
 from membound.simulator.scheduling.drafter import Drafter
 from membound.simulator.scheduling.guessing import NO_GUESSES, ModelledDrafter, Proposing
 from membound.simulator.scheduling.holdings import Holdings
+from membound.simulator.scheduling.joining import Joining
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
 from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work
 from membound.simulator.scheduling.reservation import Reserving
@@ -43,10 +44,9 @@ class Scheduler:
     `tables` number the blocks of each sequence; the model takes no more than `max_context` tokens. `classify` sets the
     class, priority and deadline of one that arrives.
 
-    With data parallelism `pool` is the first rank's and `others` those of the rest, equally large. A sequence that
-    joins takes a seat and all its blocks on one rank, that with the fewest sequences among those that have room, and
-    stays there until it ends or is recomputed: as TensorRT-LLM spreads what waits (its adp_router.py, which evens out
-    requests before tokens). Prefixes are found on that rank alone, and each has its own `max_batched_tokens`.
+    With data parallelism `pool` is the first rank's and `others` those of the rest, equally large; a sequence that
+    joins stays on its rank until it ends or is recomputed. Prefixes are found on that rank alone, and each has its own
+    `max_batched_tokens`.
 
     Steps say what layers with each of the `windows` see of their sequences, each of which has its own length.
 
@@ -111,16 +111,22 @@ class Scheduler:
         self._holdings = Holdings(self.pools, self.reserving, tables)
         self._steps = StepAssembly(self.decoders, self._holdings, itemized=itemized, drafting=drafter is not None)
         self._proposing = Proposing(self.decoders, self.pools, round_tokens, lengths, tables, self.reserving)
-        self.prompts: dict[int, Sequence] = {}
-        self.preemptions = 0
         self._line = WaitingLine()
+        self._joining = Joining(
+            batching,
+            order,
+            self._line,
+            self.decoders,
+            self._holdings,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
+            micro_batches=micro_batches,
+        )
+        self.prompts = self._joining.prompts
+        self.preemptions = 0
         self._arrivals = 0
         self._draft_blocks: tuple[int, ...] = ()  # on each rank
-        self._reserved: dict[int, Sequence] = {}  # whose blocks are taken, and which have not joined
-        # Since the last step:
-        self._moved_blocks = [0] * len(self.pools)
-        self._cached_tokens = 0
-        self._preempted: list[int] = []
+        self._preempted: list[int] = []  # since the last step
         self._begun = False  # whether the batch has decoded since it was last empty
         self._filling = True  # whether nobody was under way before the step
         self._grown = False  # whether those who decode have the block of the token that they are about to compute
@@ -137,7 +143,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.decoders.members) + len(self.prompts)
+        return self._joining.num_running
 
     @property
     def has_work(self) -> bool:
@@ -190,14 +196,7 @@ class Scheduler:
     def reserve(self, sequence: Sequence) -> bool:
         """Takes the blocks of one whose K and V are to come from elsewhere, before they do; False where no rank has
         them."""
-        for rank in self._ranks_for(sequence, seated=False):
-            needed = self._blocks_to_resume(sequence)
-            if needed <= self.pools[rank].available:
-                self.pools[rank].take(needed)
-                sequence.rank, sequence.reserved_blocks = rank, needed
-                self._reserved[sequence.id] = sequence
-                return True
-        return False
+        return self._joining.reserve(sequence)
 
     def plan(self) -> Step | None:
         """The next step, or None when nothing can be computed. Blocks for all its tokens are taken."""
@@ -206,9 +205,9 @@ class Scheduler:
             step = self._planned()  # everybody was preempted for want of blocks that these have
         if step is not None:
             self._preempted.clear()
-            self._cached_tokens = 0
+            self._joining.cached_tokens = 0
             if step.moved_blocks:
-                self._moved_blocks = [0] * len(self.pools)
+                self._joining.moved_blocks = [0] * len(self.pools)
         return step
 
     def _planned(self) -> Step | None:
@@ -219,7 +218,8 @@ class Scheduler:
         joined: list[Sequence] = []
         prompts: list[Work] = []
         if alone and (self._line or self.prompts):
-            prompts = self._plan_prompts(self._rooms([0] * len(self.pools)), joined)
+            nothing = [0] * len(self.pools)
+            prompts = self._joining.work(nothing, joined, join=self.batching.admits(self._begun))
         decoding = not prompts
         drafts: dict[int, Draft] = {}
         guesses = NO_GUESSES
@@ -233,8 +233,11 @@ class Scheduler:
             self._draft_blocks = guesses.blocks
         if not alone and (self._line or self.prompts):
             guessed = -(-guesses.total // len(self.pools))
-            rooms = self._rooms([decoding + guessed for decoding in self.decoders.on_rank])
-            prompts = self._plan_prompts(rooms, joined, join=not preempted)
+            taken = [decoding + guessed for decoding in self.decoders.on_rank]
+            join = not preempted and self.batching.admits(self._begun)
+            prompts = self._joining.work(taken, joined, join=join)
+            if joined and not self._grown:  # who comes back has the block of its next token
+                self._grown = any(sequence.clock is not None for sequence in joined)
         self._preempted += preempted
         if not prompts and not self.decoders.members:
             return None
@@ -246,7 +249,7 @@ class Scheduler:
             joined,
             tuple(self._preempted),
             self.prompts,
-            Moved(tuple(self._moved_blocks), self._cached_tokens),
+            Moved(tuple(self._joining.moved_blocks), self._joining.cached_tokens),
             self._filling,
         )
 
@@ -295,140 +298,17 @@ class Scheduler:
         self._line.check_integrity()
         for rank, pool in enumerate(self.pools):
             here = [sequence for sequence in self.running if sequence.rank == rank]
-            assert len(here) <= self._seats_of_rank, "a rank has more sequences than seats"
+            assert len(here) <= self._joining.seats_of_rank, "a rank has more sequences than seats"
             shared = 0 if pool.cache is None else pool.cache.used + pool.cache.unused
             held = sum(self._blocks(sequence) - len(sequence.cached) for sequence in here)
             guessed = self._draft_blocks[rank] if self._draft_blocks else 0
-            guessed += sum(each.reserved_blocks for each in self._reserved.values() if each.rank == rank)
+            guessed += sum(each.reserved_blocks for each in self._joining.reserved.values() if each.rank == rank)
             assert held + guessed + shared == pool.used, "a block was lost or is counted twice"
             if pool.cache is not None:
                 pool.cache.check_integrity([sequence.cached for sequence in here])
         if self.tables is not None:
             self.tables.check_integrity(everybody)
             assert self.tables.used == self.pool.used, "counted and numbered blocks differ"
-
-    def _rooms(self, taken: list[int]) -> list[list[int]]:
-        """Tokens that are left in each micro-batch of each rank, over which those `taken` on it are spread."""
-        most, parts = self.max_batched_tokens, self.micro_batches
-        return [[most - (tokens + part) // parts for part in range(parts)] for tokens in taken]
-
-    def _plan_prompts(self, rooms: list[list[int]], joined: list[Sequence], join: bool = True) -> list[Work]:
-        """Work on prompts, in the `rooms` of tokens of their rank's micro-batches: those begun, then those that join.
-
-        Each goes where most room is left.
-        """
-        planned: list[Work] = []
-        for sequence in self.prompts.values():
-            here = rooms[sequence.rank]
-            if (room := max(here)) > 0:
-                planned.append(self._chunk(sequence, room))
-                here[here.index(room)] -= planned[-1].tokens
-        if not (join and self._line and self.batching.admits(self._begun)):
-            return planned
-        while self._line and self.num_running < self.max_num_seqs:
-            sequence = self._line.first
-            ranks = (rank for rank in self._ranks_for(sequence) if max(rooms[rank]) > 0)
-            if not any(self._join(sequence, max(rooms[rank]), rank) for rank in ranks):
-                break
-            joined.append(sequence)
-            here = rooms[sequence.rank]
-            room = max(here)
-            if sequence.clock is not None:
-                here[here.index(room)] -= 1
-                continue
-            planned.append(self._chunk(sequence, room))
-            here[here.index(room)] -= planned[-1].tokens
-        return planned
-
-    def _chunk(self, sequence: Sequence, room: int) -> Work:
-        left = sequence.left_to_compute
-        tokens = min(left, room)
-        return Work(sequence.id, sequence.standing_computed, tokens, (), tokens == left)
-
-    @property
-    def _seats_of_rank(self) -> int:
-        return -(-self.max_num_seqs // len(self.pools))
-
-    def _ranks_for(self, sequence: Sequence, seated: bool = True) -> Iterable[int]:
-        """Ranks, with a seat where it is to be `seated`, that with the fewest sequences first; of those with equally
-        many that with more room."""
-        if len(self.pools) == 1:
-            return (0,)
-        taken = self.decoders.on_rank.copy()
-        for prompt in self.prompts.values():
-            taken[prompt.rank] += 1
-        ranks = [sequence.rank] if sequence.swapped_blocks or sequence.reserved_blocks else range(len(self.pools))
-        free = [rank for rank in ranks if not seated or taken[rank] < self._seats_of_rank]
-        for other in self._reserved.values():
-            taken[other.rank] += 1
-        return sorted(free, key=lambda rank: (taken[rank], -self.pools[rank].available))
-
-    def _join(self, sequence: Sequence, room: int, rank: int) -> bool:
-        """Takes the first who waits out of the queue, with all blocks of its tokens; False where `rank` lacks them."""
-        pool, cache = self.pools[rank], self.pools[rank].cache
-        if sequence.loaded:
-            return self._resume(sequence, rank)
-        here = idle = there = computed = last = 0
-        hashes: list[int] = []
-        if cache is not None and sequence.request.prefix is not None:
-            hashes = sequence.request.prefix.block_hashes(pool.block_size, sequence.tokens).tolist()
-            # The last token must be computed to emit the next one: a block that it fills is not shared but copied.
-            last = (sequence.tokens - 1) // pool.block_size
-            here, idle, there = cache.found(hashes[:last])
-            computed = (here + there) * pool.block_size
-            if here + there == last < len(hashes) and cache.has(hashes[last]):
-                computed = sequence.tokens - 1
-        cut = room == self.max_batched_tokens and self.batching.cuts_long_prompts
-        if self.batching.whole_prompts and sequence.tokens - computed > room and not cut:
-            return False
-        needed = pool.blocks_for(self.reserving.held(sequence.request, sequence.tokens)) - here
-        if needed > pool.available - idle:
-            return False
-        self._line.leave()
-        sequence.rank = rank
-        if cache is not None:
-            cache.use(hashes[:here])
-            sequence.cached = hashes[:here]
-            if self.tables is not None:
-                copied = self.tables.block_of(hashes[last]) if computed > (here + there) * pool.block_size else None
-                self.tables.share(sequence, hashes[:here], hashes[here : here + there], copied)
-            self._moved_blocks[rank] += there
-            self._cached_tokens += computed
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = computed
-        pool.take(needed)
-        sequence.standing_computed = computed
-        sequence.status = "running"
-        self.prompts[sequence.id] = sequence
-        return True
-
-    def _resume(self, sequence: Sequence, rank: int) -> bool:
-        """A sequence whose K and V exist elsewhere decodes at once: it comes back from the host, or from a prefill."""
-        pool = self.pools[rank]
-        needed = self._blocks_to_resume(sequence) - sequence.reserved_blocks
-        if needed > pool.available:
-            return False
-        self._line.leave()
-        if self._reserved.pop(sequence.id, None) is not None:
-            sequence.key, sequence.reserved_blocks = self.order.key(sequence), 0
-        sequence.rank = rank
-        pool.take(needed)
-        if self.tables is not None:
-            self.tables.swap_in(sequence)
-        if sequence.swapped_blocks:
-            self._moved_blocks[rank] += sequence.swapped_blocks
-            pool.host_free += sequence.swapped_blocks
-            sequence.swapped_blocks = 0
-        sequence.loaded = False
-        sequence.status = "running"
-        self._grown = not self.batching.prompts_alone
-        self.decoders.add(sequence)
-        return True
-
-    def _blocks_to_resume(self, sequence: Sequence) -> int:
-        # Where steps of prompts go alone, the blocks of the next token are taken after this.
-        tokens = sequence.computed if self.batching.prompts_alone else sequence.tokens
-        return self._holdings.of(sequence, tokens)
 
     def _advance_prompt(self, work: Work, outcome: Outcome, ended: list[Sequence]) -> None:
         """The tokens of `work` are computed; with the last of a prompt its sequence emits a token and decodes."""
@@ -483,7 +363,7 @@ class Scheduler:
             self.decoders.remove(sequence)
             if self.swap and held <= pool.host_free and not sequence.cached:
                 pool.host_free -= held
-                self._moved_blocks[sequence.rank] += held
+                self._joining.moved_blocks[sequence.rank] += held
                 sequence.swapped_blocks = held
                 sequence.loaded = True
                 if self.tables is not None:
