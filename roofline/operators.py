@@ -12,6 +12,7 @@ from typing import Literal
 from membound.roofline.hardware.links import Groups, once_each
 from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.shape import AttentionPart, Count, is_there
+from membound.roofline.tiles import Tiles
 
 Kind = Literal[
     "linear",
@@ -36,7 +37,8 @@ class Operator:
     """One operator of a step: `calls` equal calls, each with these FLOPs and bytes.
 
     The roofline needs no more than that; the further fields of a kind are what its kernel's efficiency depends on.
-    `elements` is what the time of an elementwise kernel grows with besides bytes.
+    `elements` is what the time of an elementwise kernel grows with besides bytes; `tiles` are those of the prompts'
+    attention, where they are not those of equal prompts.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Operator:
     heads: AttentionHeads | None = None
     decode: AttentionPart = NO_PART
     prefill: AttentionPart = NO_PART
+    tiles: Tiles | None = None
     experts: ExpertLoad | None = None
     collective: Collective | None = None
     moves: ExpertMoves | None = None

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline.tiles import Tiles, tiles_of
 from membound.roofline.within import MOST_DECODE_TOKENS, Within, pairs_within, sums_within, within_of
 
 Count = float | NDArray[np.float64]
@@ -91,8 +92,9 @@ class StepShape:
     bring whole prompts or chunks of them, whose attention is another kernel's; the `largest_` amounts are those of the
     one prompt with most, since a prompt is not cut over ranks or micro-batches, which wait for whoever has it.
 
-    What layers with a window see does not follow from these sums: `within` has it for each window that was asked for.
-    For any other, sequences are taken to be equally long.
+    What layers with a window see does not follow from these sums: `within` has it for each window that was asked for;
+    nor do the `tiles` in which kernels compute prompts, where there are several. Without them sequences are taken to be
+    equally long.
     """
 
     tokens: Count
@@ -108,6 +110,7 @@ class StepShape:
     largest_kv_tokens: Count = 0.0
     largest_attended: Count = 0.0
     within: tuple[Within, ...] = ()
+    tiles: tuple[Tiles, ...] = ()
 
     @property
     def prefill_part(self) -> AttentionPart:
@@ -152,6 +155,14 @@ class StepShape:
             return part.windowed(window)
         return part._replace(kv_tokens=known.prefill_tokens, attended=known.prefill_attended)
 
+    def tiles_within(self, window: int | None) -> Tiles:
+        """The tiles of prompts' attention in layers that look `window` tokens back, or at all."""
+        known = next((known for known in self.tiles if known.window == window), None)
+        if known is not None:
+            return known
+        part = self.prefill_within(window)
+        return Tiles.of_equal(window, part.tokens, part.sequences, part.attended)
+
     def _known(self, window: int) -> Within | None:
         return next((known for known in self.within if known.window == window), None)
 
@@ -190,7 +201,7 @@ class StepShape:
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int, int]], windows: tuple[int, ...] = ()) -> StepShape:
         """From one (cached tokens, new tokens, logits rows) for each sequence of the step."""
-        return cls(*shape_sums(parts), sums_within(parts, windows))
+        return cls(*shape_sums(parts), sums_within(parts, windows), tiles_of(parts, windows))
 
     def __add__(self, other: StepShape) -> StepShape:
         """Both batches in one step."""
@@ -209,7 +220,16 @@ class StepShape:
                 for name, value in mine.items()
             },
             within=tuple(within),
+            tiles=self._tiles_with(other),
         )
+
+    def _tiles_with(self, other: StepShape) -> tuple[Tiles, ...]:
+        """The tiles of the prompts of both."""
+        mine, others = (np.any(np.asarray(shape.prefill_sequences) > 0) for shape in (self, other))
+        if not (mine and others):
+            return self.tiles if mine else other.tiles
+        windows = (None, *dict.fromkeys(known.window for known in (*self.within, *other.within)))
+        return tuple(self.tiles_within(window) + other.tiles_within(window) for window in windows)
 
     def with_guesses(self, guesses: Count) -> StepShape:
         """A step in which each decoding sequence brings `guesses` more tokens behind those that it has cached."""
@@ -234,12 +254,14 @@ class StepShape:
         return StepShape(
             **{name: value if name in LARGEST else value / parts for name, value in self.columns().items()},
             within=tuple(known.scaled(share, share, share) for known in self.within),
+            tiles=tuple(known.mapped(lambda amount: amount * share) for known in self.tiles),
         )
 
     def mapped(self, change: Callable[[Any], Any]) -> StepShape:
         """With each of the amounts changed."""
         columns = {name: change(amount) for name, amount in self.columns().items()}
-        return StepShape(**columns, within=tuple(known.mapped(change) for known in self.within))
+        within, tiles = (tuple(known.mapped(change) for known in sums) for sums in (self.within, self.tiles))
+        return StepShape(**columns, within=within, tiles=tiles)
 
     def filled(self, entries: int) -> StepShape:
         """So many equal steps."""
@@ -292,7 +314,8 @@ class StepShape:
             prompts.attended / np.maximum(self.prefill_attended, 1e-30),
         )
         within = tuple(known.scaled(*shares) for known in self.within)
-        return StepShape(*whole, logits_rows, *prompts, *largest, within)
+        tiles = tuple(known.mapped(lambda amount: amount * shares[-1]) for known in self.tiles)
+        return StepShape(*whole, logits_rows, *prompts, *largest, within, tiles)
 
     def as_prompts(self) -> StepShape:
         """The same sequences, each with a whole prompt or a chunk of one, however short."""
@@ -304,7 +327,8 @@ class StepShape:
             part = self.decode_within(known.window)
             read, pairs = known.prefill_tokens + part.kv_tokens, known.prefill_attended + part.attended
             within.append(Within(known.window, 0.0 * known.decode_tokens, read, pairs))
-        return StepShape(*whole, self.logits_rows, *whole, *map(np.maximum, largest, means), tuple(within))
+        tiles = () if np.any(np.asarray(self.decode_part.sequences) > 0) else self.tiles
+        return StepShape(*whole, self.logits_rows, *whole, *map(np.maximum, largest, means), tuple(within), tiles)
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> StepShape:
@@ -312,17 +336,17 @@ class StepShape:
         return cls(**{name: columns[name] for name in AMOUNTS}, within=within_of(columns))
 
     def columns(self) -> dict[str, Any]:
-        """The sums by name, for a table of steps, but for those `within` windows."""
+        """The sums by name, for a table of steps, but for those `within` windows and of `tiles`."""
         return {name: getattr(self, name) for name in AMOUNTS}
 
     @property
     def sums(self) -> tuple[Any, ...]:
         """All that makes it, in the order of the fields."""
-        return (*self.columns().values(), self.within)
+        return (*self.columns().values(), self.within, self.tiles)
 
 
 # The fields of a shape that every step has.
-AMOUNTS = tuple(field.name for field in fields(StepShape) if field.name != "within")
+AMOUNTS = tuple(field.name for field in fields(StepShape) if field.name not in ("within", "tiles"))
 
 
 def shape_sums(
@@ -343,7 +367,7 @@ def shape_sums(
         kv_tokens += cached + new
         attended += pairs
         logits_rows += rows
-        if new > MOST_DECODE_TOKENS or (cached == 0 and new > 1):  # `is_prompt`, without a call
+        if new > MOST_DECODE_TOKENS or (cached == 0 and new > 1):
             prefill_tokens += new
             prefill_sequences += 1
             prefill_kv_tokens += cached + new

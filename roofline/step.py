@@ -36,6 +36,7 @@ from membound.roofline.precision import PRECISIONS, Precision
 from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.shape import AttentionPart, Count, StepShape, is_there
 from membound.roofline.techniques import EngineSetup, KvBudget
+from membound.roofline.tiles import Tiles
 from membound.roofline.times.efficiency import distinct_experts, missing_experts
 
 
@@ -171,6 +172,13 @@ class _Step:
             prefill = prefill.kept(budget.tokens) if budget.evicts else prefill
         return decode, prefill
 
+    def _tiles(self, window: int | None, budget: KvBudget | None = None) -> Tiles | None:
+        """Those in which a device computes prompts that are not equal."""
+        if not self.shape.tiles or (budget is not None and budget.evicts):
+            return None
+        cp = self.parallel.cp
+        return self.shape.tiles_within(window).mapped(lambda amount: amount / cp)
+
     def _on_one(self, decode: AttentionPart, prefill: AttentionPart) -> tuple[AttentionPart, AttentionPart]:
         """Of context parallelism: all who decode look at this device's part of the cache, its part of the prompts'
         queries at all keys."""
@@ -209,7 +217,8 @@ class _Step:
     def _attention(self, prefix: str, count: int, heads: AttentionHeads, a: GroupedQueryAttention) -> list[Operator]:
         """Attention over the cache; where it is not fused, the scores are written, read, and written again."""
         decode, prefill = self._seen(a.window, self.setup.budget_of("gqa"))
-        made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill)]
+        tiles = self._tiles(a.window, self.setup.budget_of("gqa"))
+        made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill, tiles)]
         if not self.setup.fused_attention:
             scores = heads.heads * (decode.attended + prefill.attended)
             made.append(elementwise(f"{prefix}scores", "scores", count, scores, 4.0 * scores * self.width))
@@ -274,7 +283,7 @@ class _Step:
         )
         name = f"{prefix}index"
         decode, prefill = self._on_one(self.shape.decode_part, self.shape.prefill_part)
-        return [self._one_attention(name, count, heads, decode, prefill)]
+        return [self._one_attention(name, count, heads, decode, prefill, self._tiles(None))]
 
     def _mla_attention(self, a: LatentAttention, count: int, prefix: str, heads: int) -> list[Operator]:
         shape, kv = self.shape, self.plan.kv
@@ -287,7 +296,8 @@ class _Step:
         if np.any(np.asarray(prefill.tokens) > 0) or not self.setup.absorbed_mla:
             unpacked = AttentionHeads(heads, heads, 2.0 * dims, 2.0 * dims, dims, PRECISIONS["bf16"])
             part = decode if not self.setup.absorbed_mla else NO_PART
-            made.append(self._one_attention(f"{prefix}attention_unpacked", count, unpacked, part, prefill))
+            name = f"{prefix}attention_unpacked"
+            made.append(self._one_attention(name, count, unpacked, part, prefill, self._tiles(chosen)))
         if self.setup.absorbed_mla and np.any(np.asarray(decode.tokens) > 0):
             flops = 2.0 * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
             dims = a.kv_elements_per_token + a.kv_lora_rank
@@ -298,7 +308,13 @@ class _Step:
         return made + self._context_messages(prefix, count, decode.tokens * heads, outputs, keys)
 
     def _one_attention(
-        self, name: str, count: int, heads: AttentionHeads, decode: AttentionPart, prefill: AttentionPart
+        self,
+        name: str,
+        count: int,
+        heads: AttentionHeads,
+        decode: AttentionPart,
+        prefill: AttentionPart,
+        tiles: Tiles | None = None,
     ) -> Operator:
         tokens = decode.tokens + prefill.tokens
         return Operator(
@@ -312,6 +328,7 @@ class _Step:
             heads=heads,
             decode=decode,
             prefill=prefill,
+            tiles=tiles,
         )
 
     def _recurrent(self, group: LayerGroup, prefix: str) -> list[Operator]:

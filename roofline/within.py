@@ -54,11 +54,6 @@ def within_of(columns: Mapping[str, Any]) -> tuple[Within, ...]:
     return tuple(Within(window, *(columns[name] for name in columns_within([window]))) for window in windows)
 
 
-def is_prompt(cached: int, new: int) -> bool:
-    """Whether a sequence brings a prompt, or a chunk of one, whose attention is that of prompts."""
-    return new > MOST_DECODE_TOKENS or (cached == 0 and new > 1)
-
-
 def sums_within(
     parts: Sequence[tuple[int, int, int]], windows: tuple[int, ...], decoding: Iterable[int] = ()
 ) -> tuple[Within, ...]:
@@ -66,18 +61,22 @@ def sums_within(
 
     Of these layers see `decoding` tokens together, one number for each window, or there are none.
     """
-    return tuple(_within(parts, *each) for each in zip(windows, decoding or [0] * len(windows), strict=True))
+    return tuple(
+        [_within(parts, window, seen) for window, seen in zip(windows, decoding or [0] * len(windows), strict=True)]
+    )
 
 
 def _within(parts: Sequence[tuple[int, int, int]], window: int, decoding: int) -> Within:
     decode_tokens, prefill_tokens, prefill_attended = float(decoding), 0.0, 0.0
     for cached, new, _ in parts:
-        if is_prompt(cached, new):
-            seeing_all = min(max(window - cached, 0), new)
-            prefill_tokens += min(cached, window - 1) + new
-            prefill_attended += pairs_within(window, cached, new, seeing_all)
-        else:
+        if new <= MOST_DECODE_TOKENS and (cached or new == 1):
             decode_tokens += min(cached + 1, window)
+        elif cached + new <= window:  # all of it is seen
+            prefill_tokens += cached + new
+            prefill_attended += new * (cached + (new + 1) / 2)
+        else:
+            prefill_tokens += min(cached, window - 1) + new
+            prefill_attended += pairs_within(window, cached, new, max(window - cached, 0))
     return Within(window, decode_tokens, prefill_tokens, prefill_attended)
 
 

@@ -17,7 +17,7 @@ from membound.roofline.cost import micro_batch
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import Speculation
 from membound.roofline.techniques import Size
-from membound.simulator.step_times import Parts, StepTimes, waiting_of
+from membound.simulator.step_times import Parts, StepTimes, prompt_pairs, waiting_of
 from membound.simulator.tables import CONTEXTS, Column, below, decode_grid, piece_of
 from membound.simulator.windowed_times import contexts_of, decode_shape
 
@@ -130,8 +130,7 @@ class GuessTimes:
                 steps.attention_s(guesses, kv_tokens, seen),
                 float(prompts.prefill_tokens),
                 float(prompts.prefill_sequences),
-                float(prompts.prefill_attended),
-                tuple(float(prompts.seen_within(window).prefill_attended) for window in self.times.windows),
+                prompt_pairs(prompts.sums),
             )
         read = [shape.as_prompts() for shape in (prompts, unread) if shape is not None]
         return verify_s + self._drafts_beside_s(decoding, kv_tokens, guesses, read)

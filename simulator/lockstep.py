@@ -26,6 +26,7 @@ import numpy as np
 from membound.roofline.scenario.tasks import resolve
 from membound.roofline.scenario.workload import ClosedLoop, SessionPrompts, SyntheticPrompts, TextPrompts, Workload
 from membound.roofline.shape import shape_sums
+from membound.roofline.tiles import tiles_of
 from membound.roofline.within import Within, sums_within
 from membound.simulator.lockstep_tables import (
     NOTED,
@@ -38,7 +39,7 @@ from membound.simulator.lockstep_tables import (
     table_of,
     within_table,
 )
-from membound.simulator.scheduling.reach import fewest_even, reaches_of
+from membound.simulator.scheduling.reach import ENDLESS, reaches_of
 from membound.simulator.scheduling.recorder import REQUEST_COLUMNS, Recorder
 from membound.simulator.scheduling.request import Request, steps_before
 from membound.simulator.scheduling.scheduler import EVERYBODY, FIRST_COME, Scheduler
@@ -174,7 +175,9 @@ class Lockstep:
                 steps, slope_s, ended = 1, 0.0, sum([emits for _, _, emits in shapes])
                 self.rows_of_prompts += (len(rows) // len(NOTED), ended, *sums)
                 if reaches:
-                    sums = (*sums, self._note_within(shapes, decoding, clock))
+                    sums += (self._note_within(shapes, decoding, clock), tiles_of(shapes, self.windows))
+                elif len(parts) > 1:
+                    sums += ((), tiles_of(shapes, ()))
                 time_s = first_s = seconds_of(sums)
             elif decoding:
                 if reaches:
@@ -355,12 +358,16 @@ class Lockstep:
 
     def _decode_within(self, decoding: int, tokens: int, clock: int) -> tuple[float, float, int]:
         """Seconds of a step of decode, how much longer the next is, and how many are alike."""
-        reaches = self.reaches
-        seen, growing = [reach.tokens(clock) for reach in reaches], [reach.short for reach in reaches]
-        for each in zip(seen, growing, strict=True):
-            self.rows_within += (*each, 0.0, 0.0)
+        seen: list[int] = []
+        growing: list[int] = []
+        even = ENDLESS
+        for reach in self.reaches:
+            seen.append(reach.tokens(clock))
+            growing.append(reach.short)
+            self.rows_within += (seen[-1], reach.short, 0.0, 0.0)
+            even = min(even, reach.even_steps(clock))
         first_s, slope_s, alike = self.step_times.decode_within(decoding, tokens, seen, growing)
-        return first_s, slope_s, fewest_even(reaches, clock, alike)
+        return first_s, slope_s, min(alike, even)
 
     def _steps_with_blocks(self, clock: int, free: int, decoding: int, most: int) -> int:
         """How many steps, up to `most`, there are free blocks for, beside those of the first."""

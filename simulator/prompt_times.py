@@ -7,7 +7,7 @@ window have tables of their own, since their pairs are others.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import sqrt
 from typing import Any
 
@@ -36,21 +36,25 @@ class PromptTimes:
         self._split = split
         self._windows = windows
         self._cached = [CACHED_TOKENS, *map(cached_within, windows)]
-        self._grids: list[Grid] | None = None
         self.seconds = lru_cache(_KEPT_PROMPTS)(self._seconds)  # most steps have one prompt, of a length seen before
+
+    @cached_property
+    def _whole(self) -> Grid:
+        return self._grid(0)
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, list[int], Grid]]:
+        """Of each window the cached tokens of its table, and the table."""
+        return [(window, self._cached[part], self._grid(part)) for part, window in enumerate(self._windows, 1)]
 
     def _seconds(self, tokens: float, prompts: float, attended: float, *within: float) -> float:
         """Seconds of so many prompts with so many tokens and pairs, and pairs of layers `within` each window."""
-        if self._grids is None:
-            self._grids = [self._grid(part) for part in range(1 + len(self._windows))]
         mean = tokens / prompts
-        count, length = place(PROMPTS, prompts), place(PROMPT_TOKENS, mean)
-        whole, *others = zip(self._grids, self._cached, strict=True)
-        behind = max(0.0, attended / tokens - (mean + 1) / 2)
-        seconds = _between(whole[0], count, length, place(whole[1], behind))
-        for window, (grid, axis), pairs in zip(self._windows, others, within, strict=True):
-            behind = cached_behind(window, pairs / prompts, mean)
-            seconds += _between(grid, count, length, place(axis, behind))
+        (i, x), (j, y) = place(PROMPTS, prompts), place(PROMPT_TOKENS, mean)
+        seconds = _between(self._whole, i, x, j, y, CACHED_TOKENS, max(0.0, attended / tokens - (mean + 1) / 2))
+        if within:
+            for (window, axis, grid), pairs in zip(self._parts, within, strict=True):
+                seconds += _between(grid, i, x, j, y, axis, cached_behind(window, pairs / prompts, mean))
         return seconds
 
     def _grid(self, part: int) -> Grid:
@@ -61,12 +65,13 @@ class PromptTimes:
         axes = np.meshgrid(PROMPTS, PROMPT_TOKENS, self._cached[part], indexing="ij")
         count, tokens, cached = (axis.ravel().astype(np.float64) for axis in axes)
         behind = [np.zeros_like(cached) for _ in self._cached]
-        first = StepShape(count * tokens, 0.0 * count, 0.0, 0.0, count, count * tokens)
-        if part:
-            first = self._shape(count, tokens, behind)
         behind[part] = cached
-        added = self._split(self._shape(count, tokens, behind))[0] - self._split(first)[0]
-        return added.reshape(axes[0].shape).tolist()
+        seconds = self._split(self._shape(count, tokens, behind))[0].reshape(axes[0].shape)
+        if part:
+            return (seconds - seconds[:, :, :1]).tolist()
+        count, tokens = (axis[:, :, 0].ravel().astype(np.float64) for axis in axes[:2])
+        alone, _ = self._split(StepShape(count * tokens, 0.0 * count, 0.0, 0.0, count, count * tokens))
+        return (seconds - alone.reshape(len(PROMPTS), -1, 1)).tolist()
 
     def _shape(self, count: Any, tokens: Any, behind: list[Any]) -> StepShape:
         """Prompts behind so many cached tokens as all layers see them, and as those with each window do."""
@@ -99,8 +104,10 @@ def cached_behind(window: int, pairs: float, tokens: float) -> float:
     return max(0.0, window - (1.0 + sqrt(1.0 + 8.0 * missing)) / 2.0)
 
 
-def _between(grid: Grid, count: tuple[int, float], length: tuple[int, float], cached: tuple[int, float]) -> float:
-    (i, x), (j, y), (k, z) = count, length, cached
+def _between(grid: Grid, i: int, x: float, j: int, y: float, axis: list[int], cached: float) -> float:
+    """Of a grid the seconds so far beyond the entry of i numbers of prompts and j of tokens, at cached tokens of its
+    axis."""
+    k, z = place(axis, cached)
     near = grid[i]
     first = near[j][k] * (1 - z) + near[j][k + 1] * z
     second = near[j + 1][k] * (1 - z) + near[j + 1][k + 1] * z

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # Tokens of a step: all small numbers, since kernels work in tiles, then every 64.
 DENSE_TOKENS = 4096
+# Sums of a step without windows, with at most one prompt.
+_PLAIN = len(AMOUNTS)
 
 
 class StepTimes:
@@ -106,9 +108,9 @@ class StepTimes:
     def seconds(self, sums: Sums) -> float:
         """Seconds of any step without guesses, given the fields of its `StepShape`."""
         decoding = sums[1] - sums[6]
-        if self.windows and len(sums) == len(AMOUNTS):  # nobody said what they see: sequences are equally long
+        if self.windows and len(sums) == _PLAIN:  # nobody said what they see: sequences are equally long
             shape = StepShape(*sums)
-            sums = (*sums, tuple(shape.seen_within(window) for window in self.windows))
+            sums = (*sums, tuple(shape.seen_within(window) for window in self.windows), shape.tiles)
         if not sums[6] and sums[0] == decoding:
             if self.windows:
                 return self.decode_within(int(decoding), int(sums[2]), seen_of(sums))[0]
@@ -137,7 +139,10 @@ class StepTimes:
             most = self.most_tokens * int(micro_batches)  # as if each had a prompt, since all wait for one that has
             split = partial(self.split, micro_batches=micro_batches)
             limits = most, self.most_sequences, self.verified, self.setup.parallel.cp
-            self._parts[micro_batches] = Parts(split, *limits, windows=self.windows)
+            windowed = None  # those of decode alone, where they are not in other micro-batches
+            if self.windows:
+                windowed = self._windowed if self._stages == 1 else WindowedTimes(split, self.windows)
+            self._parts[micro_batches] = Parts(split, *limits, windows=self.windows, windowed=windowed)
         return self._parts[micro_batches]
 
     @property
@@ -202,9 +207,11 @@ class Parts:
         verified: int = 0,
         cp: int = 1,
         windows: tuple[int, ...] = (),
+        windowed: WindowedTimes | None = None,
     ) -> None:
         self._split = split
-        self._windowed = WindowedTimes(split, windows) if windows else None
+        self._windowed = windowed
+        self._common_s: dict[int, float] = {}  # of those who decode, of a model with windows
         self._cp = cp
         most = max(most_tokens + most_sequences * (cp + verified), DENSE_TOKENS)
         nodes = np.arange(0.0, DENSE_TOKENS + 1)
@@ -228,9 +235,8 @@ class Parts:
         if self._cp > 1:
             tokens = prompt_tokens + self._cp * (tokens - prompt_tokens)
         decoding, attention_s = int(sequences - prompts), 0.0
-        within: tuple[float, ...] = ()
+        all_pairs = (pairs,) if len(sums) == _PLAIN else prompt_pairs(sums)
         if self._windowed is not None:
-            within = tuple([known.prefill_attended for known in sums[-1]])
             if decoding:
                 attention_s = self.attention_s(decoding, kv_tokens - prompt_kv_tokens, seen_of(sums))
         elif decoding:
@@ -239,7 +245,7 @@ class Parts:
             if not begin <= decode_kv_tokens < end:
                 begin, end, low, slope = self._decoding(decoding, decode_kv_tokens)
             attention_s = low + slope * (decode_kv_tokens - begin)
-        return self.total(tokens, rows, attention_s, prompt_tokens, prompts, pairs, within)
+        return self.total(tokens, rows, attention_s, prompt_tokens, prompts, all_pairs)
 
     def total(
         self,
@@ -248,22 +254,22 @@ class Parts:
         attention_s: float,
         prompt_tokens: float,
         prompts: float,
-        pairs: float,
-        within: tuple[float, ...] = (),
+        pairs: tuple[float, ...],
     ) -> float:
-        """Seconds of a step whose sequences that decode take `attention_s` beside what tokens and rows take.
-
-        `pairs` are those of prompts, `within` each window fewer.
-        """
+        """Seconds of a step whose sequences that decode take `attention_s` beside what tokens and rows take, and
+        whose prompts have these `prompt_pairs`."""
         device_s = self.common(tokens, rows) + attention_s
         if prompts:
-            device_s += self._prompt_s(prompt_tokens, prompts, pairs, *within)
+            device_s += self._prompt_s(prompt_tokens, prompts, *pairs)
         return device_s + self._wait_s + max(self._launch_s - device_s, 0.0)
 
     def attention_s(self, sequences: int, kv_tokens: float, seen: Sequence[float]) -> float:
         """What sequences that decode add to the time of their tokens and rows, of a model with windows."""
         assert self._windowed is not None, "the model has windows"
-        return self._windowed.device_s(sequences, kv_tokens, seen) - self._common_of(sequences)
+        common_s = self._common_s.get(sequences)
+        if common_s is None:
+            common_s = self._common_s[sequences] = self._common_of(sequences)
+        return self._windowed.device_s(sequences, kv_tokens, seen) - common_s
 
     def _common_of(self, sequences: int) -> float:
         """Seconds of the device that follow from the tokens and rows of so many who decode."""
@@ -317,4 +323,18 @@ def waiting_of(cost: StepCost) -> Any:
 
 def seen_of(sums: Sums) -> tuple[float, ...]:
     """What layers with each window see of those who decode in a step with these sums."""
-    return tuple([known.decode_tokens for known in sums[-1]])
+    return tuple([known.decode_tokens for known in sums[_PLAIN]])
+
+
+def prompt_pairs(sums: Sums) -> tuple[float, ...]:
+    """Query-key pairs of a step's prompts in layers that see all tokens, and in those with each window.
+
+    Of several prompts those of equal ones, as many of as many tokens, for which kernels compute as much.
+    """
+    within, tiles = sums[_PLAIN:]
+    if not tiles:
+        return (sums[8], *[known.prefill_attended for known in within])
+    tokens, prompts = sums[5], sums[6]
+    if not within:
+        return (tiles[0].as_equal(tokens, prompts),)
+    return tuple([known.as_equal(tokens, prompts) for known in tiles])

@@ -8,8 +8,8 @@ sequence has a token in the others. Two steps of the same sequences need not be 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import product
+from functools import cache, cached_property
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from membound.roofline.shape import StepShape
 from membound.roofline.within import Within
-from membound.simulator.tables import CONTEXTS, NEAR, Column, Piece, Split, below, piece_of
-
-# More steps than any run of equal ones has.
-_ENDLESS = 1 << 60
+from membound.simulator.scheduling.reach import ENDLESS
+from membound.simulator.tables import CONTEXTS, Column, Piece, Split, below, near_ones, piece_of
 
 
 @cache
@@ -43,15 +41,13 @@ class _Axis:
 
     def __init__(self, tokens: list[float], seconds: list[float]) -> None:
         self._tokens, self._seconds = tokens, seconds
-        self._last = piece_of(*tokens[:2], *seconds[:2])  # the next step is near the last
+        self.last = piece_of(*tokens[:2], *seconds[:2])  # the next step is near the last
 
-    def piece_at(self, tokens: float) -> Piece:
-        """Between the two entries around so many tokens, or beyond the last two."""
-        piece = self._last
-        if not piece[0] <= tokens < piece[1]:
-            index = below(self._tokens, tokens)
-            piece = self._last = piece_of(*self._tokens[index : index + 2], *self._seconds[index : index + 2])
-        return piece
+    def move_to(self, tokens: float) -> Piece:
+        """Makes the piece around so many tokens the last one, that of the last two entries where they are more."""
+        index = below(self._tokens, tokens)
+        self.last = piece_of(*self._tokens[index : index + 2], *self._seconds[index : index + 2])
+        return self.last
 
 
 class WindowedTimes:
@@ -60,15 +56,21 @@ class WindowedTimes:
     def __init__(self, split: Split, windows: tuple[int, ...]) -> None:
         self._split = split
         self._windows = windows
-        self._axes: dict[int, list[_Axis]] = {}
-        # Of each number of sequences seconds that a step always waits, and of launches that the device's must exceed.
-        self._waits: dict[int, tuple[float, float]] = {}
+        # Of each number of sequences its parts, and seconds that a step always waits and of launches that the device's
+        # must exceed.
+        self._known: dict[int, tuple[list[_Axis], float, float]] = {}
 
     def device_s(self, sequences: int, kv_tokens: float, seen: Sequence[float]) -> float:
         """Seconds of the device in a step whose layers see so many tokens: all of them, or those of each window."""
-        seconds = 0.0
-        for axis, tokens in zip(self._axes_of(sequences), (kv_tokens, *seen), strict=True):
-            begin, _, low, slope = axis.piece_at(tokens)
+        if sequences not in self._known:
+            self._tabulate(sequences)
+        seconds, tokens = 0.0, kv_tokens
+        for index, axis in enumerate(self._known[sequences][0]):
+            if index:
+                tokens = seen[index - 1]
+            begin, end, low, slope = axis.last
+            if not begin <= tokens < end:
+                begin, _, low, slope = axis.move_to(tokens)
             seconds += low + slope * (tokens - begin)
         return seconds
 
@@ -77,50 +79,63 @@ class WindowedTimes:
     ) -> tuple[float, float, int]:
         """Seconds of a step, how much longer the next is, and how many are alike, as of each step `growing` more are
         seen within each window than of the one before."""
-        device_s, slope_s, alike = 0.0, 0.0, _ENDLESS
-        amounts, more = (kv_tokens, *seen), (sequences, *growing)
-        for axis, tokens, grown in zip(self._axes_of(sequences), amounts, more, strict=True):
-            begin, end, low, slope = axis.piece_at(tokens)
-            device_s += low + slope * (tokens - begin)
-            if grown:
-                slope_s += slope * grown
-                alike = min(alike, 1 + int((end - tokens) // grown))
-        wait_s, launch_s = self._waits[sequences]
-        if device_s >= launch_s:
-            return device_s + wait_s, slope_s, alike
-        if slope_s > 0:  # until the device takes longer than the launches, on which it waits
-            alike = min(alike, 1 + int((launch_s - device_s) / slope_s))
-        return launch_s + wait_s, 0.0, alike
-
-    def _axes_of(self, sequences: int) -> list[_Axis]:
-        if sequences not in self._axes:
+        if sequences not in self._known:
             self._tabulate(sequences)
-        return self._axes[sequences]
+        axes, wait_s, launch_s = self._known[sequences]
+        device_s, slope_s, alike = 0.0, 0.0, float(ENDLESS)
+        tokens, more = kv_tokens, sequences
+        for index, axis in enumerate(axes):
+            if index:
+                tokens, more = seen[index - 1], growing[index - 1]
+            begin, end, low, slope = axis.last
+            if not begin <= tokens < end:
+                begin, end, low, slope = axis.move_to(tokens)
+            device_s += low + slope * (tokens - begin)
+            if more:
+                slope_s += slope * more
+                left = (end - tokens) // more
+                if left < alike:
+                    alike = left
+        if device_s >= launch_s:
+            return device_s + wait_s, slope_s, 1 + int(alike)
+        if slope_s > 0:  # until the device takes longer than the launches, on which it waits
+            alike = min(alike, (launch_s - device_s) // slope_s)
+        return launch_s + wait_s, 0.0, 1 + int(alike)
 
     def _tabulate(self, sequences: int) -> None:
         """Tables of this number of sequences and of those near it, which cost hardly more than one."""
-        first = (sequences - 1) // NEAR * NEAR + 1
-        near = np.arange(first, first + NEAR, dtype=np.float64)
-        tables = [self._table(near, part) for part in range(1 + len(self._windows))]
-        one = np.ones(len(near))
-        _, wait_s = self._split(decode_shape(near, self._windows, near * 1e6, [near] * len(self._windows)))
-        device_s, small_wait_s = self._split(decode_shape(near, self._windows, near, [near] * len(self._windows)))
-        wait_s, launch_s = wait_s * one, (device_s + small_wait_s - wait_s) * one
-        for index, n in enumerate(range(first, first + NEAR)):
-            self._axes[n] = [_Axis((contexts * n).tolist(), rows[index].tolist()) for contexts, rows in tables]
-            self._waits[n] = float(wait_s[index]), float(launch_s[index])
+        near = near_ones(sequences)
+        each = self._seen_by_one
+        n = np.repeat(np.array(near, dtype=np.float64), len(each))
+        kv_tokens, *seen = (n * np.tile(column, len(near)) for column in each.T)
+        device_s, wait_s = (
+            np.broadcast_to(split_s, n.shape).reshape(len(near), -1)
+            for split_s in self._split(decode_shape(n, self._windows, kv_tokens, seen))
+        )
+        # What the first part's last entry waits no launch can take; its first entry is the shortest step of all.
+        parts = list(pairwise(np.cumsum([0, *map(len, self._contexts)])))
+        for count, own_s, waited_s in zip(near, device_s, wait_s, strict=True):
+            always_s = float(waited_s[parts[0][1] - 1])
+            axes = []
+            for contexts, (begin, end) in zip(self._contexts, parts, strict=True):
+                added_s = own_s[begin:end] - (own_s[begin] if begin else 0.0)
+                axes.append(_Axis((contexts * count).tolist(), added_s.tolist()))
+            self._known[count] = axes, always_s, float(own_s[0] + waited_s[0]) - always_s
 
-    def _table(self, near: Column, part: int) -> tuple[Column, Column]:
-        """Tokens of one sequence, and seconds of each number of them: of the whole where the first part grows, and
-        what each of the others adds."""
-        contexts = contexts_of((None, *self._windows)[part])
-        n = np.repeat(near, len(contexts))
-        amounts = [n] * (1 + len(self._windows))
-        amounts[part] = n * np.tile(contexts, len(near))
-        kv_tokens, *seen = amounts
-        device_s, _ = self._split(decode_shape(n, self._windows, kv_tokens, seen))
-        rows = np.broadcast_to(device_s, n.shape).reshape(len(near), -1)
-        return contexts, rows if part == 0 else rows - rows[:, :1]
+    @cached_property
+    def _contexts(self) -> list[Column]:
+        return [contexts_of(window) for window in (None, *self._windows)]
+
+    @cached_property
+    def _seen_by_one(self) -> Column:
+        """What layers see of one sequence, all of them and those with each window, at all entries of every part: a
+        token, but for the part whose entry it is."""
+        seen = np.ones((sum(map(len, self._contexts)), len(self._contexts)))
+        end = 0
+        for part, contexts in enumerate(self._contexts):
+            begin, end = end, end + len(contexts)
+            seen[begin:end, part] = contexts
+        return seen
 
 
 class CoupledTimes:

@@ -29,6 +29,7 @@ from membound.roofline.hardware import HardwareSpec
 from membound.roofline.hardware.power import power_share
 from membound.roofline.precision import Precision
 from membound.roofline.shape import Count
+from membound.roofline.tiles import QUERY_TILE, Tiles
 
 Family = Literal["gemm", "decode_attention", "prefill_attention", "moe", "elementwise", "collective"]
 FAMILIES: tuple[Family, ...] = (
@@ -319,27 +320,27 @@ def prefill_attention_s(
     attended: Count,
     flops_per_pair: Count,
     moved_bytes: Count,
+    tiles: Tiles | None = None,
 ) -> tuple[Count, Count, Count]:
     """(seconds, memory seconds, compute seconds) of causal attention of whole prompts or chunks.
+
+    Prompts that are not equally long have `tiles`, which do not follow from the sums.
 
     Beside its products each query-key pair needs an exponential, of which a unit does `softmax_per_cycle` with what
     belongs to it; kernels compute the `masked_share` of the pairs that the causal mask hides. A tile of 128 queries of
     a head starts and ends in `tile_cycles`; fewer tiles than `wave_loss` times the units leave some idle.
     """
-    mean_q = tokens / np.maximum(sequences, 1e-9)
-    padded = np.ceil(mean_q / TILE) * TILE
-    keys = attended / np.maximum(tokens, 1e-9)
-    hidden = np.minimum(mean_q / 2.0, keys) * p["masked_share"]
-    pairs = heads * (keys + hidden + (padded - mean_q) / 2.0) * padded * sequences
+    _, rows, tiled_pairs, hidden = tiles or Tiles.of_equal(None, tokens, sequences, attended)
+    pairs = heads * (tiled_pairs + hidden * p["masked_share"])
     units = _tile_units(hardware)
     cycles_per_s = units * (hardware.clock_hz or _CLOCK_HZ)
     work_s = pairs * flops_per_pair / rate
     if hardware.kind == "gpu":
         exponentials = p["softmax_per_cycle"] * (2.0 if hardware.name in _TWICE_THE_EXPONENTIALS else 1.0)
         work_s = overlapped(work_s, pairs / (cycles_per_s * exponentials))
-    tiles = heads * sequences * padded / TILE
-    idle = (1.0 + (p["wave_loss"] * units / np.maximum(tiles, 1e-9)) ** 2) ** 0.5
-    tiled_s = (work_s + tiles * p["tile_cycles"] / cycles_per_s) * idle
+    taken = heads * rows / QUERY_TILE
+    idle = (1.0 + (p["wave_loss"] * units / np.maximum(taken, 1e-9)) ** 2) ** 0.5
+    tiled_s = (work_s + taken * p["tile_cycles"] / cycles_per_s) * idle
     memory_s = stream_s(p, hardware, moved_bytes)
     return launch_s(p, hardware) + overlapped(memory_s, tiled_s), memory_s, heads * attended * flops_per_pair / rate
 

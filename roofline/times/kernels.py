@@ -274,6 +274,7 @@ class KernelTimes(MadeOf):
                 part.attended,
                 heads.flops_per_pair,
                 moved,
+                operator.tiles,
             )
             parts.append((part.sequences, times, efficiency.launch_s(p, self.hardware)))
         total = OperatorTime(0.0, 0.0, 0.0, 0.0)

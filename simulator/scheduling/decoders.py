@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from membound.simulator.scheduling.reach import fewest_even, reaches_of
+from membound.simulator.scheduling.reach import reaches_of
 from membound.simulator.scheduling.request import Guess, Outcome, Sequence
 
 
@@ -63,7 +63,7 @@ class Decoders:
 
     def even_steps(self, most: int) -> int:
         """Steps, up to `most`, through which what layers see grows by as much each."""
-        return fewest_even(self._reaches, self.steps, most) if self._reaches else most
+        return min([most, *[reach.even_steps(self.steps) for reach in self._reaches]])
 
     def add(self, sequence: Sequence) -> None:
         """`sequence`, whose last token is not computed, decodes from the next step on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from heapq import heappop, heappush
+
+# More steps than any run of equal ones has.
+ENDLESS = 1 << 60
 
 
 class Reach:
@@ -59,26 +61,14 @@ class Reach:
         """What the layers see of all sequences in the next step."""
         return self._standing + self.short * clock + self.window * self._full
 
-    def even_steps(self, clock: int) -> int | None:
-        """Steps from the next one on through which the sum grows by as many tokens each; None where it always does."""
+    def even_steps(self, clock: int) -> int:
+        """Steps from the next one on through which the sum grows by as many tokens each."""
         moments, filling = self._moments, self._filling
         while moments and not filling[moments[0]]:
             del filling[heappop(moments)]
-        return moments[0] - clock + 1 if moments else None
+        return moments[0] - clock + 1 if moments else ENDLESS
 
 
 def reaches_of(windows: tuple[int, ...]) -> tuple[Reach, ...]:
     """One for each window, without sequences."""
     return tuple(map(Reach, windows))
-
-
-def fewest_even(reaches: tuple[Reach, ...], clock: int, most: int) -> int:
-    """Steps through which all of these sums grow evenly, up to `most`."""
-    return min([most, *_even(reaches, clock)])
-
-
-def _even(reaches: tuple[Reach, ...], clock: int) -> Iterator[int]:
-    for reach in reaches:
-        steps = reach.even_steps(clock)
-        if steps is not None:
-            yield steps

@@ -320,7 +320,7 @@ class Recorder:
 
     def _row_within(self, step: Step, outcome: Outcome) -> None:
         """The part of the row that says what layers with a window see in the mean step."""
-        within: tuple[Within, ...] = step.sums[-1]
+        within: tuple[Within, ...] = step.sums[len(AMOUNTS)]
         self._see(tuple([known.window for known in within]))
         later = (outcome.steps - 1) / 2
         growing = step.growing or (0,) * len(within)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from membound.roofline.shape import shape_sums
+from membound.roofline.tiles import tiles_of
 from membound.roofline.within import sums_within
 from membound.simulator.scheduling.prefix import PrefixChain
 
@@ -208,7 +209,7 @@ def draft_depth(work: Work) -> int:
     return max(depths, default=0)
 
 
-# The fields of `StepShape`, or all but the last where no layer has a window.
+# The fields of `StepShape`, or the first of them where others follow from those.
 Sums = tuple[Any, ...]
 # A sequence with guesses, and how many, where nobody knows what they say.
 Guess = tuple[Sequence, int]
@@ -285,7 +286,8 @@ def step_sums(
         sums = shape_sums(parts, decoding, kv_tokens)
     else:
         sums = (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return (*sums, sums_within(parts, windows, seen)) if windows else sums
+    tiles = tiles_of(parts, windows)
+    return (*sums, sums_within(parts, windows, seen), tiles) if windows or tiles else sums
 
 
 class Outcome(NamedTuple):

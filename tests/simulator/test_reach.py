@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membound.simulator.scheduling.reach import Reach, fewest_even, reaches_of
+from membound.simulator.scheduling.decoders import Decoders
+from membound.simulator.scheduling.reach import Reach
+from membound.simulator.scheduling.request import Request, Sequence
 
 # Sequences join with so many tokens, leave in some order, or the clock goes on.
 EVENTS = st.lists(
@@ -35,7 +37,7 @@ def test_the_sum_and_its_growth_are_those_of_the_sequences(events, window):
             return sum(min(standing + at, window) for standing in standings)
 
         assert reach.tokens(clock) == seen(clock)
-        even = fewest_even((reach,), clock, 100)
+        even = min(reach.even_steps(clock), 100)
         assert even >= 1
         for later in range(even):
             assert seen(clock + later) == seen(clock) + reach.short * later
@@ -44,9 +46,8 @@ def test_the_sum_and_its_growth_are_those_of_the_sequences(events, window):
 
 
 def test_of_several_windows_the_next_that_is_filled_ends_even_steps():
-    reaches = reaches_of((10, 40))
-    for reach in reaches:
-        reach.add(4, 0)
-        reach.add(25, 0)
-    assert [reach.tokens(0) for reach in reaches] == [14, 29]
-    assert fewest_even(reaches, 0, 99) == 7 and fewest_even(reaches, 0, 3) == 3
+    decoders = Decoders(16, windows=(10, 40))
+    for number, tokens in enumerate((4, 25)):
+        decoders.add(Sequence(Request(number, 0.0, tokens, 99)))
+    assert decoders.seen == (14, 29) and decoders.growing == (1, 2)
+    assert decoders.even_steps(99) == 7 and decoders.even_steps(3) == 3
