@@ -18,7 +18,7 @@ from membound.roofline.home import device_fits_path, local_calibration_path
 # Where the physics and its facts lie; what the app makes of them says itself which layout it has.
 PACKAGES = ("roofline", "simulator", "data")
 # Of the documents that answers are kept as; another one makes all questions new.
-LAYOUT = 1
+LAYOUT = 2
 
 
 def who_answers() -> str:

@@ -23,7 +23,7 @@ def plan_each(
     disaggregate: bool,
     progress: Callable[[float, str], None],
 ) -> dict[str, Any]:
-    """The plan on each device alone, so that each has an answer, and which of them ranks first.
+    """The plan on each device alone, with prompts and outputs together and apart, and which of them ranks first.
 
     A device that cannot hold the model has its reason. Raises MemboundError where none can be planned for.
     """
@@ -41,6 +41,7 @@ def plan_each(
                 objective=objective,
                 confirm=CONFIRMED,
                 disaggregate=disaggregate,
+                compares=True,
                 progress=part,
             )
         except MemboundError as error:
@@ -84,12 +85,29 @@ def _priced(plan: dict[str, Any], usd_per_h: float) -> dict[str, Any]:
         usd = usd_per_h / 3600.0 / point["tokens_per_s_per_gpu"] * 1e6 if usd_per_h else None
         return point | {"cost_usd_per_million_tokens": usd}
 
+    def compared(one: dict[str, Any]) -> dict[str, Any]:
+        end = one["at_upper_end"]
+        priced = end and end | {"usd_per_h": usd_per_h * end["gpus"] if usd_per_h else None}
+        return one | {"best": deployed(one["best"]), "at_upper_end": priced}
+
     return plan | {
         "best": deployed(plan["best"]),
         "options": {name: deployed(one) for name, one in plan["options"].items()},
         "confirmed": [deployed(one) for one in plan.get("confirmed", ())],
+        "compared": [compared(one) for one in plan.get("compared", ())],
         "front": [at_batch(point) for point in plan["front"]],
     }
+
+
+def both_ways(plans: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The best of each device with prompts and outputs on the same engines, and with each on engines of their own."""
+    return [one for plan in plans for one in plan.get("compared", ()) if one["best"] is not None]
+
+
+def safest(plans: Sequence[Mapping[str, Any]], objective: str) -> Mapping[str, Any] | None:
+    """Of all devices and ways to serve what ranks first that was seen to hold at the upper end of its times."""
+    held = [one["at_upper_end"] for one in both_ways(plans) if one["at_upper_end"] is not None]
+    return min(held, key=lambda place: rank(place, objective), default=None)
 
 
 def rank(deployed: Mapping[str, Any], objective: str) -> tuple[float, ...]:

@@ -23,7 +23,7 @@ from membound.app.views import (
 )
 from membound.app.views.session import language, translate
 
-FAVICON = Path(__file__).parent / "assets" / "favicon.png"
+ASSETS = Path(__file__).parent / "assets"
 # The language of the document, and tables that a keyboard can scroll where they are wider than the screen.
 DOCUMENT = """
 const reached = () => {
@@ -37,24 +37,8 @@ export default ({ data }) => {
 };
 """
 
-# Streamlit leaves a third of the first screen empty, writes chosen options in a colour of too little contrast, and puts
-# the help of some labels at the other end of their line. A chart's switch is in the line of the chart's buttons.
-DENSER = """<style>
-.stMainBlockContainer {padding-top: 4.6rem}
-@media (min-width: 1440px) {.st-key-language_row {margin-bottom: -3.4rem; z-index: 1}
-.st-key-tour_box {margin-top: 3.2rem}}
-@media (max-width: 640px) {.stHorizontalBlock {row-gap: 1rem !important}}
-h1 {font-size: 2rem !important}
-h2 {font-size: 1.5rem !important}
-.stButtonGroup button[data-selected=true] {color: inherit !important}
-h3 {font-size: 1.2rem !important}
-[data-testid=stWidgetLabel] > div:has(.stTooltipIcon) {flex: 0 0 auto; margin-left: .35rem}
-.stElementContainer:has([data-testid=stCheckbox]):has(+ .stElementContainer .membound-chart)
-{margin-bottom: -2.6rem; width: fit-content; z-index: 2}
-</style>"""
-
-st.set_page_config(page_title="membound", page_icon=str(FAVICON), layout="wide")
-st.html(DENSER)
+st.set_page_config(page_title="membound", page_icon=str(ASSETS / "favicon.png"), layout="wide")
+st.html(ASSETS / "page.css")
 
 
 def choose_language() -> None:

@@ -103,7 +103,8 @@ const fitted = (traces, layout, width) => {
   const annotations = layout.annotations?.map((each) => ({ ...each, font: { ...each.font, size: Math.min(each.font?.size ?? 12, 9.5) } }));
   const beside = Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key));
   const few = beside.length < 2 ? {} : Object.fromEntries(beside.map((key) => [key, { ...layout[key], nticks: 3, tickfont: { size: 10 } }]));
-  return { ...layout, ...few, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...few.xaxis, ...columns } };
+  const legend = layout.legend?.font && { ...layout.legend, font: { ...layout.legend.font, size: Math.min(layout.legend.font?.size ?? 12, 9.5) } };
+  return { ...layout, ...few, ...legend && { legend }, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...few.xaxis, ...columns } };
 };
 
 const MOST_WORDS_PX = 10.5;

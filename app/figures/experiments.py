@@ -19,7 +19,8 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 def experiment_figure(finding: Finding, worded: Callable[[str], str] = str) -> go.Figure:
     """The figure of an experiment: a line for each value of the chart's columns, with its spread as error bars.
 
-    Solid where it was measured, hollow and dashed where it is predicted. `worded` says titles in the reader's language.
+    Solid where it was measured, hollow and dashed where it is predicted. `worded` says titles and lines in the
+    reader's language.
     """
     chart, fig = finding.chart, figure(460)
     hollow = "" if finding.machine else "-open"
@@ -33,7 +34,7 @@ def experiment_figure(finding: Finding, worded: Callable[[str], str] = str) -> g
             x=[row[x.column] for row in own],
             y=[row[y.column] for row in own],
             error_y={"type": "data", "array": spreads} if any(map(_known, spreads)) else None,
-            name=key,
+            name=worded(key),
             mode="lines+markers",
             line={"color": _COLORS[index], "dash": dash if finding.machine else "dash"},
             marker={"symbol": f"{_SYMBOLS[index]}{hollow}", "size": 9, "line": {"width": 2}},

@@ -133,6 +133,97 @@ def front_alt(plans: Sequence[Mapping[str, Any]], t: Translate) -> str:
     )
 
 
+def compared_figure(compared: Sequence[Mapping[str, Any]], t: Translate) -> go.Figure:
+    """A bar for each device and way to serve, by its price where all have one, else by its devices; the pale end is
+    what it takes where all times are as long as their interval allows."""
+    priced = all(one["best"]["usd_per_h"] is not None for one in compared)
+    devices = list(dict.fromkeys(one["device"] for one in compared))
+    fig = figure(130 + 64 * len(devices))
+    most = 0.0
+    for apart, color, pattern in ((False, BLUE, ""), (True, ORANGE, "/")):
+        own = [one for one in compared if one["disaggregated"] == apart]
+        if not own:
+            continue
+        values = [_size(one["best"], priced) for one in own]
+        ends = [
+            max(value, _size(one["at_upper_end"], priced)) if one["at_upper_end"] else value
+            for one, value in zip(own, values, strict=True)
+        ]
+        most = max(most, *ends)
+        fig.add_bar(
+            y=[one["device"] for one in own],
+            x=values,
+            base=0,
+            orientation="h",
+            name=t("plan.apart" if apart else "plan.together"),
+            offsetgroup=str(apart),
+            marker={
+                "color": translucent(color, 0.3),
+                "line": {"color": color, "width": 2},
+                "pattern": {"shape": pattern},
+            },
+            hovertext=[_compared_hover(one, t) for one in own],
+            hoverinfo="text",
+            textposition="none",
+        )
+        fig.add_bar(
+            y=[one["device"] for one in own],
+            x=[end - value for end, value in zip(ends, values, strict=True)],
+            base=values,
+            orientation="h",
+            offsetgroup=str(apart),
+            marker={"color": translucent(color, 0.12), "line": {"color": color, "width": 1}},
+            text=[_compared_label(one, t) for one in own],
+            textposition="outside",
+            cliponaxis=False,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+    fig.update_yaxes(
+        autorange="reversed", showgrid=False, categoryorder="array", categoryarray=devices, automargin=True
+    )
+    fig.update_xaxes(
+        title=t("plan.c_usd_h" if priced else "plan.c_gpus"), range=[0, 1.3 * most], tickprefix="$" if priced else ""
+    )
+    fig.update_layout(barmode="group", bargap=0.25, bargroupgap=0.1, margin={"l": 8, "t": 48})
+    return fig
+
+
+def _size(place: Mapping[str, Any], priced: bool) -> float:
+    return float(place["usd_per_h"] if priced else place["gpus"])
+
+
+def _compared_label(one: Mapping[str, Any], t: Translate) -> str:
+    """`12 GPUs`, or both ends where longer times take more: `12–16 GPUs`."""
+    places = [one["best"], one["at_upper_end"] or one["best"]]
+    return t("plan.gpus", gpus="–".join(dict.fromkeys(f"{place['gpus']}" for place in places)))
+
+
+def _compared_hover(one: Mapping[str, Any], t: Translate) -> str:
+    best, end = one["best"], one["at_upper_end"]
+    lines = [
+        f"<b>{best['gpus']} × {best['device']}</b>, " + t("plan.apart" if one["disaggregated"] else "plan.together")
+    ]
+    if best["summary"]:
+        ttft, tpot = (text.milliseconds(best["summary"][name]["p99"]) for name in ("ttft_s", "tpot_s"))
+        lines.append(t("plan.p99", ttft=ttft, tpot=tpot))
+    if best["upper_end"] is not None:
+        lines.append(t("plan.never_at_end") if end is None else t("plan.at_end", gpus=end["gpus"]))
+    return "<br>".join(lines)
+
+
+def compared_alt(compared: Sequence[Mapping[str, Any]], t: Translate) -> str:
+    """The bars in one sentence."""
+    return t(
+        "plan.compared_alt",
+        listed=t("sign.semicolon").join(
+            f"{one['device']}{t('sign.comma')}{t('plan.apart' if one['disaggregated'] else 'plan.together')}"
+            f"{t('sign.colon')}{t('plan.gpus', gpus=one['best']['gpus'])}"
+            for one in compared
+        ),
+    )
+
+
 def sensitivity_figure(elasticity: Mapping[str, float], t: Translate) -> go.Figure:
     """How far the most that a replica serves moves with each resource."""
     fig = figure(260)

@@ -108,7 +108,7 @@ def latency_alt(cases: Sequence[Mapping[str, Any]], metric: str, t: Translate) -
         for case in cases
         if case["summary"][metric]["p99"] is not None
     ]
-    return t("simulate.latency_alt", metric=t(f"simulate.metric_{metric}"), listed=", ".join(said))
+    return t("simulate.latency_alt", metric=t(f"simulate.metric_{metric}"), listed=t("sign.list").join(said))
 
 
 def time_figure(over_time: Mapping[str, Any], t: Translate) -> go.Figure:

@@ -18,7 +18,8 @@ from membound.app.i18n import Translate
 from membound.app.views import background, states
 from membound.app.views.charts import chart, share_bars
 from membound.app.views.choices import some_techniques
-from membound.app.views.engine_choice import choose_engine, conditions
+from membound.app.views.engine_choice import choose_engine, conditions, in_short
+from membound.app.views.form import form
 from membound.app.views.said import in_words, said
 from membound.app.views.session import translate
 from membound.app.views.verdicts import (
@@ -47,8 +48,9 @@ def page() -> None:
     st.title(t("advisor.title"))
     st.caption(t("advisor.intro"))
     try:
-        with st.container(border=True):
+        with form(t) as holds:
             choice = choose_engine(t).having(_has(t))
+            holds(in_short(choice, t, choice.techniques))
         known = background.ask(choice.key, advised, choice)
         pairs = background.ask(choice.key, not_to_combine, choice)
         document = background.answer(known, "advisor")

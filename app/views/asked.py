@@ -37,7 +37,8 @@ def answer(kind: str, spec: Mapping[str, Any], label: str, *, start: bool = Fals
         job = _submit(kind, spec, digest)
     active = job is not None and job.active
     if not active:
-        with st.container(horizontal=True, vertical_alignment="center"):
+        row = f"form_{'known' if known else 'asks'}_{kind}"
+        with st.container(horizontal=True, vertical_alignment="center", key=row):
             pressed = st.button(
                 t("asked.again") if known else label,
                 key=f"ask_{kind}",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -61,6 +61,17 @@ def answer(future: Future[Answer], key: str, *, wait_s: float | None = None, hei
         st.skeleton(height)
         st.fragment(_watch, run_every=POLL_S, key=f"watch_{key}")(future)
         return None
+
+
+def answers(futures: Iterable[Future[Answer]], key: str) -> list[Answer] | None:
+    """The same of an answer that was asked in parts; None while one of them is not there yet."""
+    found = []
+    for future in futures:
+        part = answer(future, key)
+        if part is None:
+            return None
+        found.append(part)
+    return found
 
 
 def _watch(future: Future[Any]) -> None:

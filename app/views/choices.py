@@ -14,6 +14,7 @@ from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import fields, linked
 from membound.app.views.devices import device_names, device_title
+from membound.app.views.form import form
 from membound.app.views.session import translate
 from membound.roofline import models
 from membound.roofline.errors import MemboundError
@@ -32,7 +33,7 @@ STEP_LAYERS = ("weights", "kv")
 def configuration() -> Configuration:
     """What the widgets hold."""
     t = translate()
-    with st.container(border=True):
+    with form(t) as holds:
         left, middle, right = st.columns([2, 2, 1.6])
         point, below = st.container(horizontal=True), st.container()
         with left:
@@ -50,6 +51,10 @@ def configuration() -> Configuration:
             setup = engine_setup([TECHNIQUES[name](name=name) for name in techniques], published=model.published)
             tp = fields.one_of("choice", "tp", divisors(model, setup), 1, t, str)
         gamma = _gamma(t) if phase == "verify" else GAMMA
+        titles = t("sign.list").join(technique_title(name, t) for name in techniques)
+        of = t("engine.of", model=model.name, device=device_title(device, t))
+        at = t("engine.point", batch=batch, context=short_count(context))
+        holds(" · ".join(filter(None, (of, t(f"phase.{phase}"), at, titles))))
     return Configuration(model.name, device, phase, context, batch, tp, gamma, tuple(techniques))
 
 

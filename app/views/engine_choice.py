@@ -59,6 +59,21 @@ def choose_engine(t: Translate, *, formats: bool = False, more: Callable[[], Non
     return choice
 
 
+def in_short(choice: EngineChoice, t: Translate, techniques: Sequence[str] = ()) -> str:
+    """The choice in a line: the model on the device at its point, with techniques if there are some."""
+    parts = [
+        t("engine.of", model=choice.model_name, device=_device(choice, t)),
+        t("engine.point", batch=choice.batch, context=short_count(choice.context)),
+        t("sign.list").join(technique_title(name, t) for name in techniques),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _device(choice: EngineChoice, t: Translate) -> str:
+    device = t("device.local") if choice.device_name == "local" else choice.device_name
+    return f"{choice.tp} × {device}" if choice.tp > 1 else device
+
+
 def _more_chosen(choice: EngineChoice, t: Translate) -> str:
     """What stands behind the button, formats where they were chosen."""
     chosen = [
@@ -84,11 +99,10 @@ def _format_title(name: str, t: Translate) -> str:
 def conditions(choice: EngineChoice, t: Translate) -> str:
     """Where numbers hold, for captions."""
     lengths = lengths_at(choice.context)
-    device = t("device.local") if choice.device_name == "local" else choice.device_name
     return t(
         "engine.conditions",
         model=choice.model_name,
-        devices=f"{choice.tp} × {device}" if choice.tp > 1 else device,
+        devices=_device(choice, t),
         batch=choice.batch,
         context=f"{choice.context:,}",
         prompt=f"{lengths.prompt_tokens:,.0f}",

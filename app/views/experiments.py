@@ -23,6 +23,7 @@ from membound.app.views.session import has_torch, store, translate
 
 # Names of bounds that are no word of any language.
 _BOUNDS = re.compile(r"\b(memory_weights|memory_kv|drafting)\b")
+_PERCENT = re.compile(r"(?<=\d)%")
 
 
 def page() -> None:
@@ -70,7 +71,7 @@ def _found(run: Run) -> Finding:
 
 def _finding(finding: Finding, t: Translate) -> None:
     st.header(t("experiments.found"))
-    st.markdown("\n".join(f"- {text.plain(_worded(line, t))}" for line in finding.says))
+    st.markdown("\n".join(f"- {text.plain(_sentence(_worded(line, t)))}{t('sign.stop')}" for line in finding.says))
     rows = [
         {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}
         for row in finding.rows
@@ -79,7 +80,7 @@ def _finding(finding: Finding, t: Translate) -> None:
     chart(
         experiment_figure(finding, worded=lambda words: _worded(words, t)),
         key=finding.name,
-        alt=t("experiments.alt", rows=len(rows), title=axes.y.title, over=axes.x.title),
+        alt=t("experiments.alt", rows=len(rows), title=_worded(axes.y.title, t), over=_worded(axes.x.title, t)),
         caption=" ".join(f"{_sentence(_worded(line, t))}{t('sign.stop')}" for line in finding.conditions),
         table=pd.DataFrame(rows),
     )
@@ -88,7 +89,8 @@ def _finding(finding: Finding, t: Translate) -> None:
 
 def _worded(line: str, t: Translate) -> str:
     """What an experiment says, with words for what bounds a step and for techniques."""
-    return _BOUNDS.sub(lambda bound: t(f"bound.{bound.group()}"), in_words(line, t))
+    said = _BOUNDS.sub(lambda bound: t(f"bound.{bound.group()}"), in_words(line, t))
+    return _PERCENT.sub(" %", said)
 
 
 def _sentence(line: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from membound.app import jobs, text
+from membound.app.figures.comparison import technique_title
 from membound.app.home import StoreError
 from membound.app.i18n import Translate
 from membound.app.named_files import scenario_of_page
@@ -21,6 +22,8 @@ from membound.roofline.scenario import Scenario, shipped_scenarios
 FIRST = "live-cpu"
 OWN = "own"
 KINDS = ("compare", "measure", "simulate")
+# Weights that are no file.
+MADE = ("pretrained", "random")
 UPLOAD_MB = 1
 
 
@@ -117,14 +120,14 @@ def _checked(yaml_text: str, own: bool, kind: str, t: Translate) -> Scenario | N
 
 
 def _summary(scenario: Scenario, kind: str, t: Translate) -> str:
-    titles = t("sign.list").join(variant.title for variant in scenario.compared())
+    titles = t("sign.list").join(technique_title(variant.name, t) for variant in scenario.compared())
     techniques = text.plain(titles) or t("live.no_techniques")
     arrivals = scenario.workload.arrivals.model_dump()
     arriving = arrivals.pop("kind")
     said = t(
         "live.summary",
         model=text.plain(scenario.model),
-        weights=scenario.weights,
+        weights=t(f"live.weights_{scenario.weights}") if scenario.weights in MADE else text.plain(scenario.weights),
         hardware=text.plain(device_title(scenario.hardware, t)),
         techniques=techniques,
         arrivals=t(f"arrivals.{arriving}", **arrivals),

@@ -17,8 +17,17 @@ from membound.app.views import asked, states
 from membound.app.views.charts import chart, words_table
 from membound.app.views.opening import opened, settings_of
 from membound.app.views.plan_question import PAGE, PRICE, prices_paid, question
-from membound.app.views.plan_tables import deployments_table, front_table
-from membound.app.views.plan_words import headline, options, served, trust, with_loss
+from membound.app.views.plan_tables import compared_table, deployments_table, front_table
+from membound.app.views.plan_words import (
+    at_the_end,
+    headline,
+    options,
+    other_way,
+    prices_in_quality,
+    served,
+    trust,
+    with_loss,
+)
 from membound.app.views.said import said
 from membound.app.views.session import translate
 from membound.roofline.errors import MemboundError
@@ -57,9 +66,11 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
         st.header(t("plan.nothing"))
     else:
         st.header(headline(best, document["objective"], t))
-        st.write(served(best, t) + with_loss(plans, best["best"], document["objective"], t))
-        st.write(trust(best, t))
     _cards(plans, t)
+    if best is not None:
+        objective = document["objective"]
+        st.write(served(best, t) + other_way(best, t) + with_loss(plans, best["best"], objective, t))
+        st.write(trust(best, t) + at_the_end(plans, best["best"], objective, t))
     for plan in plans:
         if plan["best"] is None:
             st.warning(
@@ -68,6 +79,7 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
     demand = next((plan["demand"] for plan in plans if "demand" in plan), None)
     if demand is None:
         return
+    _compared(plans, t)
     _table(plans, demand, t)
     _runners_up(plans, t)
     left, right = st.columns([3, 2], gap="large")
@@ -107,6 +119,21 @@ def _cards(plans: Sequence[Mapping[str, Any]], t: Translate) -> None:
             st.metric(plan["device"], gpus, price, delta_color="off", delta_arrow="off", width="content")
 
 
+def _compared(plans: Sequence[Mapping[str, Any]], t: Translate) -> None:
+    """What each device takes, with prompts and outputs on the same engines and on engines of their own."""
+    compared = deployments.both_ways(plans)
+    if not any(one["disaggregated"] for one in compared):
+        return
+    st.header(t("plan.ways"))
+    chart(
+        figures.compared_figure(compared, t),
+        key="compared",
+        alt=figures.compared_alt(compared, t),
+        caption=t("plan.compared_caption"),
+        table=compared_table(compared, t),
+    )
+
+
 def _runners_up(plans: Sequence[Mapping[str, Any]], t: Translate) -> None:
     """What the simulator also saw keep the objective, at a higher price or with more devices."""
     rows = [one for plan in plans for one in plan.get("confirmed", ())[1:]]
@@ -119,13 +146,19 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
     rows = options(plans)
     if not rows:
         return
+    st.header(t("plan.deployments"))
     words_table(deployments_table(rows, t))
     prices = {one["device"]: one["price"] for one in rows if one["price"]}
-    sources = {device: said(price["source"], t) for device, price in prices.items()}
-    priced = t("sign.semicolon").join(
-        f"{device}: {source}, {prices[device]['date']}" for device, source in sources.items()
-    )
-    st.caption(text.plain(t("plan.table_caption", prices=priced or t("plan.own_prices"))))
+    st.caption(t("plan.table_caption"))
+    for precision, notes in prices_in_quality(plans, t).items():
+        costs = t("plan.costs", precision=t(f"plan.precision_{precision}"), notes=t("sign.semicolon").join(notes))
+        st.caption(text.plain(costs))
+    with st.expander(t("plan.sources")):
+        lines = [
+            f"{device}{t('sign.colon')}{said(price['source'], t)}{t('sign.comma')}{price['date']}"
+            for device, price in prices.items()
+        ]
+        st.markdown("\n".join(f"- {text.plain(line)}" for line in lines or [t("plan.own_prices")]))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.markdown(t("plan.open"))
         for index, one in enumerate(rows):

@@ -14,6 +14,7 @@ from membound.app import text
 from membound.app.i18n import Translate
 from membound.app.views import fields
 from membound.app.views.devices import known_devices
+from membound.app.views.form import form
 from membound.roofline import models
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.planning.planner import PRECISIONS
@@ -31,7 +32,7 @@ SEATS, BUDGET = 256, 8192
 
 def question(t: Translate) -> dict[str, Any] | None:
     """What is asked; None while no device or no precision is chosen."""
-    with st.container(border=True):
+    with form(t) as holds:
         known = models.catalog()
         left, right = st.columns([2, 3])
         with left:
@@ -51,9 +52,11 @@ def question(t: Translate) -> dict[str, Any] | None:
             if load == "open":
                 rate = fields.number(PAGE, "plan_rate", 10.0, 0.01, 100_000.0, t)
                 arrivals: dict[str, Any] = {"kind": "poisson", "rate_rps": rate}
+                told = t("plan.load_rate", rate=f"{rate:g}")
             else:
                 users = int(fields.number(PAGE, "plan_users", 64, 1, 100_000, t))
                 arrivals = {"kind": "closed_loop", "concurrency": users}
+                told = t("plan.load_users", users=users)
         with cells[1]:
             prompt = int(fields.number(PAGE, "plan_prompt", 2048, 1, 1_000_000, t, step=256))
         with cells[2]:
@@ -68,6 +71,7 @@ def question(t: Translate) -> dict[str, Any] | None:
             )
             objective = fields.one_of(PAGE, "plan_objective", OBJECTIVES, OBJECTIVES[0], t)
             split = not fields.switch(PAGE, "plan_together", t)
+        holds(" · ".join((t("plan.holds", model=model, load=told, prompt=prompt, output=output), *devices)))
     if not devices or not precisions:
         st.info(t("plan.choose_some"), icon=":material/dns:")
         return None
@@ -89,7 +93,8 @@ def prices_paid(devices: Sequence[str], t: Translate) -> dict[str, float] | None
     listed = {device: known[device].price_usd_per_h or 0.0 for device in devices}
     keys = {device: f"{PRICE}{device}" for device in devices}
     paid = {}
-    with st.expander(t("plan.prices"), expanded=any(key in st.query_params for key in keys.values())):
+    opened = any(key in st.query_params for key in keys.values())
+    with st.container(key="form_prices"), st.expander(t("plan.prices"), expanded=opened):
         st.caption(t("plan.prices_help"))
         for cell, (device, key) in zip(st.columns(max(4, len(devices))), keys.items(), strict=False):
             with cell:

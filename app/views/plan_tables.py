@@ -31,6 +31,30 @@ def deployments_table(rows: Sequence[Mapping[str, Any]], t: Translate) -> pd.Dat
     )
 
 
+def compared_table(compared: Sequence[Mapping[str, Any]], t: Translate) -> pd.DataFrame:
+    """The best of a device and a way to serve a row, with what of its kind holds where times are longest."""
+    return pd.DataFrame(
+        {
+            t("plan.c_device"): f"{one['best']['gpus']} × {one['device']}",
+            t("plan.c_way"): t("plan.apart" if one["disaggregated"] else "plan.together"),
+            t("plan.c_how"): how(one["best"], t).strip(),
+            t("plan.c_usd_h"): text.usd(one["best"]["usd_per_h"]),
+            t("plan.c_ttft"): _p99(one["best"], "ttft_s"),
+            t("plan.c_tpot"): _p99(one["best"], "tpot_s"),
+            t("plan.c_upper_end"): _enough(one["at_upper_end"], t),
+        }
+        for one in compared
+    )
+
+
+def _enough(place: Mapping[str, Any] | None, t: Translate) -> str:
+    """How many devices were seen to hold at the upper end of the times, and their price."""
+    if place is None:
+        return "–"
+    gpus = t("plan.gpus", gpus=place["gpus"])
+    return gpus if place["usd_per_h"] is None else f"{gpus}, {text.usd(place['usd_per_h'])}"
+
+
 def _holds(one: Mapping[str, Any], t: Translate) -> str:
     """`✓`, or how many devices keep the objective at the upper end of the times."""
     end = one.get("upper_end")

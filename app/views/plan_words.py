@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from membound.app import deployments, text
+from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
+from membound.app.views.said import said
 
 
 def headline(plan: Mapping[str, Any], objective: str, t: Translate) -> str:
@@ -58,6 +60,46 @@ def _at_upper_end(best: Mapping[str, Any], t: Translate) -> str:
     holds = "holds" if end["meets_slo"] else "more" if end["gpus_that_meet_it"] else "never"
     words = {"error": text.percent(end["relative_error"]), "gpus": end["gpus_that_meet_it"], "device": best["device"]}
     return " " + t(f"plan.upper_end_{holds}", **words)
+
+
+def other_way(plan: Mapping[str, Any], t: Translate) -> str:
+    """What the answer's device takes where prompts and outputs are served the other way, together or apart."""
+    best = plan["best"]
+    apart = best["deployment"]["disaggregation"] is None
+    other = next((one for one in plan.get("compared", ()) if one["disaggregated"] == apart), None)
+    if other is None:
+        return ""
+    way = "apart" if apart else "together"
+    if other["best"] is None:
+        return " " + t(f"plan.never_{way}", reason=text.plain(said(other["reason"], t)))
+    one = other["best"]
+    price = "" if one["usd_per_h"] is None else t("plan.per_hour", usd=f"{one['usd_per_h']:,.2f}")
+    return " " + t(
+        f"plan.would_take_{way}", gpus=one["gpus"], device=one["device"], price=price, how=how(one, t).strip()
+    )
+
+
+def at_the_end(plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any], objective: str, t: Translate) -> str:
+    """What of all that was compared ranks first that holds where times are longest, if the answer does not."""
+    end, safe = best.get("upper_end"), deployments.safest(plans, objective)
+    if end is None or end["meets_slo"] or safe is None:
+        return ""
+    if (safe["device"], safe["gpus"]) == (end["device_that_meets_it"], end["gpus_that_meet_it"]):
+        return ""  # that is said already
+    price = "" if safe["usd_per_h"] is None else t("plan.per_hour", usd=f"{safe['usd_per_h']:,.2f}")
+    return " " + t("plan.safest", gpus=safe["gpus"], device=safe["device"], price=price)
+
+
+def prices_in_quality(plans: Sequence[Mapping[str, Any]], t: Translate) -> dict[str, list[str]]:
+    """By precision what each of its techniques costs in quality; nothing of what is as published."""
+    found: dict[str, list[str]] = {}
+    for one in options(plans):
+        of = found.setdefault(one["deployment"]["precision"], [])
+        for name, note in one["deployment"]["lossy"].items():
+            line = f"{technique_title(name, t)}{t('sign.colon')}{said(note, t)}"
+            if line not in of:
+                of.append(line)
+    return {precision: lines for precision, lines in found.items() if lines}
 
 
 def with_loss(plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any], objective: str, t: Translate) -> str:

@@ -19,7 +19,8 @@ from membound.app.views import background, fields, states
 from membound.app.views.asked import answer
 from membound.app.views.charts import chart
 from membound.app.views.choices import some_techniques
-from membound.app.views.engine_choice import choose_engine, conditions
+from membound.app.views.engine_choice import choose_engine, conditions, in_short
+from membound.app.views.form import form
 from membound.app.views.measured import ABOUT, measured_gains, measured_together, nearest
 from membound.app.views.said import said
 from membound.app.views.session import translate
@@ -43,10 +44,11 @@ def page() -> None:
     st.title(t("stack.title"))
     st.caption(t("stack.intro"))
     try:
-        with st.container(border=True):
+        with form(t) as holds:
             how: dict[str, str] = {}
             choice = choose_engine(t, formats=True, more=lambda: how.update(_how(t)))
             names = some_techniques("stack", TECHNIQUES, CHOSEN, t("stack.techniques"), t("stack.techniques_help"), t)
+            holds(in_short(choice, t, names))
         if not names:
             st.info(t("stack.empty"), icon=":material/stacks:")
             return

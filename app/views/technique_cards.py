@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from html import escape
 from typing import get_args
 
 import streamlit as st
@@ -33,6 +35,7 @@ FAMILIES = {
     "wait less": "less_waiting",
 }
 CARDS_A_ROW = (3, 4)
+_BOLD = re.compile(r"\*\*(.+?)\*\*")
 
 
 @st.fragment
@@ -51,35 +54,36 @@ def technique_cards(
 
 
 def _section(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate) -> None:
-    """Cards of what is possible here, and a line of what is not, with why."""
-    names = [name for name, effect in effects.items() if effect.after is not None]
-    cards = _cards_a_row(len(names))
-    for first in range(0, len(names), cards):
-        for name, column in zip(names[first : first + cards], st.columns(cards), strict=False):
-            with column, st.container(border=True, height="stretch"):
-                _card(choice, name, effects[name], nearest(measured, effects[name].technique, choice.batch), t)
-    refused = {name: effect for name, effect in effects.items() if effect.after is None}
-    if refused:
-        reasons = [f"- **{labelled(one.technique, t)}**{t('sign.colon')}{_reason(one, t)}" for one in refused.values()]
-        st.caption("\n".join([t("techniques.refused"), "", *reasons]))
-
-
-def _cards_a_row(cards: int) -> int:
-    """As many as leave the fewest places empty."""
-    return min(CARDS_A_ROW, key=lambda wide: (-cards % wide, -wide))
-
-
-def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None, t: Translate) -> None:
-    """Two elements, as a page of many is slow to draw: what it is and gains, then what that rests on."""
-    technique = effect.technique
-    kind, color = ("lossless", "green") if technique.lossless else ("lossy", "orange")
-    badges = [
-        f":gray-badge[{t(f'techniques.layer_{technique.layer}')}]",
-        f":blue-badge[{t(f'techniques.family_{FAMILIES[technique.family]}')}]",
-        f":{color}-badge[{t(f'techniques.{kind}')}]",
+    """Cards of what is possible here, and a line of what is not, with why: one element, as a page of many is slow."""
+    cards = [
+        _card(choice, name, effect, nearest(measured, effect.technique, choice.batch), t)
+        for name, effect in effects.items()
+        if effect.after is not None
     ]
-    parts = [f"**{labelled(technique, t)}**", " ".join(badges), *_gained(choice, effect, t)]
-    st.markdown("\n\n".join(parts))
+    refused = [
+        f"<li><strong>{escape(labelled(one.technique, t))}</strong>{t('sign.colon')}{escape(_reason(one, t))}</li>"
+        for one in effects.values()
+        if one.after is None
+    ]
+    wide = min(CARDS_A_ROW, key=lambda wide: (-len(cards) % wide, -wide))  # leaves the fewest places empty
+    parts = [f'<div class="membound-cards membound-wide-{wide}">{"".join(cards)}</div>']
+    if refused:
+        parts.append(
+            f'<div class="membound-refused">{_strong(t("techniques.refused"))}<ul>{"".join(refused)}</ul></div>'
+        )
+    st.html("".join(parts))
+
+
+def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None, t: Translate) -> str:
+    """What it is and gains, then what that rests on."""
+    technique = effect.technique
+    kind = "lossless" if technique.lossless else "lossy"
+    badges = {
+        "layer": t(f"techniques.layer_{technique.layer}"),
+        "family": t(f"techniques.family_{FAMILIES[technique.family]}"),
+        kind: t(f"techniques.{kind}"),
+    }
+    listed = " ".join(f'<span class="membound-{of}">{escape(words)}</span>' for of, words in badges.items())
     lines = [
         about(technique, t),
         _reason(effect, t),
@@ -88,27 +92,36 @@ def _card(choice: EngineChoice, name: str, effect: Effect, near: Measured | None
         price(technique, t),
         drafting_words(effect, choice.task, t),
     ]
-    st.caption("  \n".join(line for line in lines if line))
+    rests_on = "<br>".join(escape(line) for line in lines if line)
+    return (
+        f"<article><h3>{escape(labelled(technique, t))}</h3><p>{listed}</p>{_gained(choice, effect, t)}"
+        f"<p><small>{rests_on}</small></p></article>"
+    )
 
 
-def _gained(choice: EngineChoice, effect: Effect, t: Translate) -> list[str]:
+def _gained(choice: EngineChoice, effect: Effect, t: Translate) -> str:
     """The gain with its verdict, and what a token takes as multiples of what it took before."""
     gain, work = effect.gain(choice.metric), effect.work
     if gain is None or work is None:
-        return [t("techniques.makes_fit")]
+        return f"<p>{_strong(t('techniques.makes_fit'))}</p>"
     verdict = verdict_of(gain, effect.error)
-    words = t(f"techniques.verdict_{verdict}")
-    head = " | ".join(t(f"techniques.{part}") for part in ("bytes", "flops", "steps"))
-    shares = " | ".join(text.gain(share) for share in work)
-    return [
-        f"{MARKS[verdict]} **{interval(gain, effect.error)}** {t(f'short.{choice.metric}')} · {words}",
-        f"| {head} |\n|---|---|---|\n| {shares} |",
-    ]
+    words = escape(f"{t(f'short.{choice.metric}')} · {t(f'techniques.verdict_{verdict}')}")
+    head = "".join(f"<th>{escape(t(f'techniques.{part}'))}</th>" for part in ("bytes", "flops", "steps"))
+    shares = "".join(f"<td>{text.gain(share)}</td>" for share in work)
+    return (
+        f"<p>{MARKS[verdict]} <strong>{interval(gain, effect.error)}</strong> {words}</p>"
+        f"<table><thead><tr>{head}</tr></thead><tbody><tr>{shares}</tr></tbody></table>"
+    )
 
 
 def _reason(effect: Effect, t: Translate) -> str:
     """Why a technique has no gain here."""
     if effect.reason is None:
         return ""
-    reason = text.plain(in_words(effect.reason, t))
+    reason = in_words(effect.reason, t)
     return t("techniques.without", reason=reason) if effect.after is not None else reason
+
+
+def _strong(words: str) -> str:
+    """The catalog's own bold letters as HTML."""
+    return _BOLD.sub(r"<strong>\1</strong>", escape(words))

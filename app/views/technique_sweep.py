@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import zip_longest
 
 import pandas as pd
 import streamlit as st
@@ -49,9 +50,10 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
         return
     points = choice.over(axis)
     xs = [point.batch if axis == "batch" else point.context for point in points]
-    found = background.answer(_asked(choice, axis, drafts, names), "techniques_sweep")
-    if found is None:
+    parts = background.answers(_asked(choice, axis, drafts, names), "techniques_sweep")
+    if parts is None:
         return
+    found = [effects for each in zip_longest(*parts) for effects in each if effects is not None]
     curves = {name: _curve(choice, name, xs, [effects[name] for effects in found], t) for name in names}
     drawn = {name: curve for name, curve in curves.items() if curve.xs}
     if axis == "batch":
@@ -90,9 +92,14 @@ def ask_ahead(choice: EngineChoice) -> None:
         _asked(choice, axis, drafts, names[:MOST_SWEPT])
 
 
-def _asked(choice: EngineChoice, axis: str, drafts: str, names: list[str]) -> Future[list[dict[str, Effect]]]:
+def _asked(choice: EngineChoice, axis: str, drafts: str, names: list[str]) -> list[Future[list[dict[str, Effect]]]]:
+    """Every other point, and those between them: as many parts as there are processes that compute."""
+    points = choice.over(axis)
     asked = (choice.sweep_key(axis), tuple(names), drafts)
-    return background.ask(asked, swept, choice.over(axis), names, drafts == "fixed")
+    return [
+        background.ask((*asked, first), swept, points[first :: background.PROCESSES], names, drafts == "fixed")
+        for first in range(min(background.PROCESSES, len(points)))
+    ]
 
 
 def _usual(choice: EngineChoice) -> list[str]:

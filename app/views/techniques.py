@@ -16,7 +16,8 @@ from membound.app.i18n import Translate
 from membound.app.views import background, states
 from membound.app.views.charts import chart
 from membound.app.views.choices import short_count
-from membound.app.views.engine_choice import choose_engine, conditions
+from membound.app.views.engine_choice import choose_engine, conditions, in_short
+from membound.app.views.form import form
 from membound.app.views.measured import ABOUT, Measured, measured_gains, nearest
 from membound.app.views.said import in_words
 from membound.app.views.session import translate
@@ -42,8 +43,9 @@ def page() -> None:
     st.title(t("techniques.title"))
     st.caption(t("techniques.intro"))
     try:
-        with st.container(border=True):
+        with form(t) as holds:
             choice = choose_engine(t, formats=True)
+            holds(in_short(choice, t))
         effects = _effects(choice)
     except MemboundError as error:
         states.problem(str(error), t("techniques.error_help"))
@@ -59,18 +61,12 @@ def page() -> None:
 
 
 def _effects(choice: EngineChoice) -> dict[str, Effect] | None:
-    """What each technique does alone; None while that is computed, drafters beside all others, which take as long."""
-    drafters = QUESTIONS["speculation"]
-    parts = (drafters, tuple(name for name in TECHNIQUES if name not in drafters))
+    """What each technique does alone; None while that is computed, in as many parts as there are processes for it."""
+    parts = [tuple(TECHNIQUES)[first :: background.PROCESSES] for first in range(background.PROCESSES)]
     asked = [background.ask((choice.effects_key, part), effects_of, choice, part) for part in parts]
     ask_ahead(choice)
-    found: dict[str, Effect] = {}
-    for future in asked:
-        effects = background.answer(future, "techniques")
-        if effects is None:
-            return None
-        found |= effects
-    return {name: found[name] for name in TECHNIQUES}
+    found = background.answers(asked, "techniques")
+    return None if found is None else {name: part[name] for name in TECHNIQUES for part in found if name in part}
 
 
 # --- the answer ---

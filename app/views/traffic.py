@@ -13,6 +13,7 @@ from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.serving import POLICIES, value_of
 from membound.app.views import choices, fields, linked, scenario_choice
+from membound.app.views.form import form
 from membound.app.views.session import store
 from membound.roofline import hardware, models
 from membound.roofline.errors import MemboundError
@@ -99,7 +100,7 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
     Raises MemboundError where the choices contradict each other.
     """
     chosen: dict[str, Any] = {}
-    with st.container(border=True):
+    with form(t) as holds:
         first, *others = st.columns(4)
         with first:
             source = fields.choice(PAGE, "from", SOURCES, FORM, t, lambda name: _source(name, t))
@@ -107,6 +108,7 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
             scenario = scenario_choice.chosen(source, t)
             listed = [name for name, field in POLICIES.items() if scenario and _applies(scenario, name, field)]
             versus = fields.several(PAGE, "versus", listed, (), t, lambda name: t(f"simulate.case_{name}"))
+            holds(_source(source, t))
             return None if scenario is None else (scenario, versus)
         _engine(chosen, others, t)
         _traffic(chosen, t)
@@ -123,6 +125,8 @@ def question(t: Translate) -> tuple[Scenario, list[str]] | None:
             )
         if changed := _changed(chosen, t):
             st.caption(text.plain(changed))
+        of = t("engine.of", model=chosen["model"], device=choices.device_title(chosen["hw"], t))
+        holds(" · ".join(filter(None, (of, t(f"{PAGE}.traffic_{chosen['traffic']}"), _load(chosen, t), changed))))
     if chosen["traffic"] == "trace" and not chosen["trace"]:
         st.info(t("simulate.need_trace"), icon=":material/upload_file:")
         return None
@@ -179,6 +183,13 @@ def _traffic(chosen: dict[str, Any], t: Translate) -> None:
     if kind == "sessions":
         of_talks = (("turns", 1.0, 1000.0, 1), ("think", 0.0, 1e5, 1), ("system", 0, 100_000, 100))
         _numbers(chosen, 5, of_talks, t)
+
+
+def _load(chosen: Mapping[str, Any], t: Translate) -> str:
+    """How much comes: a rate or a number of users; nothing of a trace, which says it itself."""
+    if "rate" in chosen:
+        return t("plan.load_rate", rate=f"{chosen['rate']:g}")
+    return t("plan.load_users", users=chosen["users"]) if "users" in chosen else ""
 
 
 def _trace(chosen: dict[str, Any], t: Translate) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import pandas as pd
@@ -11,12 +12,13 @@ import streamlit as st
 
 from membound.app import judged, text, uploads
 from membound.app.figures import validation as figures
-from membound.app.i18n import Translate
+from membound.app.i18n import Translate, sentences
 from membound.app.records import Run
 from membound.app.views import asked, fields, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.said import in_words, said
 from membound.app.views.session import store, translate
+from membound.app.views.verdicts import baseline_words
 from membound.roofline.errors import MemboundError
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
 
@@ -32,6 +34,9 @@ SECTIONS = {
     "Beside membound": "peers",
     "Beside the measurement": "measured",
 }
+# What the words of the other tables are called in the catalog, and how a range of numbers is typed.
+WORD = f"{PAGE}.word_"
+_RANGE = re.compile(r"(?<=[\d%]) to (?=\d)")
 # What a row of the document gives beside its figure.
 _BRACKETS = re.compile(r" ?[(（].*")
 
@@ -74,7 +79,7 @@ def _published(t: Translate) -> None:
     first = {found.title: found.table for found in reversed(listed[1:])}
     for title, section in SECTIONS.items():
         with st.expander(t(f"validate.section_{section}")):
-            st.dataframe(first[title], hide_index=True, key=f"published_{section}")
+            st.dataframe(_told_table(first[title], t), hide_index=True, key=f"published_{section}")
     st.caption(t("validate.published_caption"))
 
 
@@ -101,6 +106,24 @@ def _said_table(table: pd.DataFrame, t: Translate) -> pd.DataFrame:
     """A table of the document with its columns, and what its rows are of, in the reader's language."""
     named = table.assign(what=[_row(what, t) for what in table["what"]])
     return named.rename(columns={name: said(name, t) for name in named.columns})
+
+
+def _told_table(table: pd.DataFrame, t: Translate) -> pd.DataFrame:
+    """Another table of the document in the reader's language, but for the names of engines and tools."""
+    return table.map(lambda cell: told(cell, t)).rename(columns=lambda name: told(name, t))
+
+
+def told(cell: str, t: Translate) -> str:
+    """What a cell of the document says, with signs that are not typed; a name or a number as it is."""
+    name = _word_names().get(cell)
+    words = said(cell, t) if name is None else t(f"validate.word_{name}")
+    return _RANGE.sub("–", words).replace("<=", "≤").replace(">=", "≥")
+
+
+@cache
+def _word_names() -> dict[str, str]:
+    """The names that words of the document have in the catalog."""
+    return {words: key.removeprefix(WORD) for key, words in sentences("en").items() if key.startswith(WORD)}
 
 
 # --- this machine ---
@@ -191,7 +214,7 @@ def _rows_of(run_id: str) -> pd.DataFrame:
 
 def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> None:
     """The answer in a sentence, the rows on the diagonal, errors by group, and the worst rows."""
-    rows = rows.assign(**{name: [in_words(words, t) for words in rows[name]] for name in ("phase", "what")})
+    rows = rows.assign(**{name: [_of(words, t) for words in rows[name]] for name in ("phase", "what")})
     whole = judged.errors_by(rows).iloc[0]
     st.header(t("validate.answer", median=_percent(whole["median"]), p90=_percent(whole["p90"]), rows=f"{len(rows):,}"))
     direction = "high" if whole["bias"] > 0 else "low"
@@ -234,6 +257,14 @@ def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> Non
         "text/csv",
         on_click="ignore",
     )
+
+
+def _of(words: str, t: Translate) -> str:
+    """What a row is of: a technique, with its baseline behind a slash, or the engine without any."""
+    name, slash, baseline = words.partition(" / ")
+    if name == "baseline":
+        return t("validate.plain")
+    return in_words(name, t) + (f" / {baseline_words(name, baseline, t)}" if slash else "")
 
 
 def _metric(name: str, t: Translate) -> str:

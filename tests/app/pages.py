@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import re
+
 from streamlit.testing.v1 import AppTest
 
 
@@ -18,4 +21,5 @@ def open_page(name: str, **query: str) -> AppTest:
 def words_of(at: AppTest) -> str:
     """All that a page says, a line each."""
     shown = [*at.title, *at.header, *at.markdown, *at.caption, *at.info, *at.warning, *at.error, *at.text]
-    return "\n".join(str(element.value) for element in shown)
+    written = [html.unescape(re.sub(r"<[^>]+>", " ", str(element.body))) for element in at.html]
+    return "\n".join([*(str(element.value) for element in shown), *written])

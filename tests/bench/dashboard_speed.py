@@ -47,6 +47,7 @@ from driving import DRAWN, IDLE, WAITING, Dashboard, Tab, opened_chromium
 from playwright.sync_api import Error as PlaywrightError
 
 from membound.app.jobs import process_born
+from membound.app.store import Store
 
 ROOT = Path(__file__).parents[2]
 CALIBRATION = ROOT / "tests" / "app" / "calibration.json"
@@ -321,25 +322,30 @@ def _other_option(buttons: Any) -> int | None:
     return usable[-1] if usable else None
 
 
+def _report(store: Store, job_id: str, number: int, minutes: float) -> None:
+    """What a run tells of itself twice a second."""
+    now = time.time()
+    payload = {"t": now, "tokens_per_s": 100 + random.random(), "running": 4, "kv_utilization": 0.5}
+    text = {"request": 1, "prompt": "a prompt ", "text": "word " * (number % 400)}
+    store.report(job_id, [(now, "live", payload), (now, "text", text)], (number / (120 * minutes), "measuring"))
+
+
 def live(chromium: Any, dashboard: Dashboard, minutes: float, kind: str) -> dict[str, Any]:
     """A page watches a job that tells of itself twice a second; memory of the server at one sample a second."""
     store = dashboard.store
     job_id = store.submit_job(kind, {"scenario": "name: watched\n"})
     store.attach_worker(job_id, os.getpid(), process_born(os.getpid()))
     store.start_job(job_id)
+    _report(store, job_id, 0, minutes)  # a page has no chart before the first point
     context, tab = new_tab(chromium, dashboard)
-    rss, heap, reports = [], [], 0
+    rss, heap, reports = [], [], 1
     try:
         tab.page.goto(f"{tab.url}/live?job={job_id}", timeout=TIMEOUT_MS)
         tab.drawn(TIMEOUT_MS)
         began, server_s, all_s = time.monotonic(), _cpu_s(dashboard.process.pid), _all_cpu_s()
         received, asked = tab.received, tab.asked
         while time.monotonic() - began < 60 * minutes:
-            now = time.time()
-            payload = {"t": now, "tokens_per_s": 100 + random.random(), "running": 4, "kv_utilization": 0.5}
-            text = {"request": 1, "prompt": "a prompt ", "text": "word " * (reports % 400)}
-            progress = reports / (120 * minutes), "measuring"
-            store.report(job_id, [(now, "live", payload), (now, "text", text)], progress)
+            _report(store, job_id, reports, minutes)
             reports += 1
             if reports % 2 == 0:
                 rss.append(_rss_mib(dashboard.process.pid))

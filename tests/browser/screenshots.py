@@ -3,17 +3,18 @@
     make screenshots                            or
     .venv/bin/python tests/browser/screenshots.py [--home FOLDER] [--out build/screenshots] [--only live ..] [--whole]
 
-Starts the dashboard on a free port with the store of `--home` (that of MEMBOUND_HOME), opens each page at 1440 x 1000
-in English and, once, in Chinese, and at 420 pixels of width, and writes a PNG of each after it has settled. Live shows
-the newest comparison of this store that was measured; without one it shows its empty state. `--whole` takes the whole
-page in the place of its first screen, and `--readme` writes the three pictures of the README, which end above what they
-do not show.
+Starts the dashboard on a free port with the store of `--home` (that of MEMBOUND_HOME), opens each page on a screen of
+1440 x 1000 and on a phone's of 390 x 844, in English and in Chinese, in the light theme and in the dark one, and writes
+a PNG of each after it has settled. Live shows the newest comparison of this store that was measured; without one it
+shows its empty state. `--whole` takes the whole page in the place of its first screen, `--views` some of the eight ways
+to look, and `--readme` writes the three pictures of the README, which end above what they do not show.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ PAGES = (
 )  # fmt: skip
 # Pages that answer unasked; Live does so where it is given a run.
 ANSWERING = ("start", "explore", "techniques", "stack", "advisor", "simulate", "plan", "validate")
-WIDE, NARROW = (1440, 1000), (420, 1000)
+WIDE, NARROW = (1440, 1000), (390, 844)
 # The pictures of the README, each with the first thing that it no longer shows.
 README = {
     "explore": f"h2:has-text('{EN('explore.sweep')}')",
@@ -56,9 +57,16 @@ class View:
     name: str
     size: tuple[int, int]
     locale: str
+    scheme: str
 
 
-VIEWS = (View("en", WIDE, "en-US"), View("zh", WIDE, "zh-CN"), View("narrow", NARROW, "en-US"))
+# The first is the README's.
+VIEWS = tuple(
+    View("-".join(filter(None, (language, narrow, scheme))), size, locale, scheme or "light")
+    for (size, narrow), (language, locale), scheme in itertools.product(
+        ((WIDE, ""), (NARROW, "narrow")), (("en", "en-US"), ("zh", "zh-CN")), ("", "dark")
+    )
+)
 
 
 def path_of(name: str, store: Store) -> str:
@@ -83,7 +91,7 @@ def picture(chromium: Any, dashboard: Dashboard, name: str, view: View, whole: b
     """The page as a PNG, after all that it waited for is there; only what is `above` an element if one is named."""
     width, height = view.size
     context = chromium.new_context(
-        locale=view.locale, color_scheme="light", viewport={"width": width, "height": height}
+        locale=view.locale, color_scheme=view.scheme, viewport={"width": width, "height": height}
     )
     try:
         tab = Tab(context, dashboard)
