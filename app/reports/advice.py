@@ -86,7 +86,8 @@ def _first(document: dict[str, Any], metric: str) -> Iterator[str]:
     possible = [one for one in document["moves"] if one["possible"] and one["state"] != "on"]
     if not possible:
         return
-    best = possible[0]
+    # More devices are no answer to what should change on these, unless each of them then does more.
+    best = next((one for one in possible if (one["gain_per_device"] or 1.0) >= 1.0), possible[0])
     if best["gain"] is None:
         yield f"first: {best['title']}, which makes it fit; {_price(best)}"
     elif best["gain"] <= 1.0:

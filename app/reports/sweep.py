@@ -22,6 +22,7 @@ _SHOWN = {
     "itl_s": "ITL",
     "goodput_rps": "goodput",
     "acceptance_rate": "acceptance",
+    "cost_usd_per_million_tokens": "$/M out",
 }
 # Where the row is too long, a swept value goes on in the next line rather than take more columns than these.
 _WIDEST_VALUE = 20

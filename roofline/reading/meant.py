@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from membound.roofline.techniques import TECHNIQUES
 
+# Flags of vLLM's and SGLang's servers.
+_FLAGS = {
+    **dict.fromkeys(("tensor_parallel_size", "tp_size"), "parallel.tp"),
+    **dict.fromkeys(("pipeline_parallel_size", "pp_size"), "parallel.pp"),
+    **dict.fromkeys(("data_parallel_size", "dp_size"), "parallel.dp"),
+    **dict.fromkeys(("expert_parallel_size", "ep_size"), "parallel.ep"),
+    **dict.fromkeys(("max_num_batched_tokens", "chunked_prefill_size"), "engine.max_batched_tokens"),
+    **dict.fromkeys(("max_running_requests", "max_batch_size"), "engine.max_num_seqs"),
+    **dict.fromkeys(("enable_chunked_prefill",), "engine.batching"),
+    **dict.fromkeys(("enable_prefix_caching",), "engine.prefix_caching"),
+    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "engine.num_blocks, else nine tenths of memory"),
+    **dict.fromkeys(("max_model_len", "context_length"), "workload.prompts and workload.output_tokens"),
+    **dict.fromkeys(("kv_cache_dtype",), "the technique kv_quantization"),
+    **dict.fromkeys(("speculative_config",), "the technique eagle, draft_model_speculation, mtp or ngram_speculation"),
+}
+
 # Fields that people write somewhere else, or call otherwise; `{}` is the name that they wrote.
 FIELDS = {
     **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
     **dict.fromkeys(("gpus", "num_gpus", "tensor_parallel"), "parallel.tp"),
     **dict.fromkeys(("batch", "batch_size"), "option --batch, or workload.arrivals.concurrency"),
-    **dict.fromkeys(("context", "context_length"), "option --context, or workload.prompts"),
+    "context": "option --context, or workload.prompts",
     **dict.fromkeys(("gpu", "device", "devices"), "hardware"),
     **dict.fromkeys(("profile", "batching", "max_num_seqs", "max_batched_tokens", "block_size"), "engine.{}"),
     **dict.fromkeys(("arrivals", "requests", "prompts", "output_tokens", "task", "seed"), "workload.{}"),
     **dict.fromkeys(("concurrency", "rate_rps"), "workload.arrivals.{}"),
     **dict.fromkeys(("rate", "qps", "rps", "request_rate", "rate_per_s"), "rate_rps"),
     **dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), "slo.{}"),
+    **{f"{place}{flag}": meant for flag, meant in _FLAGS.items() for place in ("", "engine.")},
     **dict.fromkeys(("quantization", "speculation", "technique"), "techniques"),
 }
 
@@ -31,7 +48,10 @@ SETTINGS = {
         ("disaggregation", "disaggregatedprefill", "disaggregatedserving", "pddisaggregation", "distserve"),
         "engine.disaggregation={}",
     ),
-    **dict.fromkeys(("lmcache", "hicache", "kvoffload", "kvcacheoffload", "kvoffloading"), "engine.host_kv_gib=64"),
+    **dict.fromkeys(
+        ("lmcache", "hicache", "kvoffload", "kvcacheoffload", "kvoffloading"),
+        "engine={prefix_caching: true, host_kv_gib: 64}",
+    ),
     **dict.fromkeys(("cudagraphs", "cudagraph"), "engine.profile=graphs"),
     **dict.fromkeys(("tensorparallelism", "tensorparallel", "tp"), "parallel.tp=2"),
     **dict.fromkeys(("pipelineparallelism", "pipelineparallel", "pp"), "parallel.pp=2"),

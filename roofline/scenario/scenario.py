@@ -209,8 +209,10 @@ def check_path(document: Any, path: str) -> None:
         said = f"field '{path}' is not in the scenario"
         if not isinstance(node, dict):
             raise MemboundError(f"{said}: '{seen}' is {shown(node)}; give all of '{seen}' instead, as {{KEY: VALUE}}")
-        meant = FIELDS.get(path, nearest(key, node))
-        close = f"; did you mean '{meant.format(path)}'?" if meant else ""
+        meant = nearest(key, node)
+        if path in FIELDS:
+            raise MemboundError(f"{said} (meant: {FIELDS[path].format(path)})")
+        close = f"; did you mean '{meant}'?" if meant else ""
         raise MemboundError(
             f"{said}{close}; {f'{seen!r} has' if seen else 'there are'} {', '.join(nearest_first(key, node))}"
         )

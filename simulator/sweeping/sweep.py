@@ -247,6 +247,8 @@ def predicted(scenario: Scenario) -> dict[str, Any]:
     load = load_of(scenario, deployment)
     steady = Steady(deployment, load)
     steady.check()
+    price, devices = deployment.hardware.price_usd_per_h, scenario.setup.parallel.devices
+    usd_per_s = None if price is None else price * devices / 3600
     return {
         "concurrency": load.concurrency,
         "batch": steady.batch,
@@ -258,6 +260,7 @@ def predicted(scenario: Scenario) -> dict[str, Any]:
         "drafting": drafting,
         "bottleneck_share": steady.shares,
         "prompt_share": steady.prompt_share,
+        "cost_usd_per_million_tokens": None if usd_per_s is None else 1e6 * usd_per_s / steady.output_tokens_per_s,
     }
 
 

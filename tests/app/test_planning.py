@@ -93,6 +93,24 @@ def test_advise(asked: str) -> None:
     assert found["bottleneck"] == found["now"]["bottleneck"] and found["moves"] and found["rules"]
     words = shown("advise", asked)
     assert "moves by gain" in words and "rule R0" in words and "(has it)" in words
+    best = max(
+        (one for one in found["moves"] if one["state"] != "on" and not one["price"] and not one["quality"]["heavy"]),
+        key=lambda one: one["gain"] or 0.0,
+    )
+    assert f"first: {best['title']}, {best['gain']:.2f}×" in words
+    assert words.index("first: ") < words.index("moves by gain")
+
+
+def test_advice_forbids_no_pair_that_gains_more_than_either_alone(asked: str) -> None:
+    found = document("advise", asked, "--set", "techniques=[continuous_batching]")
+    gains = {one["move"]: one["gain"] for one in found["moves"]}
+    pairs = [one for one in found["do_not_combine"] if one["real"] is not None]
+    assert pairs
+    for one in pairs:
+        assert one["slower"] == (one["real"] < max(gains[name] for name in one["moves"]))
+    words = shown("advise", asked, "--set", "techniques=[continuous_batching]")
+    for one in pairs:
+        assert (f"not both: {' and '.join(one['moves'])}: " in words) == one["slower"]
 
 
 def test_advise_at_a_batch_and_a_context_says_which_metric_and_speaks_plainly(asked: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +13,11 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
 from membound.roofline.models import get_model
+from membound.roofline.remedies import remedies
 from membound.roofline.shape import StepShape
 from membound.roofline.step import check_parallel, step_operators
 from membound.roofline.techniques import EngineSetup, ExpertOffload
+from membound.roofline.techniques.setup import ExpertStorage
 from membound.roofline.times.efficiency import distinct_experts, missing_experts
 from membound.roofline.times.known import RoofTimes
 
@@ -102,3 +105,12 @@ def test_what_is_read_faster_costs_less():
 def test_a_model_without_experts_is_refused():
     with pytest.raises(MemboundError, match="expert_offload moves routed experts, and 'Llama"):
         check_parallel(get_model("Llama-3.2-1B"), ExpertOffload().apply(EngineSetup()))
+
+
+def test_an_offload_that_does_not_fit_is_answered_with_the_most_experts_that_do():
+    setup, room = EngineSetup(expert_storage=ExpertStorage(4, "host")), 30 * 2**30
+    said = remedies(MIXTRAL, setup, room, lambda held: 0.0)
+    cached = int(re.search(r"expert_offload (\d+) cached_experts", said)[1])
+    held = [weights_bytes(MIXTRAL, EngineSetup(expert_storage=ExpertStorage(n, "host"))) for n in (cached, cached + 1)]
+    assert held[0] <= room < held[1]
+    assert "expert_offload" not in remedies(MIXTRAL, EngineSetup(), room, lambda held: 0.0)

@@ -389,6 +389,15 @@ def test_a_missing_field_and_a_missing_file_are_named(tmp_path: Path) -> None:
         get_hardware(str(tmp_path / "none.yaml"))
 
 
+def test_what_a_data_sheet_is_said_to_have_at_least_is_one(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_text("{name: X1}", "utf-8")
+    with pytest.raises(MemboundError, match="; at least: ") as error:
+        get_hardware(str(path))
+    path.write_text(str(error.value).partition("; at least: ")[2], "utf-8")
+    assert get_hardware(str(path)).name == "X1"
+
+
 @given(
     dense=st.floats(1e12, 1e17),
     ratio=st.floats(0.01, 10),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.reading.meant import SETTINGS, technique_meant
+from membound.roofline.reading.meant import FIELDS, SETTINGS, technique_meant
 from membound.roofline.scenario import Scenario, load_scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES
 
@@ -38,6 +40,7 @@ def test_a_setting_that_is_named_can_be_set(setting):
         ("EAGLE-3", "eagle"),
         ("Paged-Attention", "blocks are paged"),
         ("MLA", "another model"),
+        ("LoRA", "adapters are not modelled"),
     ],
 )
 def test_a_name_of_the_field_is_answered(word, meant):
@@ -49,3 +52,16 @@ def test_a_name_of_the_field_is_answered(word, meant):
 
 def test_a_technique_of_membound_has_no_other_meaning():
     assert not [name for name in TECHNIQUES if technique_meant(name) not in (None, name)]
+
+
+@pytest.mark.parametrize("written", [written for written in FIELDS if written.startswith("engine.")])
+def test_a_servers_flag_is_answered_with_a_field_that_there_is(written):
+    with pytest.raises(MemboundError, match=r"\(meant: "):
+        load_scenario("live-cpu").with_value(written, 1)
+    for path in re.findall(r"(?:parallel|engine|workload)\.\w+", FIELDS[written]):
+        section, field = path.split(".")
+        assert field in type(getattr(load_scenario("live-cpu"), section)).model_fields
+    document = yaml.safe_load(load_scenario("live-cpu").to_yaml())
+    document["engine"][written.partition(".")[2]] = 1
+    with pytest.raises(MemboundError, match=r"\(meant: "):
+        parse_scenario(document)

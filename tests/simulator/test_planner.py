@@ -572,6 +572,18 @@ def test_each_device_that_was_named_has_its_best_with_prompts_and_outputs_togeth
     assert "…" not in words.getvalue() and all(device in words.getvalue() for device in ("L40S", "A100-SXM4-80GB"))
 
 
+def test_where_all_devices_are_asked_for_the_scenarios_own_has_a_row_too():
+    found = plan(scenario(), precisions=["given"], confirm=0, compares=True)
+    assert [one.device for one in found.compared] == [None, "H100-SXM5"]
+    unknown = plan(scenario(hardware="no-such-device"), precisions=["given"], confirm=0, compares=True)
+    assert [one.device for one in unknown.compared] == [None]
+    words = io.StringIO()
+    Console(file=words, width=80).print(report(to_json(found)))
+    assert "--devices H100-SXM5" in words.getvalue()
+    (note,) = (note for note in found.notes if "no price is known" in note)
+    assert f"{len(found.unpriced)} devices" in note
+
+
 def test_at_the_upper_end_a_device_takes_no_less_and_the_safest_is_the_cheapest_there(compared):
     safe = [one.safe for one in compared.compared if one.safe is not None]
     assert safe

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
 from membound.simulator.sweeping.axes import at
@@ -238,3 +239,11 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(backend, address):
     with pytest.raises(MemboundError, match=r"option --address is .*, where no cluster answers") as caught:
         Workers(backend, address=address).map(abs, [-1])
     assert "\n" not in str(caught.value)
+
+
+def test_tokens_cost_what_the_devices_do_in_their_time():
+    asked = scenario(parallel={"tp": 2})
+    told = predicted(asked)
+    usd_per_s = told["cost_usd_per_million_tokens"] * told["output_tokens_per_s"] / 1e6
+    assert usd_per_s == pytest.approx(2 * get_hardware("H100-SXM5").price_usd_per_h / 3600)
+    assert predicted(scenario(hardware="H20"))["cost_usd_per_million_tokens"] is None

@@ -140,6 +140,16 @@ def test_a_result_of_another_tool_is_kept_beside_its_prediction(membound, tmp_pa
     assert all(result.predicted for result in rows.values())
 
 
+def test_what_a_file_does_not_say_can_be_set(membound, tmp_path) -> None:
+    file = tmp_path / "of-vllm.json"
+    file.write_text(json.dumps(RESULT))
+    given = ("--model", "Llama-3.1-8B", "--hardware", "H100-SXM5", "--set", "parallel.tp=2")
+    done = membound("import", str(file), *given, "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["runs"][0]["scenario"]["parallel"]["tp"] == 2
+
+
 def test_what_makes_no_sense_is_one_sentence(membound, asked, tmp_path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"completed": 1')
