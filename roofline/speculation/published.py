@@ -85,7 +85,7 @@ def acceptance_for(model: ModelSpec, drafts: Drafts, task: TaskName | None = Non
     used = [row for row in mine if row.task == task] or mine or rows
     alphas = [alpha_of(row, drafts) for row in used]
     alpha = float(np.median(alphas)) if mine else drafts.alpha
-    apart = _apart(rows, drafts) if mine else 0.0
+    apart = _apart(rows, drafts, single=len(used) == 1) if mine else 0.0
     low, high = (float(value) for value in np.quantile(alphas, (0.1, 0.9)))
     low, high = max(0.0, min(low, alpha - apart)), min(1.0, max(high, alpha + apart))
     if mine:
@@ -95,9 +95,12 @@ def acceptance_for(model: ModelSpec, drafts: Drafts, task: TaskName | None = Non
     return Acceptance(alpha, low, high, bool(mine), source)
 
 
-def _apart(rows: list[Counted], drafts: Drafts) -> float:
-    """How far from their middle alphas of one model are at most: other versions, engines, prompts and sizes."""
+def _apart(rows: list[Counted], drafts: Drafts, single: bool) -> float:
+    """How far from the alpha that is taken others of one model are at most: other versions, engines, prompts and sizes.
+
+    Several counts have theirs in the middle; a `single` one may be at either end, as that of a tree is above chains'.
+    """
     alphas: dict[str, list[float]] = {}
     for row in rows:
         alphas.setdefault(row.model, []).append(alpha_of(row, drafts))
-    return max((max(mine) - min(mine)) / 2.0 for mine in alphas.values())
+    return max(max(mine) - min(mine) for mine in alphas.values()) / (1.0 if single else 2.0)

@@ -64,6 +64,16 @@ def test_an_interval_holds_its_alpha_and_no_impossible_one(kind, model):
     assert 0.0 <= found.low < found.alpha < found.high <= 1.0
 
 
+def test_a_single_count_may_be_at_either_end_of_what_counts_of_one_model_differ_by():
+    """Llama-3.3-70B was counted once, with a tree; of Llama-3.1-8B a tree's alpha is above those of its chains."""
+    drafts = Eagle().drafts()
+    alphas = [alpha_of(row, drafts) for row in counted() if (row.kind, row.model) == ("eagle", "Llama-3.1-8B")]
+    found = acceptance_for(resolve_model("Llama-3.3-70B"), drafts)
+    assert found.alpha - found.low >= max(alphas) - min(alphas)
+    several = acceptance_for(resolve_model("Llama-3.1-8B"), drafts)
+    assert several.low <= min(alphas) and several.high - several.low < found.high - found.low
+
+
 def test_a_task_keeps_its_profile_but_not_its_certainty():
     asked = scenario(task="code")
     found = speculation_of(asked)
