@@ -37,6 +37,7 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
         f"{text.rate(plain['output_tokens_per_s'])}, bound by {BOUNDS.get(plain['bottleneck'], plain['bottleneck'])} "
         f"({text.percent(plain['shares'][plain['bottleneck']])} of the time){_prompts(plain['prompt_share'])}"
     )
+    yield from _whole(stack)
     columns = ("technique", "against", "gain", "interval", "lossless", "bottleneck")
     alone = table_of("each alone", *columns, right=("gain",))
     for row in stack["alone"]:
@@ -56,20 +57,26 @@ def _stack(stack: dict[str, Any], about: dict[str, Any]) -> Iterator[RenderableT
         yield _order(stack, "best_order", "in the best order: whatever is stopped at, the most is gained")
     else:
         yield _order(stack, "greedy_order", "in the greedy order: each time what gains most")
-    if stack["together"] is not None and stack["ratio"] is not None:
-        yield (
-            f"all together {text.gain(stack['together'])}; the product of the single gains would be "
-            f"{text.gain(stack['product'])}: the real gain is {text.percent(stack['ratio'])} of it"
-        )
     if stack["shapley_ln_gain"]:
         shares = sorted(stack["shapley_ln_gain"].items(), key=lambda item: -item[1])
         each = ", ".join(f"{name} {text.gain(math.exp(share))}" for name, share in shares)
         yield f"the share of each (Shapley; they multiply to the real gain): {each}"
+    yield from _pairs(stack["pairs"])
+
+
+def _whole(stack: dict[str, Any]) -> Iterator[str]:
+    """What several come to together, and which of them come to more."""
+    if len(stack["alone"]) == 1 or stack["together"] is None:
+        return
+    if stack["ratio"] is not None:
+        yield (
+            f"all together {text.gain(stack['together'])}; the product of the single gains would be "
+            f"{text.gain(stack['product'])}: the real gain is {text.percent(stack['ratio'])} of it"
+        )
     best = stack["best_subset"]
-    if stack["together"] is not None and best["gain"] > 1.005 * stack["together"]:
+    if best["gain"] > 1.005 * stack["together"]:
         chosen = ", ".join(best["techniques"]) or "the plain engine"
         yield f"better than all together: {chosen} ({text.gain(best['gain'])})"
-    yield from _pairs(stack["pairs"])
 
 
 def _prompts(share: float | None) -> str:
