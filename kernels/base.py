@@ -358,8 +358,13 @@ class Kernels(PagedKernels, RecurrentKernels, ByHeadKernels, Protocol):
         """The linear layers of a mixture's experts as one, with their `biases` [n] each; None where these kernels do
         not multiply such experts together. It holds a copy of the weights, of which its `weights` are parts."""
 
-    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
-        """The `top_k` experts of tokens with `logits` [tokens, experts]; of equal scores the lowest number wins."""
+    def route(
+        self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None, slots: Tensor | None = None
+    ) -> Routing:
+        """The `top_k` experts of tokens with `logits` [tokens, experts]; of equal scores the lowest number wins.
+
+        `slots` are a batch's [tokens]: where rows may be padding, those of negative slots take no expert.
+        """
 
     def combine(self, slots: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of each token's slots, [slots, n] to [tokens, n]."""

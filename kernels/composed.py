@@ -223,7 +223,9 @@ class ComposedKernels(ComposedByHead, ABC):
     def grouped(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor] | None = None) -> GroupedLinear | None:
         return None
 
-    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+    def route(
+        self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None, slots: Tensor | None = None
+    ) -> Routing:
         return routing.route(logits, top_k, rule, bias)
 
     def combine(self, slots: Tensor, chosen: Routing) -> Tensor:

@@ -1,8 +1,8 @@
 """What does a decoder layer cost on a GPU when every operation is one pass over its bytes?
 
 The Triton kernels under the runtime's interface, chosen by the shape of a step. Nothing in here waits for the GPU, so a
-step of it can be captured as a CUDA graph. Matrix products with bf16 and fp32 weights are the vendor's (cuBLAS): they
-read each weight once too, and nothing is left to fuse.
+step of it can be captured as a CUDA graph. Matrix products with fp32 weights, and with bf16 ones but for a few tokens
+and narrow matrices, are the vendor's (cuBLAS): they read each weight once too, and nothing is left to fuse.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from membound.kernels.reference import TorchKernels
 from membound.kernels.routing import GroupedLinear, Routing, RoutingRule
 from membound.kernels.triton.block_copy import TritonCopier
 from membound.kernels.triton.decode_attention import decode_attention
+from membound.kernels.triton.head_norm import head_norm
 from membound.kernels.triton.kivi_attention import kivi_attention
 from membound.kernels.triton.kivi_round import kivi_round
 from membound.kernels.triton.kv_blocks import KvBlocks
 from membound.kernels.triton.latent_store import latent_store
 from membound.kernels.triton.launch import compiled
 from membound.kernels.triton.linear_byte import ByteWeight, linear_byte
+from membound.kernels.triton.linear_half import linear_half, takes
 from membound.kernels.triton.linear_int4 import Int4Weight, linear_int4
 from membound.kernels.triton.linear_int8 import Int8Weight, linear_int8
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
@@ -45,7 +47,7 @@ from membound.kernels.triton.mamba2_update import mamba2_update
 from membound.kernels.triton.mla_decode import latents_fit, mla_decode
 from membound.kernels.triton.mla_prefill import mla_prefill
 from membound.kernels.triton.moe_linear import moe_combine
-from membound.kernels.triton.moe_routing import MOST_EXPERTS, route
+from membound.kernels.triton.moe_routing import MOST_EXPERTS, count_routed, route
 from membound.kernels.triton.packing import TritonExperts, TritonFp8, TritonPacker, TritonWeight, expert_format, kind_of
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
@@ -95,7 +97,7 @@ class TritonKernels(ComposedKernels):
         machine = machine_of(self.device)
         return (
             f"Triton {triton.__version__} for {machine.arch} on {torch.cuda.get_device_name(self.device)}, "
-            f"{machine.multiprocessors} multiprocessors; bf16 linears by the vendor's library"
+            f"{machine.multiprocessors} multiprocessors; bf16 linears of many tokens by the vendor's library"
         )
 
     def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
@@ -146,6 +148,8 @@ class TritonKernels(ComposedKernels):
             x = rounded_inputs(x, weight)
         if weight.format not in ("fp32", "bf16"):
             return functional.linear(x, dequantize(weight).to(x.dtype)).to(self.activation_dtype)
+        if takes(x, weight.data):
+            return linear_half(x, weight.data)
         return functional.linear(x.to(weight.data.dtype), weight.data).to(self.activation_dtype)
 
     def _linear_fp8(self, x: Tensor, weight: TritonFp8) -> Tensor:
@@ -162,6 +166,9 @@ class TritonKernels(ComposedKernels):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, residual=residual)
+
+    def norm_heads(self, x: Tensor, first: int, heads: int, weight: Tensor, eps: float) -> None:
+        head_norm(x, first, heads, weight.view(-1, weight.shape[-1]), eps)
 
     def rope_and_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: RaggedBatch, k_blocks: Tensor, v_blocks: Tensor
@@ -285,7 +292,9 @@ class TritonKernels(ComposedKernels):
             return None
         return TritonExperts.of(weights, biases, format)
 
-    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+    def route(
+        self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None, slots: Tensor | None = None
+    ) -> Routing:
         return route(
             logits,
             top_k,
@@ -298,7 +307,11 @@ class TritonKernels(ComposedKernels):
             group_top_k=rule.group_top_k,
             group_score=rule.group_score,
             probabilities=True,
+            slots=slots,
         )
+
+    def count_routed(self, chosen: Routing, tokens: Tensor, load: Tensor, probability: Tensor) -> None:
+        count_routed(chosen, tokens, load, probability)
 
     def combine(self, slots: Tensor, chosen: Routing) -> Tensor:
         return moe_combine(slots, chosen)

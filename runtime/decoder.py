@@ -137,14 +137,14 @@ class Decoder:
 
     @property
     def ignores_padding(self) -> bool:
-        """Whether rows without a sequence do no harm: they have no seat for a state, and choose experts of their own.
+        """Whether rows without a sequence do no harm: they have no seat for a state.
 
         It holds for the kernels that skip negative slots and empty contexts, unless a scale is of a whole step's rows.
         """
         mixers = [block.mixer for block in self.blocks if block.mixer]
         if any(reads_whole_step(linear) for _, linear in self.linears()):
             return False
-        return not self.mixtures() and all(isinstance(mixer, GroupedAttention | LatentMixer) for mixer in mixers)
+        return all(isinstance(mixer, GroupedAttention | LatentMixer) for mixer in mixers)
 
     @property
     def router_statistics(self) -> dict[int, RouterStatistics]:

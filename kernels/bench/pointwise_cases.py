@@ -13,6 +13,7 @@ from torch import Tensor
 from membound.kernels.bench.trial import BF16_ROUNDING, Case, Comparison, Inputs, Trial, exact
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.block_copy import BlockPools, block_copy_reference
+from membound.kernels.triton.head_norm import head_norm, head_norm_bytes, head_norm_reference
 from membound.kernels.triton.kv_blocks import KvBlocks, KvFormat
 from membound.kernels.triton.latent_store import latent_store, latent_store_bytes, latent_store_reference
 from membound.kernels.triton.rms_norm import rms_norm, rms_norm_bytes, rms_norm_reference
@@ -70,6 +71,21 @@ def _rms_norm(inputs: Inputs, tokens: int, width: int, quantize: ActivationForma
         ]
 
     return Trial(run, compare, rms_norm_bytes(x, residual=True, quantized=quantize is not None))
+
+
+def _head_norm(inputs: Inputs, tokens: int, heads: int, head_dim: int, groups: int) -> Trial:
+    """Of heads that lie between others."""
+    x, first = inputs.normal(tokens, (heads + 3) * head_dim), 2 * head_dim
+    before, gain = x.clone(), inputs.normal(groups, head_dim, dtype=torch.float32)
+
+    def run() -> None:
+        x.copy_(before)  # what was normed the last time is normed again
+        head_norm(x, first, heads, gain, 1e-6)
+
+    def compare(_: None) -> list[Comparison]:
+        return [Comparison(x, head_norm_reference(before, first, heads, gain, 1e-6), BF16_ROUNDING, 1e-6)]
+
+    return Trial(run, compare, head_norm_bytes(x, heads, gain))
 
 
 def _silu_mul(inputs: Inputs, tokens: int, width: int, quantize: ActivationFormat | None) -> Trial:
@@ -243,6 +259,8 @@ CASES = [
         )
         for f in QUANTIZED
     ),
+    Case("head_norm", "9 tokens, 5 heads", partial(_head_norm, tokens=9, heads=5, head_dim=80, groups=2), True),
+    Case("head_norm", "64 tokens, 32 heads", partial(_head_norm, tokens=64, heads=32, head_dim=128, groups=1)),
     *(
         Case("silu_mul", f"5x1500{f' to {f}' if f else ''}", partial(_silu_mul, tokens=5, width=1500, quantize=f), True)
         for f in QUANTIZED

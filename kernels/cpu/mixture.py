@@ -79,7 +79,9 @@ class MixtureCalls(LinearCalls):
         self._run(self._grouped, arguments, experts)
         return out
 
-    def route(self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+    def route(
+        self, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None = None, slots: Tensor | None = None
+    ) -> Routing:
         logits = self._dense(logits)
         tokens, experts = logits.shape
         bias = None if bias is None else bias.float().contiguous()

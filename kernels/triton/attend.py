@@ -11,13 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from membound.kernels.triton.lang import LOG2E, dot, fp8_to, half_of, high_nibble, int8_to, low_nibble, softmax_step
+from membound.kernels.triton.lang import LOG2E, dot, half_of, softmax_step
+from membound.kernels.triton.widen import codes_of, fp8_to, int8_to
 
 
 @triton.jit
 def load_tile(base, block, offset, valid, block_stride, dtype: tl.constexpr, FORMAT: tl.constexpr,
               HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, KV_HEADS: tl.constexpr,
-              FP8_NATIVE: tl.constexpr):  # fmt: skip
+              WIDEN: tl.constexpr):  # fmt: skip
     """Both halves of the tokens' vectors [T, BLOCK_HALF] in `dtype`, not scaled; `base` is the head's in block 0."""
     STORED: tl.constexpr = HALF if FORMAT == "int4" else 2 * HALF
     d = tl.arange(0, BLOCK_HALF)
@@ -27,14 +28,13 @@ def load_tile(base, block, offset, valid, block_stride, dtype: tl.constexpr, FOR
         inside = inside & (d[None, :] < HALF)
     first = tl.load(at, mask=inside, other=0)
     if FORMAT == "int4":
-        nothing = tl.zeros([1, 1], tl.float32)
-        low, high = low_nibble(first, dtype, nothing), high_nibble(first, dtype, nothing)
+        low, high = codes_of(first, 0, 0xF, dtype, 0.0, WIDEN), codes_of(first, 4, 0xF, dtype, 0.0, WIDEN)
     else:
         second = tl.load(at + HALF, mask=inside, other=0)
         if FORMAT == "int8":
-            low, high = int8_to(first, dtype), int8_to(second, dtype)
+            low, high = int8_to(first, dtype, WIDEN), int8_to(second, dtype, WIDEN)
         elif FORMAT == "fp8":
-            low, high = fp8_to(first, dtype, FP8_NATIVE), fp8_to(second, dtype, FP8_NATIVE)
+            low, high = fp8_to(first, dtype, WIDEN), fp8_to(second, dtype, WIDEN)
         else:
             low, high = first.to(dtype), second.to(dtype)
     return low, high
@@ -44,7 +44,7 @@ def load_tile(base, block, offset, valid, block_stride, dtype: tl.constexpr, FOR
 def attend(state, q_low, q_high, scale, softcap, first, last, oldest, begin, end, table, k, v, scales, k_stride,
            v_stride, MASK: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
            BLOCK_T: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-           FP8_NATIVE: tl.constexpr):  # fmt: skip
+           WIDEN: tl.constexpr):  # fmt: skip
     """Adds the tokens begin to end of a sequence to `state` = (maximum, sum, low half, high half of the result).
 
     `k`, `v` and int8's and int4's `scales` point at the head's first element in block 0.
@@ -54,6 +54,8 @@ def attend(state, q_low, q_high, scale, softcap, first, last, oldest, begin, end
     """
     peak, total, low, high = state
     factor = scale * LOG2E
+    if FORMAT == "fp8":  # fp16 holds all of its numbers, and half as many instructions widen it
+        q_low, q_high = q_low.to(tl.float32).to(tl.float16), q_high.to(tl.float32).to(tl.float16)
     if FORMAT == "int4":
         q_sum = tl.sum(q_low.to(tl.float32), 1) + tl.sum(q_high.to(tl.float32), 1)
     for start in range(begin, end, BLOCK_T):
@@ -64,7 +66,7 @@ def attend(state, q_low, q_high, scale, softcap, first, last, oldest, begin, end
         if (FORMAT == "int8") or (FORMAT == "int4"):
             word = tl.load(scales + block * (KV_HEADS * BLOCK_SIZE) + offset, mask=valid, other=0)
         k_low, k_high = load_tile(
-            k, block, offset, valid, k_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, FP8_NATIVE)  # fmt: skip
+            k, block, offset, valid, k_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, WIDEN)  # fmt: skip
         scores = dot(q_low, tl.trans(k_low), tl.zeros([q_low.shape[0], BLOCK_T], tl.float32))
         scores = dot(q_high, tl.trans(k_high), scores)
         if (FORMAT == "int8") or (FORMAT == "int4"):
@@ -90,7 +92,7 @@ def attend(state, q_low, q_high, scale, softcap, first, last, oldest, begin, end
             scores = tl.where(seen, scores, float("-inf"))
         p, decay, peak, total = softmax_step(scores, peak, total)
         v_low, v_high = load_tile(
-            v, block, offset, valid, v_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, FP8_NATIVE)  # fmt: skip
+            v, block, offset, valid, v_stride, q_low.dtype, FORMAT, HALF, BLOCK_HALF, KV_HEADS, WIDEN)  # fmt: skip
         low = low * decay[:, None]
         high = high * decay[:, None]
         if FORMAT == "int8":

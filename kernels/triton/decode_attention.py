@@ -25,7 +25,7 @@ from membound.kernels.triton.scores import check_scores, shares
 def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, sinks, scale, softcap, window,
                             table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-                            BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                            BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                             SHORTEST: tl.constexpr, BLOCK_HALF: tl.constexpr,
                             BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its query heads, split); of a context in one part, no `log_sum`."""
@@ -52,7 +52,7 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
     state = attend(state, q_low, q_high, scale, softcap, rows, rows, rows, begin, end,
                    table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
                    scales + kv_head * BLOCK_SIZE, k_stride, v_stride,
-                   "end", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+                   "end", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE, WIDEN)  # fmt: skip
     low, high, sums = normalized(state)
     if FORMAT == "fp8":
         v_scale = tl.load(scales + KV_HEADS + kv_head)

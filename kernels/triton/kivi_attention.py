@@ -20,21 +20,21 @@ from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.triton import check, split
 from membound.kernels.triton.kivi_round import check_kivi, constants_of, key_meta_at
-from membound.kernels.triton.lang import LOG2E, dot, half_of, small_to, softmax_step
+from membound.kernels.triton.lang import LOG2E, dot, half_of, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.widen import codes_of
 
 
 @triton.jit
-def lane_of(byte, LANE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+def lane_of(byte, LANE: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr):
     """The codes in bits BITS * LANE and up of each byte, as numbers."""
-    MASK: tl.constexpr = (1 << BITS) - 1
-    return small_to((byte >> (BITS * LANE)) & MASK, dtype, tl.zeros([1, 1], tl.float32))
+    return codes_of(byte, BITS * LANE, (1 << BITS) - 1, dtype, 0.0, WIDEN)
 
 
 @triton.jit
 def lane_scores(scores, shift, q, byte, words, table, begin, kv_head, LANE: tl.constexpr, BITS: tl.constexpr,
                 PART: tl.constexpr, BLOCK_PART: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
-                BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+                BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
     """Adds one lane's channels of q [R, BLOCK_PART] times keys to `scores` [R, GROUP], and their minima to `shift`."""
     c = tl.arange(0, BLOCK_PART)
     at = key_meta_at(table, begin, LANE * PART + c, kv_head, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)
@@ -42,17 +42,17 @@ def lane_scores(scores, shift, q, byte, words, table, begin, kv_head, LANE: tl.c
     wide = q.to(tl.float32)
     shift += tl.sum(wide * half_of(word, 1, tl.float16)[None, :], 1)
     scaled = (wide * half_of(word, 0, tl.float16)[None, :]).to(q.dtype)
-    return dot(scaled, tl.trans(lane_of(byte, LANE, BITS, q.dtype)), scores), shift
+    return dot(scaled, tl.trans(lane_of(byte, LANE, BITS, q.dtype, WIDEN)), scores), shift
 
 
 @triton.jit
 def lane_values(acc, p, byte, words, LANE: tl.constexpr, BITS: tl.constexpr, PART: tl.constexpr,
-                BLOCK_PART: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):  # fmt: skip
+                BLOCK_PART: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
     """acc + p [R, T] (fp32) times one lane's channels of the values, whose `words` point at each token's scales [T].
 
     Where these share a scale and a minimum, it is p that they are multiplied with, as in `attend`.
     """
-    code = lane_of(byte, LANE, BITS, dtype)
+    code = lane_of(byte, LANE, BITS, dtype, WIDEN)
     if GROUP % PART == 0:
         word = tl.load(words + LANE * PART // GROUP)
         acc += tl.sum(p * half_of(word, 1, tl.float16)[None, :], 1)[:, None]
@@ -78,7 +78,7 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
                           rounded, seats, table, query_start, context_len, scale, window, tokens, table_stride,
                           HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
                           GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
-                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+                          BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
                           SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * query heads + query head."""
     sequence = tl.program_id(0).to(tl.int64)
@@ -125,25 +125,25 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
         scores = tl.zeros([BLOCK_R, GROUP], tl.float32)
         shift = tl.zeros([BLOCK_R], tl.float32)
         scores, shift = lane_scores(scores, shift, q0, byte, key_words, table, start, kv_head, 0, BITS, PART,
-                                    BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+                                    BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP, WIDEN)  # fmt: skip
         scores, shift = lane_scores(scores, shift, q1, byte, key_words, table, start, kv_head, 1, BITS, PART,
-                                    BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+                                    BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP, WIDEN)  # fmt: skip
         if FOUR:
             scores, shift = lane_scores(scores, shift, q2, byte, key_words, table, start, kv_head, 2, BITS, PART,
-                                        BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+                                        BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP, WIDEN)  # fmt: skip
             scores, shift = lane_scores(scores, shift, q3, byte, key_words, table, start, kv_head, 3, BITS, PART,
-                                        BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP)  # fmt: skip
+                                        BLOCK_PART, HEAD_DIM, KV_HEADS, BLOCK_SIZE, GROUP, WIDEN)  # fmt: skip
         scores = (scores + shift[:, None]) * factor
         seen = (t[None, :] >= oldest[:, None]) & (t >= begin)[None, :] & (t < end)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         p, decay, peak, total = softmax_step(scores, peak, total)
         byte = tl.load(value_codes + vector[:, None] * PART + c[None, :], mask=here, other=0)
         words = value_words + vector * (HEAD_DIM // GROUP)
-        acc0 = lane_values(acc0 * decay[:, None], p, byte, words, 0, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
-        acc1 = lane_values(acc1 * decay[:, None], p, byte, words, 1, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+        acc0 = lane_values(acc0 * decay[:, None], p, byte, words, 0, BITS, PART, BLOCK_PART, GROUP, q0.dtype, WIDEN)
+        acc1 = lane_values(acc1 * decay[:, None], p, byte, words, 1, BITS, PART, BLOCK_PART, GROUP, q0.dtype, WIDEN)
         if FOUR:
-            acc2 = lane_values(acc2 * decay[:, None], p, byte, words, 2, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
-            acc3 = lane_values(acc3 * decay[:, None], p, byte, words, 3, BITS, PART, BLOCK_PART, GROUP, q0.dtype)
+            acc2 = lane_values(acc2 * decay[:, None], p, byte, words, 2, BITS, PART, BLOCK_PART, GROUP, q0.dtype, WIDEN)
+            acc3 = lane_values(acc3 * decay[:, None], p, byte, words, 3, BITS, PART, BLOCK_PART, GROUP, q0.dtype, WIDEN)
     for start in tl.range(tl.maximum(begin, codes), end, BLOCK_T, num_stages=min(STAGES, 3)):
         t = start + tl.arange(0, BLOCK_T)
         valid = t < end
@@ -241,6 +241,7 @@ def kivi_attention(
         HEADS=heads,
         **constants_of(kv),
         ROW_BLOCKS=row_blocks,
+        WIDEN=machine.widening,
         STAGES=config.num_stages,
         SHORTEST=shortest,
     )

@@ -118,7 +118,7 @@ class KvBlocks:
             BLOCK_HALF=max(16, triton.next_power_of_2(half)),
             BLOCK_SIZE=self.block_size,
             FORMAT=self.format,
-            FP8_NATIVE=machine.has_fp8,
+            WIDEN=machine.widening,
         )
 
     def dequantized(self) -> tuple[Tensor, Tensor]:

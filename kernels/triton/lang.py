@@ -42,26 +42,8 @@ def widen_fp8(byte, dtype: tl.constexpr):
 
 
 @triton.jit
-def fp8_to(byte, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """e4m3 in a uint8 as `dtype`, by the hardware if it can (`NATIVE`)."""
-    return byte.to(tl.float8e4nv, bitcast=True).to(dtype) if NATIVE else widen_fp8(byte, dtype)
-
-
-@triton.jit
-def low_nibble(byte, dtype: tl.constexpr, minus):
-    """Bits 0 to 3 of a uint8 as the number 0 to 15 in `dtype`, less `minus`."""
-    return small_to(byte & 0xF, dtype, minus)
-
-
-@triton.jit
-def high_nibble(byte, dtype: tl.constexpr, minus):
-    """Bits 4 to 7 of a uint8 as the number 0 to 15 in `dtype`, less `minus`."""
-    return small_to(byte >> 4, dtype, minus)
-
-
-@triton.jit
 def small_to(value, dtype: tl.constexpr, minus):
-    """A uint8 below 128, less `minus` (fp32, of whole numbers up to 127), as `dtype`.
+    """A uint8 or int16 below 128, less `minus` (fp32, of whole numbers up to 127), as `dtype`.
 
     No slow conversion from an integer: the bits of 128 + value, less 128 + minus. In bf16 the mantissa's 7 bits below
     128.0 count ones, in fp16 the 10 bits below 1024.0 do.
@@ -72,14 +54,6 @@ def small_to(value, dtype: tl.constexpr, minus):
     offset = minus + ONE_MORE
     # The interpreter computes with the bits of bf16, so there the subtraction is in fp32.
     return (shifted.to(tl.float32) - offset).to(dtype) if INTERPRETED else shifted - offset.to(dtype)
-
-
-@triton.jit
-def int8_to(value, dtype: tl.constexpr):
-    """An int8 as `dtype`; the interpreter would take the integer for the bits of a bf16."""
-    if INTERPRETED:
-        value = value.to(tl.float32)
-    return value.to(dtype)
 
 
 @triton.jit
@@ -115,7 +89,7 @@ def bits_as_bf16(bits):
 
 @triton.jit
 def fp8_from(number):
-    """fp32 rounded to the nearest e4m3 (ties to even, beyond 448 to 448) in a uint8; the inverse of `fp8_to`.
+    """fp32 rounded to the nearest e4m3 (ties to even, beyond 448 to 448) in a uint8; the inverse of `widen.fp8_to`.
 
     Times 2**-120 an e4m3 number has its exponent where fp32 has it, and what is rounded off are the low 20 bits.
     """

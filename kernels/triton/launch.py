@@ -26,11 +26,15 @@ TABLE = Path(__file__).with_name("launch.json")
 
 @dataclass(frozen=True)
 class Config:
-    """`tiles` are the kernel's compile-time sizes by name, such as BLOCK_T."""
+    """`tiles` are the kernel's compile-time sizes by name, such as BLOCK_T.
+
+    A multiprocessor runs `at_once` of its programs, where the table knows it.
+    """
 
     tiles: Mapping[str, int]
     num_warps: int = 4
     num_stages: int = 2
+    at_once: int | None = None
 
     def with_tiles(self, **tiles: int) -> Config:
         """This configuration with other sizes, for those that follow from the shapes."""
@@ -72,6 +76,11 @@ def recording(machine: Machine) -> Iterator[Recording]:
         yield record
     finally:
         _recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether launches are listed only."""
+    return _recording.get() is not None
 
 
 def machine_for(tensor: torch.Tensor) -> Machine:
@@ -135,7 +144,7 @@ def configure(kernel: str, machine: Machine, **shape: int) -> Config:
         if "arch" in rule and machine.arch not in rule["arch"]:
             continue
         if all(low <= shape[name] <= high for name, (low, high) in rule.get("when", {}).items()):
-            return Config(rule["tiles"], rule["num_warps"], rule["num_stages"])
+            return Config(rule["tiles"], rule["num_warps"], rule["num_stages"], rule.get("at_once"))
     raise KeyError(f"launch.json has no rule of {kernel} that fits {machine.arch} and {shape}")
 
 

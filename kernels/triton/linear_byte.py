@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, fp8_to, int8_to
+from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+from membound.kernels.triton.widen import fp8_to, int8_to
 
 ByteFormat = Literal["int8", "fp8"]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -56,8 +57,8 @@ class ByteWeight:
 
 
 @triton.jit
-def linear_byte_kernel(x, data, scale, out, rows, columns, k_size, x_stride, split_stride,
-                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
+def linear_byte_kernel(x, data, scale, out, parts, done, rows, columns, k_size, x_stride, size,
+                       FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -77,10 +78,10 @@ def linear_byte_kernel(x, data, scale, out, rows, columns, k_size, x_stride, spl
             inside = k[None, :] < k_size - start
             byte = tl.load(data_at + start, mask=inside, other=0)
             token = tl.load(x_at + start, mask=(m[:, None] < rows) & inside, other=0.0)
-        wide = int8_to(byte, token.dtype) if FORMAT == "int8" else fp8_to(byte, token.dtype, FP8_NATIVE)
+        wide = int8_to(byte, token.dtype, WIDEN) if FORMAT == "int8" else fp8_to(byte, token.dtype, WIDEN)
         acc = dot(wide, tl.trans(token), acc)
     acc *= tl.load(scale + row)[:, None]
-    store_tile(out, acc, m, n, rows, columns, split_stride)
+    store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
 def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
@@ -95,14 +96,14 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
     config = config or configure("linear_byte", machine, m=m, n=n)
     block_k = config.tiles["BLOCK_K"]
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_byte_kernel,
             grid,
             x,
             weight.data,
             weight.scale,
-            out,
+            *outputs,
             m,
             n,
             k,
@@ -110,7 +111,7 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
             m * n,
             config=config,
             FORMAT=weight.format,
-            FP8_NATIVE=machine.has_fp8,
+            WIDEN=machine.widening,
             EVEN_K=k % block_k == 0,
         )
 

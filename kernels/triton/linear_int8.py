@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, half_of, int8_to
+from membound.kernels.triton.lang import dot, half_of
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+from membound.kernels.triton.widen import int8_to
 
 PACK_ROWS = 64  # rows whose bytes of one group lie together
 GROUPS = (32, 64, 128)
@@ -83,9 +84,10 @@ class Int8Weight:
 
 
 @triton.jit
-def linear_int8_kernel(x, data, scale, out, rows, columns, groups, x_stride, split_stride,
+def linear_int8_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
                        GROUP: tl.constexpr, PACK_N: tl.constexpr, IN_WORD: tl.constexpr, EVEN: tl.constexpr,
-                       STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+                       WIDEN: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the words of groups)."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -108,9 +110,9 @@ def linear_int8_kernel(x, data, scale, out, rows, columns, groups, x_stride, spl
                 inside = inside & (group < groups)
                 byte = tl.load(bytes_at + group * (PACK_N * GROUP), mask=group < groups, other=0)
             token = tl.load(x_at + group * GROUP, mask=inside, other=0.0)
-            part = dot(int8_to(byte, token.dtype), tl.trans(token), nothing)
+            part = dot(int8_to(byte, token.dtype, WIDEN), tl.trans(token), nothing)
             acc += part * half_of(word, i, tl.float16)[:, None]
-    store_tile(out, acc, m, n, rows, columns, split_stride)
+    store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
@@ -127,16 +129,17 @@ def linear_int8(x: Tensor, weight: Int8Weight, *, splits: int | None = None, con
     check.tensor("weight.data", weight.data, [-(-n // PACK_ROWS), groups, PACK_ROWS, None], [torch.int8], x)
     check.tensor("weight.scale", weight.scale, [words, n, WORD], [torch.float16], x)
     m = x.shape[0]
-    config = config or configure("linear_int8", machine_for(x), m=m, group=weight.group)
+    machine = machine_for(x)
+    config = config or configure("linear_int8", machine, m=m, group=weight.group)
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_int8_kernel,
             grid,
             x,
             weight.data,
             weight.scale.view(torch.int64),
-            out,
+            *outputs,
             m,
             n,
             groups,
@@ -147,6 +150,7 @@ def linear_int8(x: Tensor, weight: Int8Weight, *, splits: int | None = None, con
             PACK_N=PACK_ROWS,
             IN_WORD=WORD,
             EVEN=groups % WORD == 0,
+            WIDEN=machine.widening,
             STAGES=config.num_stages,
         )
 

@@ -85,7 +85,7 @@ class Mxfp4Weight:
 
 
 @triton.jit
-def linear_mxfp4_kernel(x, data, scale, out, rows, columns, groups, x_stride, split_stride,
+def linear_mxfp4_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
                         SIZE: tl.constexpr, PACK_N: tl.constexpr, STEP: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the steps of STEP groups)."""
@@ -113,7 +113,7 @@ def linear_mxfp4_kernel(x, data, scale, out, rows, columns, groups, x_stride, sp
             x_high = tl.load(x_at + group * SIZE + HALF, mask=inside, other=0.0)
             acc = dot(mxfp4_to_bf16(byte & 0xF, exponent), tl.trans(x_low), acc)
             acc = dot(mxfp4_to_bf16(byte >> 4, exponent), tl.trans(x_high), acc)
-    store_tile(out, acc, m, n, rows, columns, split_stride)
+    store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
 def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, config: Config | None = None) -> Tensor:
@@ -126,14 +126,14 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
     m = x.shape[0]
     config = config or configure("linear_mxfp4", machine_for(x), m=m)
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_mxfp4_kernel,
             grid,
             x,
             weight.data,
             weight.scale.view(torch.int32),
-            out,
+            *outputs,
             m,
             n,
             groups,

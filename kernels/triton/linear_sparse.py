@@ -77,7 +77,7 @@ def unpruned_dot(first, second, code, x, acc, PLACE: tl.constexpr):
 
 
 @triton.jit
-def linear_sparse_kernel(x, values, places, out, rows, columns, k_size, chunks, x_stride, split_stride,
+def linear_sparse_kernel(x, values, places, out, parts, done, rows, columns, k_size, chunks, x_stride, size,
                          EVEN_K: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the chunks)."""
@@ -111,7 +111,7 @@ def linear_sparse_kernel(x, values, places, out, rows, columns, k_size, chunks, 
             acc = unpruned_dot(first, second, code, x1, acc, 1)
             acc = unpruned_dot(first, second, code, x2, acc, 2)
             acc = unpruned_dot(first, second, code, x3, acc, 3)
-    store_tile(out, acc, m, n, rows, columns, split_stride)
+    store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
 def linear_sparse(
@@ -126,14 +126,14 @@ def linear_sparse(
     m = x.shape[0]
     config = config or configure("linear_sparse", machine_for(x), m=m)
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_sparse_kernel,
             grid,
             x,
             weight.values,
             weight.places,
-            out,
+            *outputs,
             m,
             n,
             k,

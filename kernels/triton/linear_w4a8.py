@@ -28,7 +28,7 @@ def step_of(group: int) -> int:
 
 
 @triton.jit
-def linear_w4a8_kernel(x, x_scale, data, scale, zero, out, rows, columns, groups, steps, k_size, split_stride,
+def linear_w4a8_kernel(x, x_scale, data, scale, zero, out, parts, done, rows, columns, groups, steps, k_size, size,
                        GROUP: tl.constexpr, STEP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr,
                        EVEN: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_M: tl.constexpr):  # fmt: skip
@@ -80,7 +80,7 @@ def linear_w4a8_kernel(x, x_scale, data, scale, zero, out, rows, columns, groups
                 rest = tl.dot(high, tl.trans(x_high), nothing, out_dtype=tl.int32)
                 both = part.to(tl.float32) * low_scale[None, :] + rest.to(tl.float32) * high_scale[None, :]
                 acc += both * of_group
-    store_tile(out, acc, m, n, rows, columns, split_stride)
+    store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
 def linear_w4a8(
@@ -103,7 +103,7 @@ def linear_w4a8(
     check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
     config = config or configure("linear_w4a8", machine_for(x.data), m=m)
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_w4a8_kernel,
             grid,
@@ -112,7 +112,7 @@ def linear_w4a8(
             weight.data,
             weight.scale.view(torch.int32),
             None if weight.zero is None else weight.zero.view(torch.int32),
-            out,
+            *outputs,
             m,
             n,
             groups,

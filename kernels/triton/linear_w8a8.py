@@ -17,30 +17,31 @@ from torch import Tensor
 
 from membound.kernels.triton import check
 from membound.kernels.triton.activation import QuantizedRows
-from membound.kernels.triton.lang import dot, fp8_to
+from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_byte import ByteWeight
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+from membound.kernels.triton.widen import fp8_to
 
 BLOCK = 128
 
 
 @triton.jit
-def fp8_dot(a, b, acc, NATIVE: tl.constexpr):
+def fp8_dot(a, b, acc, WIDEN: tl.constexpr):
     """acc + a @ b of e4m3 in uint8; only the products of this call are added up in fewer bits than fp32's."""
-    if NATIVE:
+    if WIDEN == "fp8" or WIDEN == "pure":
         COLUMNS: tl.constexpr = a.shape[1]
         a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
         # Triton's default on sm_90 is 2**30 (backends/nvidia/compiler.py): never.
         acc = tl.dot(a, b, acc, max_num_imprecise_acc=COLUMNS)
     else:
-        acc = dot(fp8_to(a, tl.float16, False), fp8_to(b, tl.float16, False), acc)
+        acc = dot(fp8_to(a, tl.float16, WIDEN), fp8_to(b, tl.float16, WIDEN), acc)
     return acc
 
 
 @triton.jit
-def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, split_stride,
-                       FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, BY_TOKEN: tl.constexpr,
+def linear_w8a8_kernel(x, x_scale, data, scale, out, parts, done, rows, columns, k_size, size,
+                       FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr, BY_TOKEN: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k); x has a scale `BY_TOKEN`, or one."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -64,9 +65,9 @@ def linear_w8a8_kernel(x, x_scale, data, scale, out, rows, columns, k_size, spli
         if FORMAT == "int8":
             acc = tl.dot(weight, tl.trans(activation), acc, out_dtype=tl.int32)
         else:
-            acc = fp8_dot(weight, tl.trans(activation), acc, FP8_NATIVE)
+            acc = fp8_dot(weight, tl.trans(activation), acc, WIDEN)
     result = acc.to(tl.float32) * tl.load(scale + row)[:, None] * tl.load(x_scale + token * BY_TOKEN)[None, :]
-    store_tile(out, result, m, n, rows, columns, split_stride)
+    store_tile(out, parts, done, result, m, n, rows, columns, size)
 
 
 def linear_w8a8(
@@ -90,7 +91,7 @@ def linear_w8a8(
     config = config or configure("linear_w8a8", machine, m=m)
     block_k = config.tiles["BLOCK_K"]
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_w8a8_kernel,
             grid,
@@ -98,14 +99,14 @@ def linear_w8a8(
             x.scale,
             weight.data,
             weight.scale,
-            out,
+            *outputs,
             m,
             n,
             k,
             m * n,
             config=config,
             FORMAT=weight.format,
-            FP8_NATIVE=machine.has_fp8,
+            WIDEN=machine.widening,
             EVEN_K=k % block_k == 0,
             BY_TOKEN=int(by_token),
         )
@@ -158,7 +159,7 @@ class Fp8Blocks:
 
 @triton.jit
 def fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale_at, begin, end, k_size,
-                        FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+                        WIDEN: tl.constexpr, EVEN_K: tl.constexpr, SCALE_BLOCK: tl.constexpr,
                         STAGES: tl.constexpr):  # fmt: skip
     """acc [N, M] and the products of the blocks of columns begin to end.
 
@@ -179,16 +180,16 @@ def fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale_at, begin, end, k_
             activation = tl.load(x_at + start, mask=inside, other=0)
         w_scale = tl.load(scale_at + block)
         if x_scale_at is None:
-            acc += dot(fp8_to(weight, activation.dtype, FP8_NATIVE), tl.trans(activation), nothing) * w_scale[:, None]
+            acc += dot(fp8_to(weight, activation.dtype, WIDEN), tl.trans(activation), nothing) * w_scale[:, None]
         else:
             a_scale = tl.load(x_scale_at + block)
-            acc += fp8_dot(weight, tl.trans(activation), nothing, FP8_NATIVE) * w_scale[:, None] * a_scale[None, :]
+            acc += fp8_dot(weight, tl.trans(activation), nothing, WIDEN) * w_scale[:, None] * a_scale[None, :]
     return acc
 
 
 @triton.jit
-def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size, blocks, x_stride, split_stride,
-                             FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
+def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, parts, done, rows, columns, k_size, blocks, x_stride, size,
+                             WIDEN: tl.constexpr, EVEN_K: tl.constexpr,
                              SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
                              BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the blocks of k); without `x_scale`, x and the products are halves."""
@@ -205,8 +206,8 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, rows, columns, k_size
         x_scale_at = x_scale + token * blocks
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc = fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale + row // SCALE_BLOCK * blocks, begin, end, k_size,
-                              FP8_NATIVE, EVEN_K, SCALE_BLOCK, STAGES)  # fmt: skip
-    store_tile(out, acc, m, n, rows, columns, split_stride)
+                              WIDEN, EVEN_K, SCALE_BLOCK, STAGES)  # fmt: skip
+    store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
 def linear_fp8_blocks(
@@ -238,7 +239,7 @@ def linear_fp8_blocks(
     machine = machine_for(data)
     config = config or configure("linear_fp8_blocks", machine, m=m)
 
-    def start(grid: tuple[int, int, int], out: Tensor) -> None:
+    def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
             linear_fp8_blocks_kernel,
             grid,
@@ -246,7 +247,7 @@ def linear_fp8_blocks(
             x_scale,
             weight.data,
             weight.scale,
-            out,
+            *outputs,
             m,
             n,
             k,
@@ -254,7 +255,7 @@ def linear_fp8_blocks(
             data.stride(0),
             m * n,
             config=config,
-            FP8_NATIVE=machine.has_fp8,
+            WIDEN=machine.widening,
             EVEN_K=k % BLOCK == 0,
             SCALE_BLOCK=BLOCK,
             STAGES=config.num_stages,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 import triton
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # decided when triton is imported: TRITON_INTERPRET=1
+
+Widening = Literal["", "ptx", "fp8", "pure"]
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,12 @@ class Machine:
     multiprocessors: int
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether e4m3 can be converted and multiplied by the hardware (OCP e4m3, which gfx942 has not)."""
-        return self.arch.startswith("sm") and int(self.arch[2:]) >= 89
+    def widening(self) -> Widening:
+        """By which instructions codes become halves, as `widen` names them. e4m3 is converted from sm89 on."""
+        if not self.arch.startswith("sm"):
+            return ""
+        capability = int(self.arch[2:])
+        return "ptx" if capability < 89 else "pure" if capability in (100, 101, 103, 110) else "fp8"
 
 
 # Multiprocessors of the GPUs whose code is built without one: NVIDIA's A100, RTX 4090, H100 SXM and H200, B200 and RTX

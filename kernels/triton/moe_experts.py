@@ -18,8 +18,8 @@ from torch import Tensor
 from membound.kernels.routing import Routing
 from membound.kernels.triton import check
 from membound.kernels.triton.lang import segment_of
+from membound.kernels.triton.linear_int4 import FEWEST_OF_WORDS, Int4Weight
 from membound.kernels.triton.linear_int4 import PACK_ROWS as INT4_ROWS
-from membound.kernels.triton.linear_int4 import Int4Weight
 from membound.kernels.triton.linear_mxfp4 import GROUP as MXFP4_GROUP
 from membound.kernels.triton.linear_mxfp4 import PACK_ROWS, Mxfp4Weight
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
@@ -49,7 +49,7 @@ class ExpertWeights:
         if self.rows is None:
             experts, n, k = self.data.shape
             return experts, n, k
-        elements = MXFP4_GROUP if self.format == "mxfp4" else 2 * self.data.shape[4]
+        elements = MXFP4_GROUP if self.format == "mxfp4" else 2 * self.data.itemsize * self.data.shape[4]
         return self.data.shape[0], self.rows, self.data.shape[2] * elements
 
     @property
@@ -103,8 +103,9 @@ class ExpertWeights:
                 ("scale", self.scale, [experts, tiles, -(-groups // 4), PACK_ROWS, 4], [torch.uint8]),
             ]
         elif self.format == "int4":
+            stored = torch.int16 if k // groups >= FEWEST_OF_WORDS else torch.uint8
             parts = [
-                ("data", self.data, [experts, -(-n // INT4_ROWS), groups, INT4_ROWS, None], [torch.uint8]),
+                ("data", self.data, [experts, -(-n // INT4_ROWS), groups, INT4_ROWS, None], [stored]),
                 ("scale", self.scale, [experts, -(-groups // 2), n, 2], check.HALVES),
                 ("zero", self.zero, [experts, -(-groups // 8), n, 4], [torch.uint8]),
             ]

@@ -19,32 +19,33 @@ from membound.kernels.triton.moe_experts import ExpertWeights, expert_tile, stor
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_linear_int4_kernel(x, data, scale, zero, bias, out, order, offsets, experts, columns, groups, x_stride,
-                    ROWS_A_TOKEN: tl.constexpr, GROUP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr,
-                    EVEN: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-                    BLOCK_M: tl.constexpr):  # fmt: skip
+                    ROWS_A_TOKEN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, PACK_N: tl.constexpr,
+                    SCALE_BF16: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, PADDED: tl.constexpr,
+                    STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert)."""
     expert, busy, here, slot = expert_tile(order, offsets, experts, PADDED, BLOCK_M)
     if not busy:
         return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    j = tl.arange(0, GROUP // 2)
+    PART: tl.constexpr = GROUP // LANES
+    j = tl.arange(0, PART)
     row = tl.minimum(n, columns - 1)
     pack = expert * tl.cdiv(columns, PACK_N) + row // PACK_N
-    bytes_at = data + (pack * groups * PACK_N + row % PACK_N)[:, None] * (GROUP // 2) + j[None, :]
+    words_at = data + (pack * groups * PACK_N + row % PACK_N)[:, None] * PART + j[None, :]
     x_at = x + (slot // ROWS_A_TOKEN)[:, None].to(tl.int64) * x_stride + j[None, :]
     scale_at = scale + expert * tl.cdiv(groups, 2) * columns + row
     zero_at = zero
     if zero is not None:
         zero_at = zero + expert * tl.cdiv(groups, 8) * columns + row
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc = int4_products(acc, x_at, here, bytes_at, scale_at, zero_at, 0, tl.cdiv(groups, 2), columns, groups,
-                        GROUP, PACK_N, SCALE_BF16, EVEN, STAGES)  # fmt: skip
+    acc = int4_products(acc, x_at, here, words_at, scale_at, zero_at, 0, tl.cdiv(groups, 2), columns, groups,
+                        GROUP, LANES, PACK_N, SCALE_BF16, EVEN, WIDEN, STAGES)  # fmt: skip
     store_slots(out, acc, bias, expert, slot, here, n, columns)
 
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_linear_fp8_blocks_kernel(x, x_scale, data, scale, bias, out, order, offsets, experts, columns, k_size, blocks,
-                          x_stride, ROWS_A_TOKEN: tl.constexpr, FP8_NATIVE: tl.constexpr, EVEN_K: tl.constexpr,
+                          x_stride, ROWS_A_TOKEN: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr,
                           SCALE_BLOCK: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
                           BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert); without `x_scale`, x and the products are halves."""
@@ -63,7 +64,7 @@ def moe_linear_fp8_blocks_kernel(x, x_scale, data, scale, bias, out, order, offs
         x_scale_at = x_scale + token * blocks
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc = fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale_at, 0, blocks, k_size,
-                              FP8_NATIVE, EVEN_K, SCALE_BLOCK, STAGES)  # fmt: skip
+                              WIDEN, EVEN_K, SCALE_BLOCK, STAGES)  # fmt: skip
     store_slots(out, acc, bias, expert, slot, here, n, columns)
 
 
@@ -92,10 +93,12 @@ def start_int4(
         x.stride(0),
         config=config,
         ROWS_A_TOKEN=rows_a_token,
-        GROUP=2 * weight.data.shape[4],
+        GROUP=weight.shape[2] // groups,
+        LANES=2 * weight.data.itemsize,
         PACK_N=PACK_ROWS,
         SCALE_BF16=weight.scale.dtype == torch.bfloat16,
         EVEN=groups % 2 == 0,
+        WIDEN=machine.widening,
         PADDED=triton.next_power_of_2(experts),
         STAGES=config.num_stages,
     )
@@ -128,7 +131,7 @@ def start_fp8_blocks(
         data.stride(0),
         config=config,
         ROWS_A_TOKEN=rows_a_token,
-        FP8_NATIVE=machine.has_fp8,
+        WIDEN=machine.widening,
         EVEN_K=k % BLOCK == 0,
         SCALE_BLOCK=BLOCK,
         PADDED=triton.next_power_of_2(experts),

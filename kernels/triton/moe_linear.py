@@ -12,17 +12,18 @@ from torch import Tensor
 
 from membound.kernels.routing import Routing
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, fp8_to, int8_to, mxfp4_to_bf16
+from membound.kernels.triton.lang import dot, mxfp4_to_bf16
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_mxfp4 import PACK_ROWS
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
 from membound.kernels.triton.moe_experts import ExpertWeights, check_slots, expert_tile, store_slots
 from membound.kernels.triton.moe_groups import start_fp8_blocks, start_int4
+from membound.kernels.triton.widen import fp8_to, int8_to
 
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_linear_kernel(x, data, scale, bias, out, order, offsets, experts, columns, k_size, x_stride,
-                      ROWS_A_TOKEN: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                      ROWS_A_TOKEN: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                       EVEN_K: tl.constexpr, PADDED: tl.constexpr, PACK_N: tl.constexpr, STAGES: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert)."""
@@ -65,9 +66,9 @@ def moe_linear_kernel(x, data, scale, bias, out, order, offsets, experts, column
                 weight = tl.load(data_at + start, mask=inside, other=0)
                 token = tl.load(x_at + start, mask=here[:, None] & inside, other=0.0)
             if FORMAT == "int8":
-                acc = dot(int8_to(weight, token.dtype), tl.trans(token), acc)
+                acc = dot(int8_to(weight, token.dtype, WIDEN), tl.trans(token), acc)
             elif FORMAT == "fp8":
-                acc = dot(fp8_to(weight, token.dtype, FP8_NATIVE), tl.trans(token), acc)
+                acc = dot(fp8_to(weight, token.dtype, WIDEN), tl.trans(token), acc)
             else:
                 acc = dot(weight, tl.trans(token), acc)
         if FORMAT != "half":
@@ -135,7 +136,7 @@ def moe_linear(
         config=config,
         ROWS_A_TOKEN=rows_a_token,
         FORMAT=weight.format,
-        FP8_NATIVE=machine.has_fp8,
+        WIDEN=machine.widening,
         EVEN_K=k % config.tiles["BLOCK_K"] == 0,
         PADDED=triton.next_power_of_2(experts),
         PACK_N=PACK_ROWS,
@@ -152,8 +153,9 @@ def moe_combine_kernel(slots, weights, out, columns, TOP_K: tl.constexpr, BLOCK:
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         slot = token * TOP_K + k
+        weight = tl.load(weights + slot)
         value = tl.load(slots + slot * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-        total += value * tl.load(weights + slot)
+        total += tl.where(weight == 0.0, 0.0, value * weight)  # what no expert was asked for nobody wrote
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 

@@ -18,7 +18,7 @@ MOST_EXPERTS = 1024
 
 
 @triton.jit
-def moe_routing_kernel(logits, bias, experts, weights, probabilities, scale, stride, EXPERTS: tl.constexpr,
+def moe_routing_kernel(logits, bias, places, experts, weights, probabilities, scale, stride, EXPERTS: tl.constexpr,
                        TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
                        BIAS_LOGITS: tl.constexpr, GROUPS: tl.constexpr, GROUP_TOP_K: tl.constexpr,
                        BEST_TWO: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -27,6 +27,9 @@ def moe_routing_kernel(logits, bias, experts, weights, probabilities, scale, str
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
+    there = 1
+    if places is not None:
+        there = (tl.load(places + token) >= 0).to(tl.int32)
     logit = tl.load(logits + token * stride + expert, mask=real, other=float("-inf")).to(tl.float32)
     if BIAS_LOGITS:
         logit += tl.load(bias + expert, mask=real, other=0.0)
@@ -36,7 +39,8 @@ def moe_routing_kernel(logits, bias, experts, weights, probabilities, scale, str
         size = tl.exp(logit - tl.max(logit, 0))
         score = size / tl.sum(size, 0)
     if probabilities is not None:
-        tl.store(probabilities + token * EXPERTS + expert, score / tl.sum(score, 0), mask=real)
+        share = tl.where(there == 1, score / tl.sum(score, 0), 0.0)
+        tl.store(probabilities + token * EXPERTS + expert, share, mask=real)
     rank = tl.where(real, score, float("-inf"))
     if not BIAS_LOGITS:  # noqa: SIM102 -- both are decided by the compiler, one after the other
         if bias is not None:
@@ -70,8 +74,8 @@ def moe_routing_kernel(logits, bias, experts, weights, probabilities, scale, str
         rank = tl.where(expert == winner, float("-inf"), rank)
     if RENORMALIZE:
         weight /= tl.sum(weight, 0) + 1e-20
-    tl.store(experts + token * TOP_K + slot, chosen, mask=slot < TOP_K)
-    tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)
+    tl.store(experts + token * TOP_K + slot, tl.where(there == 1, chosen, EXPERTS), mask=slot < TOP_K)
+    tl.store(weights + token * TOP_K + slot, tl.where(there == 1, weight * scale, 0.0), mask=slot < TOP_K)
 
 
 def route(
@@ -87,12 +91,14 @@ def route(
     group_top_k: int = 1,
     group_score: Literal["best", "best_two"] = "best",
     probabilities: bool = False,
+    slots: Tensor | None = None,
 ) -> Routing:
     """The `top_k` experts of each token by logits [tokens, experts], with their scores as weights.
 
     A `bias` [experts] (fp32) is added for the choice, but not to the weights, or to the logits if `biased` says so;
     with `renormalize` the weights sum to 1, and they are multiplied by `scale`. Of `groups` of experts a token chooses
-    within the `group_top_k` whose best expert, or best two, score most.
+    within the `group_top_k` whose best expert, or best two, score most. A token whose place in `slots` [tokens] (int64)
+    is negative takes none: its experts are one beyond the last, its weights and probabilities 0.
     """
     check.strided("logits", logits, [None, None], [torch.float32, *check.HALVES])
     tokens, experts = logits.shape
@@ -102,6 +108,8 @@ def route(
     check.require(even, "groups", f"are {groups}, of which {group_top_k} are kept, for {experts} experts")
     if bias is not None:
         check.tensor("bias", bias, [experts], [torch.float32], logits)
+    if slots is not None:
+        check.tensor("slots", slots, [tokens], [torch.int64], logits)
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     shares = torch.empty(tokens, experts, dtype=torch.float32, device=logits.device) if probabilities else None
@@ -110,6 +118,7 @@ def route(
         (tokens,),
         logits,
         bias,
+        slots,
         chosen,
         weights,
         shares,
@@ -162,6 +171,53 @@ def expert_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     config = configure("expert_order", machine_for(chosen))
     launch(expert_order_kernel, (experts,), chosen, order, offsets, slots, config=config, EXPERTS=experts)
     return order, offsets
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def count_routed_kernel(offsets, probabilities, counted, load, probability, tokens, EXPERTS: tl.constexpr,
+                        TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Program (BLOCK_E experts)."""
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    real = expert < EXPERTS
+    begin = tl.load(offsets + expert, mask=real, other=0)
+    slots = tl.load(offsets + expert + 1, mask=real, other=0) - begin
+    tl.store(load + expert, tl.load(load + expert, mask=real, other=0) + slots, mask=real)
+    total = tl.load(probability + expert, mask=real, other=0.0)
+    for start in range(0, tokens, BLOCK):
+        token = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        at = probabilities + token[:, None] * EXPERTS + expert[None, :]
+        total += tl.sum(tl.load(at, mask=(token < tokens)[:, None] & real[None, :], other=0.0).to(tl.float64), 0)
+    tl.store(probability + expert, total, mask=real)
+    if tl.program_id(0) == 0:
+        tl.store(counted, tl.load(counted) + tl.load(offsets + EXPERTS) // TOP_K)
+
+
+def count_routed(routing: Routing, tokens: Tensor, load: Tensor, probability: Tensor) -> None:
+    """Adds to `tokens` [] (int64) how many took experts, to `load` [experts] (int64) each expert's slots, and to
+    `probability` [experts] (fp64) the sums of `routing.probabilities`, by one launch where PyTorch takes six."""
+    if routing.probabilities is None:
+        raise ValueError("routing.probabilities: are missing, a router that is counted says them")
+    shares = routing.probabilities
+    check.tensor("routing.probabilities", shares, [None, None], [torch.float32])
+    experts = shares.shape[1]
+    check.tensor("routing.offsets", routing.offsets, [experts + 1], [torch.int32], shares)
+    check.tensor("tokens", tokens, [], [torch.int64], shares)
+    check.tensor("load", load, [experts], [torch.int64], shares)
+    check.tensor("probability", probability, [experts], [torch.float64], shares)
+    config = configure("count_routed", machine_for(shares))
+    launch(
+        count_routed_kernel,
+        (triton.cdiv(experts, config.tiles["BLOCK_E"]),),
+        routing.offsets,
+        shares,
+        tokens,
+        load,
+        probability,
+        shares.shape[0],
+        config=config,
+        EXPERTS=experts,
+        TOP_K=routing.top_k,
+    )
 
 
 def route_reference(

@@ -54,7 +54,8 @@ class TritonPacker(Packer):
         if group_size not in groups or group_size * scale.shape[1] != k or not whole:
             return super().pack_codes(codes, scale, zero, format)
         zeros = None if zero is None else zero.to(torch.uint8)
-        own = Int4Weight.pack(codes.to(torch.uint8), finite_half(scale), zeros)
+        lanes = 2 if format == "w4a8" else None  # a quarter of a group fills no tensor core with bytes
+        own = Int4Weight.pack(codes.to(torch.uint8), finite_half(scale), zeros, lanes=lanes)
         return TritonWeight(format, own.data, own.scale, own.zero, group_size, (n, k))
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:

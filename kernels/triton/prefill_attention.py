@@ -26,7 +26,7 @@ from membound.kernels.triton.split import NO_WINDOW
 def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_len, sinks,
                              scale, softcap, window, sequences, table_stride, k_stride, v_stride,
                              HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                              BLOCK_HALF: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr,
                              BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (tile, KV head and some of its query heads); the last tiles, which see most, start first."""
@@ -71,11 +71,11 @@ def prefill_attention_kernel(q, out, k, v, scales, table, query_start, context_l
         full = seen_by_all // BLOCK_T * BLOCK_T
         state = attend(state, q_low, q_high, scale, softcap, oldest, position, oldest, start, full, table, k, v, scales,
                        k_stride, v_stride, "full", FORMAT, HALF, BLOCK_HALF,
-                       BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+                       BLOCK_T, KV_HEADS, BLOCK_SIZE, WIDEN)  # fmt: skip
         start = full
     state = attend(state, q_low, q_high, scale, softcap, oldest, position, oldest, start, end, table, k, v, scales,
                    k_stride, v_stride, "range", FORMAT, HALF, BLOCK_HALF,
-                   BLOCK_T, KV_HEADS, BLOCK_SIZE, FP8_NATIVE)  # fmt: skip
+                   BLOCK_T, KV_HEADS, BLOCK_SIZE, WIDEN)  # fmt: skip
     low, high, _ = normalized(state)
     if FORMAT == "fp8":
         v_scale = tl.load(scales + KV_HEADS + kv_head)

@@ -32,6 +32,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -79,12 +80,12 @@ class Resources:
     """Of one thread: `registers` and `spilled_bytes`; of one program: `shared_bytes` and `threads`.
 
     `widest_load_bytes` is what one thread reads from global memory by its widest instruction, `waiting_loads` are the
-    loads inside of loops that are not asynchronous copies, whose latency each turn pays. `buffers` are the tiles that
-    the shallowest of these copies has in shared memory: with one, none is under way while it is multiplied (None where
-    nothing is pipelined). `in_flight_bytes` are under way to a multiprocessor for the programs of this launch that it
-    runs at once, `resident` of them at most, in the loop that has least: each waits for or refills one of its buffers,
-    so that counts half; tiles of inputs, which come from the cache, do not count (None where nothing is pipelined; all
-    five None on AMD).
+    loads inside of loops of products that are not asynchronous copies, whose latency each turn pays. `buffers` are the
+    tiles that the shallowest of these copies has in shared memory: with one, none is under way while it is multiplied
+    (None where nothing is pipelined). `in_flight_bytes` are under way to a multiprocessor for the programs of this
+    launch that it runs at once, `resident` of them at most, in the loop that has least: each waits for or refills one
+    of its buffers, so that counts half; tiles of inputs, which come from the cache, do not count (None where nothing is
+    pipelined; all five None on AMD).
     """
 
     kernel: str
@@ -184,16 +185,18 @@ def _widest_load(ptx: str) -> int:
 
 
 def _waiting_loads(ttgir: str) -> int:
-    """Loads between `scf.for` and the `scf.yield` of the same indentation."""
-    waiting, inside = 0, None
+    """Loads between `scf.for` and the `scf.yield` of the same indentation, where something is multiplied there."""
+    waiting, of_loop, multiplies, inside = 0, 0, False, None
     for line in ttgir.splitlines():
         indentation = len(line) - len(line.lstrip())
         if inside is None and re.search(r"\bscf\.for\b", line):
-            inside = indentation
+            inside, of_loop, multiplies = indentation, 0, False
         elif inside is not None and indentation <= inside:
+            waiting += of_loop if multiplies else 0
             inside = None
-        elif inside is not None and re.search(r"= tt\.load ", line):
-            waiting += 1
+        elif inside is not None:
+            of_loop += bool(re.search(r"= tt\.load ", line))
+            multiplies |= bool(re.search(r"\b(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b", line))
     return waiting
 
 

@@ -73,7 +73,7 @@ def nibble(number):
 def rope_store_kernel(q, k, v, cos, sin, positions, slots, out, k_blocks, v_blocks, scales,
                       q_stride, k_row_stride, v_row_stride, k_stride, v_stride,
                       HEADS: tl.constexpr, ROTATE: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-                      META: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                      META: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                       BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """Program (token, BLOCK_H heads of q or of k or of v)."""
     token = tl.program_id(0).to(tl.int64)

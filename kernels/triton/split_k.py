@@ -1,23 +1,32 @@
 """How is one matrix product shared by more programs than it has tiles of output?
 
-Each program of a split sums a part of k and leaves it in fp32; the reduction adds the parts in order, so the result
-has the same bits in every run.
+Each program of a split leaves its part of k in fp32, and whichever of a tile's programs ends last adds the parts up, in
+order, so that the result has the same bits in every run. A launch of its own for the sum would take as long as an 8B
+model's weights in 4 bits do of one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from membound.kernels.triton.launch import configure, launch, machine_for, splits_for
+from membound.kernels.triton import check
+from membound.kernels.triton.launch import is_recording, machine_for, splits_for
 
 # Parts are written and read again, so all together have at most so many rows: 512 x 4096 in fp32 are 8 MB, which stay
 # in the cache of every GPU in the table.
 MOST_PART_ROWS = 512
+MOST_TILES = 2**16  # of a product that is split; a larger one has tiles for every multiprocessor
+
+
+class Start(Protocol):
+    """Launches programs (tile of n, tile of m, split) that write `out`, or `parts` and then `out`."""
+
+    def __call__(self, grid: tuple[int, int, int], out: Tensor, parts: Tensor | None, done: Tensor | None) -> None: ...
 
 
 @triton.jit
@@ -28,49 +37,67 @@ def split_range(steps, split):
 
 
 @triton.jit
-def store_tile(out, acc, m, n, rows, columns, split_stride):
-    """Writes acc [N, M], a tile of y [rows, columns] transposed, to its split's part of `out`."""
-    where = out + tl.program_id(2).to(tl.int64) * split_stride + m[:, None].to(tl.int64) * columns + n[None, :]
-    tl.store(where, tl.trans(acc).to(out.dtype.element_ty), mask=(m[:, None] < rows) & (n[None, :] < columns))
+def store_tile(out, parts, done, acc, m, n, rows, columns, size):
+    """Writes acc [N, M], a tile of y [rows, columns] transposed, to `out`.
+
+    Of a split product it goes to `parts` [splits, size], and the last program of the tile writes the sum. `done` counts
+    those of each tile that have left theirs, and is zero again behind the last.
+    """
+    inside = (m[:, None] < rows) & (n[None, :] < columns)
+    at = m[:, None].to(tl.int64) * columns + n[None, :]
+    mine = tl.trans(acc)
+    if parts is None:
+        tl.store(out + at, mine.to(out.dtype.element_ty), mask=inside)
+    else:
+        splits = tl.num_programs(2)
+        tl.store(parts + tl.program_id(2).to(tl.int64) * size + at, mine, mask=inside)
+        counter = done + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        # What all threads have written must be seen by whoever sees the count: they meet, and one of them releases.
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            total = tl.zeros(mine.shape, tl.float32)
+            # So many loads are under way at once that their registers do not outnumber those of the products.
+            FEW: tl.constexpr = mine.shape[0] * mine.shape[1] <= 4096
+            for _ in tl.range(0, splits, loop_unroll_factor=4 if FEW else 1):
+                total += tl.load(parts + at, mask=inside, other=0.0, cache_modifier=".cg")
+                parts += size
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+            tl.store(counter, 0)
 
 
-@triton.jit
-def split_k_sum_kernel(parts, out, size, splits, PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program adds up BLOCK elements of all parts, of which there are up to PADDED, a power of two."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    part = parts + at
-    for split in tl.static_range(PADDED):
-        total += tl.load(part, mask=(at < size) & (split < splits), other=0.0)
-        part += size
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
+_counters: dict[torch.device, Tensor] = {}
+
+
+def _counters_of(x: Tensor) -> Tensor:
+    """Zeros, which kernels that ran before have left so: products on one device follow one another on one stream."""
+    if is_recording():
+        return torch.empty(MOST_TILES, dtype=torch.int32, device=x.device)
+    if x.device not in _counters:
+        _counters[x.device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+    return _counters[x.device]
 
 
 def with_split_k(
     x: Tensor, n: int, dtype: torch.dtype, *, tiles: tuple[int, int], steps: int, shortest: int, splits: int | None,
-    start: Callable[[tuple[int, int, int], Tensor], None],
+    start: Start, at_once: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [m, n] in `dtype`: `start(grid, out)` launches programs (tile of n, tile of m, split) that write `out`.
+    """y [m, n] in `dtype`, which `start` computes.
 
-    `tiles` are the sizes of those of n and m; k is `steps` steps, of which a split should have `shortest`. Without
-    splitting `out` is y, otherwise parts [splits, m, n] in fp32 that are added up.
+    `tiles` are the sizes of those of n and m, of whose programs a multiprocessor runs `at_once`; k is `steps` steps, of
+    which a split should have `shortest`.
     """
     m = x.shape[0]
-    machine = machine_for(x)
     grid = (triton.cdiv(n, tiles[0]), triton.cdiv(m, tiles[1]))
     if splits is None:
         # Few tokens: what limits a program is what it has in flight, so several share a multiprocessor.
-        waves = 3 if m <= 16 else 2 if m <= 64 else 1
-        splits = splits_for(grid[0] * grid[1], steps, max(shortest, steps * m // MOST_PART_ROWS), machine, waves)
+        waves = at_once or (3 if m <= 16 else 2 if m <= 64 else 1)
+        splits = splits_for(grid[0] * grid[1], steps, max(shortest, steps * m // MOST_PART_ROWS), machine_for(x), waves)
     splits = min(splits, max(steps, 1))
     out = torch.empty(m, n, dtype=dtype, device=x.device)
     if splits == 1:
-        start((*grid, 1), out)
+        start((*grid, 1), out, None, None)
         return out
+    check.require(grid[0] * grid[1] <= MOST_TILES, "splits", f"are {splits} of more than {MOST_TILES} tiles")
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
-    start((*grid, splits), parts)
-    config = configure("split_k_sum", machine)
-    blocks = triton.cdiv(out.numel(), config.tiles["BLOCK"])
-    padded = triton.next_power_of_2(splits)
-    launch(split_k_sum_kernel, (blocks,), parts, out, out.numel(), splits, config=config, PADDED=padded)
+    start((*grid, splits), out, parts, _counters_of(x))
     return out

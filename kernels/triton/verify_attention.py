@@ -36,7 +36,7 @@ LARGEST_TREE = 64
 def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_start, context_len,
                             sinks, scale, softcap, window, tokens, table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-                            BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, FP8_NATIVE: tl.constexpr,
+                            BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                             BLOCK_HALF: tl.constexpr, ROW_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
                             NARROW: tl.constexpr, SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr,
                             BLOCK_T: tl.constexpr):  # fmt: skip
@@ -74,7 +74,7 @@ def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_st
                    table + sequence * table_stride, k + kv_head * STORED, v + kv_head * STORED,
                    scales + kv_head * BLOCK_SIZE, k_stride, v_stride,
                    "seen" if WINDOW else "tree", FORMAT, HALF, BLOCK_HALF, BLOCK_T, KV_HEADS, BLOCK_SIZE,
-                   FP8_NATIVE)  # fmt: skip
+                   WIDEN)  # fmt: skip
     low, high, sums = normalized(state)
     if FORMAT == "fp8":
         v_scale = tl.load(scales + KV_HEADS + kv_head)

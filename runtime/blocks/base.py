@@ -64,6 +64,18 @@ class ShiftedFeedForward(ABC):
         """Its matrices by their part's name."""
 
 
+class RoutedFeedForward(ABC):
+    """A network that sends each token of a batch elsewhere, and a row that is padding nowhere."""
+
+    @abstractmethod
+    def routed(self, x: Tensor, batch: RaggedBatch) -> Tensor:
+        """x [tokens, hidden] to [tokens, hidden]."""
+
+    @abstractmethod
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Its matrices by their part's name."""
+
+
 class Stream:
     """The hidden states of a step's tokens between two parts: a sum, and what the last part has yet to add to it."""
 
@@ -91,7 +103,7 @@ class Block:
 
     kernels: Kernels
     mixer: Mixer | None
-    ffn: FeedForward | ShiftedFeedForward | None
+    ffn: FeedForward | ShiftedFeedForward | RoutedFeedForward | None
     mixer_norm: Norm | None = None
     mixer_post_norm: Norm | None = None
     ffn_norm: Norm | None = None
@@ -128,6 +140,8 @@ class Block:
         if isinstance(self.ffn, ShiftedFeedForward):
             assert cache is not None, "a network that sees the token before stands beside a mixer"
             return self._scaled(self.ffn.shifted(x, batch, cache))
+        if isinstance(self.ffn, RoutedFeedForward):
+            return self._scaled(self.ffn.routed(x, batch))
         assert self.ffn is not None, "the caller has checked it"
         return self._scaled(self.ffn(x))
 

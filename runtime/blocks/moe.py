@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from membound.kernels.base import Kernels
+from membound.kernels.base import Kernels, RaggedBatch
 from membound.kernels.routing import GroupedLinear
 from membound.runtime.arithmetic import Routing
-from membound.runtime.blocks.base import FeedForward
+from membound.runtime.blocks.base import FeedForward, RoutedFeedForward
 from membound.runtime.blocks.ffn import Between, TwoLayers
 from membound.runtime.blocks.routing import RouterStatistics, route
 from membound.runtime.linear import Linear, grouped
@@ -26,7 +26,7 @@ class GroupedExperts(NamedTuple):
     second: GroupedLinear
 
 
-class MixtureNetwork:
+class MixtureNetwork(RoutedFeedForward):
     """The weighted sum of the experts that the router chooses, beside a shared one that every token takes.
 
     Each expert's matrices are read once a step, for all of its tokens, and those of an expert without tokens not at
@@ -65,17 +65,21 @@ class MixtureNetwork:
         self.summed: Callable[[Tensor], Tensor] | None = None
         self.chosen: Callable[[Sequence[int], Tensor], None] | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """x [tokens, hidden] to [tokens, hidden]; `slots` are those of the tokens' batch."""
         logits = self.router(x)
         inner = x if self.latent is None else self.latent[0](x)
         if self.together is not None:
-            out = self._by_groups(inner, logits, self.together)
+            out = self._by_groups(inner, logits, self.together, slots)
         else:
             out = self._one_by_one(x, inner, logits)
         if self.latent is not None:
             out = self.latent[1](out)
         out = out if self.shared is None else self.kernels.add(out, self._shared(self.shared, x))
         return out if self.summed is None else self.summed(out)
+
+    def routed(self, x: Tensor, batch: RaggedBatch) -> Tensor:
+        return self(x, batch.slots)
 
     @cached_property
     def together(self) -> GroupedExperts | None:
@@ -91,12 +95,12 @@ class MixtureNetwork:
     def _group(self, layers: Sequence[TwoLayers], which: str) -> GroupedLinear | None:
         return grouped(self.kernels, [getattr(layer, which) for layer in layers])
 
-    def _by_groups(self, inner: Tensor, logits: Tensor, experts: GroupedExperts) -> Tensor:
-        routing = self.kernels.route(logits, self.top_k, self.rule, self.router_bias)
+    def _by_groups(self, inner: Tensor, logits: Tensor, experts: GroupedExperts, slots: Tensor | None) -> Tensor:
+        routing = self.kernels.route(logits, self.top_k, self.rule, self.router_bias, slots)
         counted = self.statistics
         self.kernels.count_routed(routing, counted.tokens, counted.load, counted.probability)
-        slots = experts.between(experts.first(inner, routing, shared_rows=True))
-        return self.kernels.combine(experts.second(slots, routing, shared_rows=False), routing)
+        between = experts.between(experts.first(inner, routing, shared_rows=True))
+        return self.kernels.combine(experts.second(between, routing, shared_rows=False), routing)
 
     def _one_by_one(self, x: Tensor, inner: Tensor, logits: Tensor) -> Tensor:
         routed = route(logits, self.top_k, self.rule, self.router_bias, by_expert=self.by_expert)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from membound.kernels.triton import production  # noqa: E402
+from membound.kernels.triton import meta, production, production_linear  # noqa: E402
 from membound.kernels.triton.block_copy import BlockPools  # noqa: E402
 from membound.kernels.triton.launch import recording  # noqa: E402
 from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
@@ -22,6 +22,7 @@ NO_ENTRIES = ("launches", "recording", "step_of")
 # What an entry does not read of a batch or a routing that it is given.
 UNREAD = {
     "moe_linear": ("routing.experts", "routing.weights", "routing.probabilities"),
+    "count_routed": ("routing.experts", "routing.weights", "routing.order"),
     "moe_combine": ("routing.experts", "routing.order", "routing.offsets", "routing.probabilities"),
     "kivi_attention": ("batch.positions", "batch.slots", "batch.tree"),
     "kivi_round": ("batch.positions", "batch.slots", "batch.tree"),
@@ -30,22 +31,24 @@ UNREAD = {
 
 def entries():
     """The functions that launch kernels, by name, and how the cases of serving call each of them first."""
+    listed = (production, production_linear)
     functions = {
-        name: value
-        for name, value in vars(production).items()
+        name: (module, value)
+        for module in listed
+        for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__.startswith("membound.kernels.triton.")
-        and value.__module__ != production.__name__ and name not in NO_ENTRIES
+        and value.__module__ not in [one.__name__ for one in (*listed, meta)] and name not in NO_ENTRIES
     }  # fmt: skip
     calls = {}
     with pytest.MonkeyPatch.context() as patch, recording(SM90):
-        for name, function in functions.items():
+        for name, (module, function) in functions.items():
 
             def listing(*args, _name=name, _function=function, **kwargs):
                 bound = inspect.signature(_function).bind(*args, **kwargs)
                 calls.setdefault(_name, []).append((_function, dict(bound.arguments)))
                 return _function(*args, **kwargs)
 
-            patch.setattr(production, name, listing)
+            patch.setattr(module, name, listing)
         for case in production.CASES.values():
             case()
     assert set(calls) == set(functions), "an entry that no case of serving calls"
@@ -75,7 +78,8 @@ def with_leaf(arguments, path, change):
 
 
 def of_another_type(tensor):
-    return tensor.to(torch.float64 if tensor.dtype.is_floating_point else torch.int16)
+    wider = {torch.float64: torch.float32, torch.int16: torch.int32}
+    return tensor.to(wider.get(tensor.dtype, torch.float64 if tensor.dtype.is_floating_point else torch.int16))
 
 
 def with_gaps(tensor):
@@ -93,10 +97,10 @@ def of_another_rank(tensor):
 
 
 def fits_as_well(arguments, path, change):
-    """A dimension of one has no gaps."""
+    """A dimension of one has no gaps, and neither has a single number."""
     value = arguments[path[0]]
     tensor = getattr(value, path[1]) if path[1:] else value
-    return change is with_gaps and tensor.shape[-1] == 1
+    return change is with_gaps and (tensor.dim() == 0 or tensor.shape[-1] == 1)
 
 
 CHANGES = [of_another_type, with_gaps, elsewhere, of_another_rank]

@@ -7,18 +7,26 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from membound.kernels.triton import lang  # noqa: E402
-from membound.kernels.triton.launch import Config  # noqa: E402
+from membound.kernels.gpu import TritonKernels  # noqa: E402
+from membound.kernels.triton import split_k, widen  # noqa: E402
+from membound.kernels.triton.launch import Config, recording  # noqa: E402
 from membound.kernels.triton.linear_byte import (  # noqa: E402
     ByteWeight,
     linear_byte,
     linear_byte_reference,
+)
+from membound.kernels.triton.linear_half import (  # noqa: E402
+    MOST_ROWS,
+    MOST_TOKENS,
+    linear_half,
+    linear_half_reference,
 )
 from membound.kernels.triton.linear_int4 import (  # noqa: E402
     Int4Weight,
     linear_int4,
     linear_int4_reference,
 )
+from membound.kernels.triton.machine import REFERENCE_MACHINES, machine_of  # noqa: E402
 from membound.kernels.triton.moved import weight_only_bytes  # noqa: E402
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16])
@@ -45,7 +53,7 @@ def moved(weight, device):
     m=st.integers(1, 19),
     n=st.integers(1, 140),
     groups=st.sampled_from([1, 2, 3, 5, 9]),
-    group=st.sampled_from([32, 64, 128]),
+    group=st.sampled_from([32, 64, 128, 256]),
     symmetric=st.booleans(),
     dtype=DTYPES,
     splits=SPLITS,
@@ -73,6 +81,41 @@ def test_weights_of_a_byte_give_the_product_with_what_their_bytes_mean(device, f
     x = random(m, k, seed=1).to(device, dtype)
     y = linear_byte(x, weight, splits=splits, config=Config({"BLOCK_N": 32, "BLOCK_M": 16, "BLOCK_K": 32}))
     assert close(y, linear_byte_reference(x, weight))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    m=st.integers(1, 19),
+    n=st.integers(1, 70),
+    k=st.integers(1, 150) | st.sampled_from([64, 128]),
+    dtype=DTYPES,
+    splits=SPLITS,
+)
+def test_halves_of_few_tokens_give_the_product(device, m, n, k, dtype, splits):
+    weight, x = random(n, k).to(device, dtype), random(m, k, seed=1).to(device, dtype)
+    y = linear_half(x, weight, splits=splits, config=Config({"BLOCK_N": 32, "BLOCK_M": 16, "BLOCK_K": 32}))
+    assert close(y, linear_half_reference(x, weight))
+
+
+def test_a_product_in_parts_is_the_same_each_time_and_leaves_no_count(device):
+    """The last program of a tile adds the parts up, in their order, and the next product counts from zero again."""
+    weight, x = random(100, 512).to(device, torch.bfloat16), random(20, 512, seed=1).to(device, torch.bfloat16)
+    config = Config({"BLOCK_N": 32, "BLOCK_M": 16, "BLOCK_K": 32})
+    first, again = (linear_half(x, weight, splits=5, config=config) for _ in range(2))
+    assert torch.equal(first, again) and close(first, linear_half_reference(x, weight))
+    assert (split_k._counters[x.device] == 0).all()
+
+
+def test_a_few_tokens_times_a_narrow_matrix_take_the_own_kernel_and_others_the_library(device):
+    kernels = TritonKernels(str(device))
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        for m, n in ((1, 64), (MOST_TOKENS, 64), (MOST_TOKENS + 1, 64), (1, MOST_ROWS + 1)):
+            weight = kernels.pack(torch.zeros(n, 32, device=device), "bf16")
+            kernels.linear(torch.zeros(m, 32, dtype=torch.bfloat16, device=device), weight)
+    assert [(launch.name, launch.arguments[0].shape[0]) for launch in record.launches] == [
+        ("linear_half_kernel", 1),
+        ("linear_half_kernel", MOST_TOKENS),
+    ]
 
 
 @pytest.mark.parametrize("m", [1, 20, 40, 70])
@@ -111,21 +154,18 @@ def test_int4_holds_a_matrix_of_its_own_numbers_exactly():
     assert torch.equal(weight.dequantized(), (q.float() - by_column[0]) * by_column[1])
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_every_finite_e4m3_is_widened_exactly(device, native):
+def test_every_finite_e4m3_is_widened_exactly(device):
     import triton
     import triton.language as tl
 
     @triton.jit
-    def widen(x, y, NATIVE: tl.constexpr):
+    def widened(x, y, WIDEN: tl.constexpr):
         at = tl.arange(0, 256)
-        tl.store(y + at, lang.fp8_to(tl.load(x + at), tl.bfloat16, NATIVE))
+        tl.store(y + at, widen.fp8_to(tl.load(x + at), tl.bfloat16, WIDEN))
 
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     y = torch.empty(256, dtype=torch.bfloat16, device=device)
-    if native and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no e4m3")
-    widen[(1,)](codes, y, NATIVE=native)
+    widened[(1,)](codes, y, WIDEN=machine_of(device).widening)
     exact = codes.view(torch.float8_e4m3fn).float()
     finite = exact.isfinite()
     assert torch.equal(y.float()[finite], exact[finite])

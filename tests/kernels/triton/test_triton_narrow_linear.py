@@ -203,7 +203,7 @@ def test_bytes_times_bytes_give_the_product_of_what_both_mean(device, format, m,
 def test_4_bits_times_8_give_the_product_of_what_both_mean(device, m, n, group, groups, symmetric, dtype, splits):
     k = group * groups
     sizes = torch.logspace(-1, 1, k)  # so that the groups' scales differ
-    weight = moved(Int4Weight.quantize(random(n, k) * sizes, group, symmetric=symmetric), device)
+    weight = moved(Int4Weight.quantize(random(n, k) * sizes, group, symmetric=symmetric, lanes=2), device)
     x = round_steps((random(m, k, seed=1) * sizes.flip(0)).to(device, dtype), step_of(group))
     y = linear_w4a8(x, weight, dtype, splits=splits, config=Config({"BLOCK_N": 32, "BLOCK_M": 16}))
     assert close(y, linear_w4a8_reference(x, weight))
@@ -250,7 +250,10 @@ def test_the_stored_configurations_give_the_same(device, m):
 
 
 def test_declared_bytes_count_weights_scales_and_activations_once(device):
-    int4, x = Int4Weight.quantize(random(64, 256), 128, symmetric=True), round_steps(random(3, 256).to(device), 128)
+    int4, x = (
+        Int4Weight.quantize(random(64, 256), 128, symmetric=True, lanes=2),
+        round_steps(random(3, 256).to(device), 128),
+    )
     assert rounded_bytes(x, int4) == 64 * 128 + 64 * 2 * 2 + 3 * (256 + 2 * 4) + 3 * 64 * 2
     mxfp4 = Mxfp4Weight.quantize(random(48, 64))
     assert weight_only_bytes(3, mxfp4) == 48 * 64 * (4 + 8 / 32) / 8 + 3 * (48 + 64) * 2
@@ -278,7 +281,10 @@ def test_bad_arguments_are_named(device):
         linear_w8a8(rows, weight, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^dtype: is torch\.float32"):
         linear_w8a8(QuantizedRows.of(x, "fp8"), weight, torch.float32)
-    int4, steps = moved(Int4Weight.quantize(random(8, 64), 64, symmetric=True), device), round_steps(x, 64)
+    int4 = moved(Int4Weight.quantize(random(8, 64), 64, symmetric=True, lanes=2), device)
+    steps = round_steps(x, 64)
+    with pytest.raises(ValueError, match=r"^weight\.data: dtype is torch\.int16, should be torch\.uint8"):
+        linear_w4a8(steps, moved(Int4Weight.quantize(random(8, 64), 64, symmetric=True), device), torch.bfloat16)
     with pytest.raises(ValueError, match=r"^x\.step: is 32, for groups of 64 it should be 64"):
         linear_w4a8(round_steps(x, 32), int4, torch.bfloat16)
     with pytest.raises(ValueError, match=r"^weight: has groups of 32"):

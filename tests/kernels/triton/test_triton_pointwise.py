@@ -142,15 +142,14 @@ def test_blocks_of_128_numbers_of_a_token_are_rounded_each_with_its_own_scale(de
 
 
 def test_a_w8a8_linear_is_one_launch_before_the_product():
-    """Not the eight of plain PyTorch; the sum of a split product is a launch of its own."""
+    """Not the eight of plain PyTorch; a product that is split sums its parts itself."""
     from membound.kernels.gpu import TritonKernels
 
     kernels = TritonKernels("cpu")
     weight = kernels.pack(random(64, 256), "w8a8")
     with recording(REFERENCE_MACHINES["sm90"]) as record:
         kernels.linear(random(2, 256, dtype=torch.bfloat16), weight)
-    assert [launch.name for launch in record.launches][:2] == ["round_rows_kernel", "linear_w8a8_kernel"]
-    assert {launch.name for launch in record.launches[2:]} <= {"split_k_sum_kernel"}
+    assert [launch.name for launch in record.launches] == ["round_rows_kernel", "linear_w8a8_kernel"]
 
 
 @settings(deadline=None, max_examples=30)

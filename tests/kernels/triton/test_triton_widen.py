@@ -1,0 +1,110 @@
+"""The instructions that widen codes, two at a time, read by a small interpreter of PTX: each makes the number it means.
+
+Triton's own interpreter knows no PTX, so that without a GPU nothing else would run them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from membound.kernels.triton import widen  # noqa: E402
+
+HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+BYTES = torch.arange(256, dtype=torch.uint8)
+
+
+def halves_of(register, dtype):
+    """Both numbers of registers [n] (int64): [n, 2]."""
+    return torch.stack([register & 0xFFFF, register >> 16], dim=1).to(torch.int16).view(dtype)
+
+
+def register_of(halves):
+    bits = halves.view(torch.int16).long() & 0xFFFF
+    return bits[:, 0] | (bits[:, 1] << 16)
+
+
+def permuted(a, b, selector):
+    """PTX ISA, `prmt`: each nibble of the selector names one of the eight bytes of b and a."""
+    of_both = a | (b << 32)
+    chosen = [(of_both >> (8 * ((selector >> (4 * i)) & 0x7))) & 0xFF for i in range(4)]
+    return sum(byte << (8 * i) for i, byte in enumerate(chosen))
+
+
+def lookup(a, b, c, table):
+    """PTX ISA, `lop3`: bit 4 a + 2 b + c of the table, for each bit."""
+    out = torch.zeros_like(a)
+    for i in range(8):
+        terms = [x if i >> (2 - j) & 1 else ~x for j, x in enumerate((a, b, c))]
+        if table >> i & 1:
+            out |= terms[0] & terms[1] & terms[2]
+    return out & 0xFFFFFFFF
+
+
+def arithmetic(dtype, compute):
+    return lambda *operands: register_of(compute(*(halves_of(one, dtype) for one in operands)))
+
+
+INSTRUCTIONS = {
+    "mov.b32": lambda a: a,
+    "shr.u32": lambda a, b: a >> b,
+    "and.b32": lambda a, b: a & b,
+    "xor.b32": lambda a, b: a ^ b,
+    "prmt.b32": lambda a, b, selector: permuted(a, b, int(selector[0])),
+    "lop3.b32": lambda a, b, c, table: lookup(a, b, c, int(table[0])),
+    "fma.rn.bf16x2": arithmetic(torch.bfloat16, lambda a, b, c: (a.double() * b.double() + c.double()).bfloat16()),
+    "sub.f16x2": arithmetic(torch.float16, lambda a, b: a - b),
+    "mul.f16x2": arithmetic(torch.float16, lambda a, b: a * b),
+    "cvt.u16.u32": lambda a: a & 0xFFFF,
+    "cvt.rn.f16x2.e4m3x2": lambda a: register_of(
+        torch.stack([a & 0xFF, a >> 8], dim=1).to(torch.uint8).view(torch.float8_e4m3fn).half()
+    ),
+}
+
+
+def run(code, registers, outputs):
+    """What `outputs` registers hold when a piece of PTX was given `registers` [n] (int64)."""
+    values = {f"${outputs}": registers}
+    for line in (part.strip(" {}") for part in code.split(";")):
+        if not line or line.startswith(".reg"):
+            continue
+        name, operands = line.split(maxsplit=1)
+        target, *sources = (one.strip() for one in operands.split(","))
+        read = [values[one] if re.match(r"[$a-z]", one) else torch.full_like(registers, int(one, 0)) for one in sources]
+        values[target] = INSTRUCTIONS[name](*read)
+    return [values[f"${i}"] for i in range(outputs)]
+
+
+def of_bytes(code, dtype):
+    """The numbers that a piece of PTX makes of the bytes 0 to 255, four to a register."""
+    packed = (BYTES.view(-1, 4).long() << torch.tensor([0, 8, 16, 24])).sum(1)
+    return torch.cat([halves_of(one, dtype) for one in run(code, packed, 2)], dim=1).flatten()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_int8_and_every_finite_e4m3_is_widened_exactly(dtype):
+    bf16 = dtype == torch.bfloat16
+    assert torch.equal(of_bytes(widen._of_int8(bf16), dtype).float(), BYTES.view(torch.int8).float())
+    exact = BYTES.view(torch.float8_e4m3fn).float()
+    found, finite = of_bytes(widen._of_fp8(bf16), dtype).float(), exact.isfinite()
+    assert torch.equal(found[finite], exact[finite]) and torch.equal(found.signbit(), exact.signbit())
+    assert torch.equal(of_bytes(widen.CONVERTED.value, torch.float16).float()[finite], exact[finite])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_codes_of_four_and_two_bits_lie_over_a_number_that_counts_ones(dtype):
+    above, ones = widen._above(HALVES[dtype]), 128 if dtype == torch.bfloat16 else 1024
+    for shift, mask in [(0, 0xF), (4, 0xF), (0, 3), (2, 3), (4, 3), (6, 3)]:
+        found = of_bytes(widen._of_bytes(shift, mask, above), dtype)
+        assert torch.equal(found.float() - ones, ((BYTES >> shift) & mask).float())
+    words = torch.arange(2**16).view(-1, 2)
+    registers = words[:, 0] | (words[:, 1] << 16)
+    for lane in range(4):
+        (found,) = run(widen._of_words(lane, above), registers, 1)
+        assert torch.equal(halves_of(found, dtype).float() - ones, ((words >> (4 * lane)) & 0xF).float())
