@@ -24,8 +24,9 @@ _CUT = re.compile(r"(.+)\[:(\d+)\]", re.DOTALL)
 def resolve_model(name_or_path: str) -> ModelSpec:
     """The catalog's model of that name, or the one of a Hugging Face `config.json` (or its folder), a GGUF or a YAML.
 
-    The YAML holds the fields of one model as the catalog does. With `[:4]` behind it the model has its first 4 layers
-    only. Raises ModelError with one sentence for an unknown name, an unreadable file or an unsupported architecture.
+    A name may be a checkpoint's, whose formats it tells (`Qwen/Qwen3-32B-AWQ`). The YAML holds the fields of one model
+    as the catalog does. With `[:4]` behind it the model has its first 4 layers only. Raises ModelError with one
+    sentence for an unknown name, an unreadable file or an unsupported architecture.
     """
     if cut := _CUT.fullmatch(name_or_path):
         return resolve_model(cut[1]).first_layers(int(cut[2]))
@@ -47,7 +48,8 @@ def resolve_model(name_or_path: str) -> ModelSpec:
         return build(**{"source": f"{path.name}, a file of the user"} | _mapping(path, name_or_path))
     if is_file(path):
         raise ModelError(f"model '{name_or_path}' is a file of no known kind; give a config.json, GGUF or YAML")
-    return get_model(name_or_path)
+    model, named = get_model(name_or_path), named_checkpoint(name_or_path)
+    return model if named is None else model.model_copy(update={"checkpoint": named})
 
 
 def _name_of(config: Mapping[str, Any], path: Path) -> str:
@@ -58,8 +60,7 @@ def _name_of(config: Mapping[str, Any], path: Path) -> str:
 
 
 def published_formats(model: str) -> PrecisionPlan:
-    """The formats in which the weights of a model (as a scenario names it) are published: those that the name of a
-    checkpoint tells, else those of its config or of the catalog.
+    """The formats in which the weights of a model (as a scenario names it) are published.
 
     16 bits for a GGUF, whose own blocks the runtime unpacks as it loads them, and for a model that cannot be read:
     whoever needs the model says what is wrong with it.
@@ -75,12 +76,7 @@ def published_formats(model: str) -> PrecisionPlan:
 
 @lru_cache(maxsize=256)
 def _published_formats(model: str, changed_ns: int) -> PrecisionPlan:
-    if model.endswith(".gguf"):
-        return PrecisionPlan()
-    own, path = resolve_model(model).published, Path(model)
-    is_a_name = path.suffix not in (".json", ".yaml", ".yml") and not is_folder(path)
-    named = named_checkpoint(model) if is_a_name else None
-    return own if named is None else named.plan
+    return PrecisionPlan() if model.endswith(".gguf") else resolve_model(model).published
 
 
 def _config(path: Path, given: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Literal
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
-from membound.roofline.models.files import published_formats
 from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
@@ -60,7 +59,7 @@ def moves_of(
         technique = kind.advised(model, hardware, scenario.parallel)
         if technique is None or name in has or (kind.usual and name not in scenario.without):
             continue
-        if _is_published_so(technique, published_formats(scenario.model)):
+        if _is_published_so(technique, model.published):
             continue
         rivals = tuple(other for other in scenario.techniques if excludes(other, technique))
         kept = tuple(other for other in scenario.techniques if other not in rivals)
