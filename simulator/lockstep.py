@@ -27,19 +27,8 @@ from membound.roofline.scenario.tasks import resolve
 from membound.roofline.scenario.workload import ClosedLoop, SessionPrompts, SyntheticPrompts, TextPrompts, Workload
 from membound.roofline.shape import shape_sums
 from membound.roofline.tiles import tiles_of
-from membound.roofline.within import Within, sums_within
-from membound.simulator.lockstep_tables import (
-    NOTED,
-    NOTED_OF_PROMPTS,
-    NOTED_WITHIN,
-    Table,
-    ramps_of,
-    stacked,
-    step_table,
-    table_of,
-    within_table,
-)
-from membound.simulator.scheduling.reach import ENDLESS, reaches_of
+from membound.simulator.lockstep_tables import NOTED, NOTED_OF_PROMPTS, Table, ramps_of, stacked, step_table, table_of
+from membound.simulator.lockstep_windows import LockstepWindows
 from membound.simulator.scheduling.recorder import REQUEST_COLUMNS, Recorder
 from membound.simulator.scheduling.request import Request, steps_before
 from membound.simulator.scheduling.scheduler import EVERYBODY, FIRST_COME, Scheduler
@@ -102,9 +91,7 @@ class Lockstep:
         self.ends: list[tuple[int, int, int]] = []  # a heap of (clock, id, standing) of those who decode
         # How many of them need a block at each step, by the clock modulo the block size; twice, to be read in one go.
         self.growth = [0] * (2 * self.block_size)
-        # What layers see of them that look back over so many tokens.
-        self.windows = scheduler.decoders.windows
-        self.reaches = reaches_of(self.windows)
+        self.windows = LockstepWindows(scheduler.decoders.windows, step_times)
         # Times of last tokens: of those who have not decoded since they joined, and of the preempted.
         self.joined: dict[int, float] = {}
         self.paused: dict[int, float] = {}
@@ -117,7 +104,6 @@ class Lockstep:
         self.preemptions: dict[int, int] = {}
         self.rows: list[float] = []
         self.rows_of_prompts: list[float] = []
-        self.rows_within: list[float] = []  # of each row and window
         self.later_growth: list[int] = []  # `growth` from the second step of each row on, up to a block's length
         self.gaps: list[float] = []  # ramps of `Samples` beside those that follow from rows
 
@@ -132,7 +118,7 @@ class Lockstep:
         decode_times, seconds_of = self.step_times.decode, self.step_times.seconds
         waiting, ends, growth, paused = self.waiting, self.ends, self.growth, self.paused
         rows, enough = self.rows, _ROWS * len(NOTED)
-        reaches = self.reaches
+        windows, reaches = self.windows, self.windows.reaches
         now_s = decoded_s = 0.0  # the time, and when those who decode had their last token
         clock = standing = 0  # steps of decode so far, and tokens at step 0 of all who decode
         free = num_blocks
@@ -175,13 +161,13 @@ class Lockstep:
                 steps, slope_s, ended = 1, 0.0, sum([emits for _, _, emits in shapes])
                 self.rows_of_prompts += (len(rows) // len(NOTED), ended, *sums)
                 if reaches:
-                    sums += (self._note_within(shapes, decoding, clock), tiles_of(shapes, self.windows))
+                    sums += (windows.with_prompts(shapes, decoding, clock), tiles_of(shapes, windows.windows))
                 elif len(parts) > 1:
                     sums += ((), tiles_of(shapes, ()))
                 time_s = first_s = seconds_of(sums)
             elif decoding:
                 if reaches:
-                    first_s, slope_s, alike = self._decode_within(decoding, tokens, clock)
+                    first_s, slope_s, alike = windows.equal_steps(decoding, tokens, clock)
                 else:
                     first_s, slope_s, alike = decode_times(decoding, tokens)
                 steps = 1 if preempted else min(ends[0][0] - clock, alike)
@@ -340,34 +326,13 @@ class Lockstep:
                 self.growth[slot] -= 1
                 self.growth[slot + self.block_size] -= 1
                 standing -= own
-                for reach in self.reaches:
+                for reach in self.windows.reaches:
                     reach.remove(own, clock)
                 free += self.blocks_for(own + clock - 1)
                 self.paused[id] = self.joined.pop(id, decoded_s)
             self.preemptions[prompt[0]] = self.preemptions.get(prompt[0], 0) + 1
             self.waiting.appendleft(prompt)
         return free, standing
-
-    def _note_within(self, shapes: list[tuple[int, int, bool]], decoding: int, clock: int) -> tuple[Within, ...]:
-        """What layers with each window see in a step with prompts."""
-        seen = [reach.tokens(clock) for reach in self.reaches] if decoding else ()
-        within = sums_within(shapes, self.windows, seen)
-        for _, decode_tokens, prefill_tokens, prefill_attended in within:
-            self.rows_within += (decode_tokens, 0.0, prefill_tokens, prefill_attended)
-        return within
-
-    def _decode_within(self, decoding: int, tokens: int, clock: int) -> tuple[float, float, int]:
-        """Seconds of a step of decode, how much longer the next is, and how many are alike."""
-        seen: list[int] = []
-        growing: list[int] = []
-        even = ENDLESS
-        for reach in self.reaches:
-            seen.append(reach.tokens(clock))
-            growing.append(reach.short)
-            self.rows_within += (seen[-1], reach.short, 0.0, 0.0)
-            even = min(even, reach.even_steps(clock))
-        first_s, slope_s, alike = self.step_times.decode_within(decoding, tokens, seen, growing)
-        return first_s, slope_s, min(alike, even)
 
     def _steps_with_blocks(self, clock: int, free: int, decoding: int, most: int) -> int:
         """How many steps, up to `most`, there are free blocks for, beside those of the first."""
@@ -406,17 +371,13 @@ class Lockstep:
         noted["time_s"] = noted["steps"] * (noted["first_s"] + noted["slope_s"] * (noted["steps"] - 1) / 2)
         noted["end_s"] = noted["start_s"] + noted["time_s"]
         table = step_table(noted, of_prompts, table_of(self.later_growth, 1)[:, 0], self.block_size)
-        if self.windows:
-            within = table_of(self.rows_within, len(NOTED_WITHIN)).reshape(
-                len(rows), len(self.windows), len(NOTED_WITHIN)
-            )
-            table = np.concatenate((table, within_table(within, noted["steps"])), axis=1)
-        self.recorder.add_steps(table, self.windows)
+        table = np.concatenate((table, self.windows.take_table(noted["steps"])), axis=1)
+        self.recorder.add_steps(table, self.windows.windows)
         self.recorder.itl_s.add_ramps(ramps_of(noted))
         self.recorder.itl_s.add_ramps(table_of(self.gaps, 4))
         if len(rows):
             self.recorder.end_s = float(noted["end_s"][-1])
-        for written in (self.rows, self.rows_of_prompts, self.rows_within, self.later_growth, self.gaps):
+        for written in (self.rows, self.rows_of_prompts, self.later_growth, self.gaps):
             written.clear()
 
     def _requests(self) -> Table:

@@ -28,9 +28,6 @@ NOTED = (
 )
 # Of rows with prompts also which row it is, how many prompts ended, and the sums of its shape.
 NOTED_OF_PROMPTS = ("row", "ended", *AMOUNTS)
-# And of all rows for each window what its layers see: of those who decode in the first step and more in each later one,
-# and of prompts.
-NOTED_WITHIN = ("decode_tokens", "growing", "prefill_tokens", "prefill_attended")
 
 
 def table_of(noted: list[float] | list[int], columns: int) -> Table:
@@ -63,13 +60,6 @@ def step_table(noted: dict[str, Table], of_prompts: Table, later_growth: Table, 
     table[index, COUNTED_COLUMNS.index("emitted")] += of_prompts[:, 1]
     table[index, -len(AMOUNTS) :] = of_prompts[:, 2:]
     return table
-
-
-def within_table(noted: Table, steps: Table) -> Table:
-    """The columns of `Within` of each window, side by side, of the mean steps of what was noted: [row, window, ...]."""
-    first, growing, *of_prompts = np.moveaxis(noted, 2, 0)
-    columns = (first + growing * ((steps - 1) / 2)[:, None], *of_prompts)
-    return np.stack(columns, axis=2).reshape(len(noted), len(columns) * noted.shape[1])
 
 
 def _growth_block_s(

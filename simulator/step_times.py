@@ -60,6 +60,11 @@ class StepTimes:
         self._coupled = times.needs_working_set or setup.overlap is not None
         self._whole = self._coupled or setup.parallel.dp > 1
         self.windows = windows_of(model, setup)
+        # The same as `decode` of a model with windows, within each of which layers see so many tokens, and so many more
+        # in each step.
+        self._windowed = WindowedTimes(self._decode_split, self.windows)
+        parts = CoupledTimes(self.exact, self.windows) if self._coupled else self._windowed
+        self.decode_within = parts.equal_steps
         self._parts: dict[float, Parts] = {}  # of each number of micro-batches
 
     def decode(self, sequences: int, kv_tokens: int) -> tuple[float, float, int]:
@@ -70,23 +75,6 @@ class StepTimes:
                 self._tabulate(sequences)
             begin, end, low, slope = self._last[sequences] = self._decode[sequences].piece_at(kv_tokens)
         return low + slope * (kv_tokens - begin), slope * sequences, 1 + int((end - kv_tokens) // sequences)
-
-    def decode_within(
-        self, sequences: int, kv_tokens: float, seen: Sequence[float], growing: Sequence[int] = ()
-    ) -> tuple[float, float, int]:
-        """The same of a model with windows, within each of which layers see so many tokens, and `growing` more of them
-        in each step."""
-        if self._coupled:
-            return self._coupled_times.seconds(sequences, kv_tokens, seen), 0.0, 1
-        return self._windowed.equal_steps(sequences, kv_tokens, seen, growing or (0,) * len(self.windows))
-
-    @cached_property
-    def _windowed(self) -> WindowedTimes:
-        return WindowedTimes(self._decode_split, self.windows)
-
-    @cached_property
-    def _coupled_times(self) -> CoupledTimes:
-        return CoupledTimes(self.exact, self.windows)
 
     def _decode_split(self, shape: StepShape) -> tuple[Column, Any]:
         """Seconds of the device alone, and of waiting for the host, in as many micro-batches as a step is in."""
@@ -113,7 +101,7 @@ class StepTimes:
             sums = (*sums, tuple(shape.seen_within(window) for window in self.windows), shape.tiles)
         if not sums[6] and sums[0] == decoding:
             if self.windows:
-                return self.decode_within(int(decoding), int(sums[2]), seen_of(sums))[0]
+                return self.decode_within(int(decoding), int(sums[2]), seen_of(sums), [0] * len(self.windows))[0]
             return self.decode(int(decoding), int(sums[2]))[0]
         several = sums[0] - sums[5] != decoding  # the short last chunk of a prompt
         if several or self._whole:

@@ -147,7 +147,14 @@ class CoupledTimes:
         self._windows = windows
         self._known: dict[tuple[int, ...], float] = {}
 
+    def equal_steps(
+        self, sequences: int, kv_tokens: float, seen: Sequence[float], growing: Sequence[int]
+    ) -> tuple[float, float, int]:
+        """As of `WindowedTimes`, one step at a time: times that are not sums of parts bend between two entries."""
+        return self.seconds(sequences, kv_tokens, seen), 0.0, 1
+
     def seconds(self, sequences: int, kv_tokens: float, seen: Sequence[float]) -> float:
+        """Seconds of a step whose layers see so many tokens: all of them, or those of each window."""
         places = []
         for window, tokens in zip((None, *self._windows), (kv_tokens, *seen), strict=True):
             contexts, each = contexts_of(window), tokens / sequences
