@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from membound.roofline.models.base import ModelError
-from membound.roofline.models.names import lookup_keys, normalise_name
+from membound.roofline.models.names import family_and_size, has_active_size, lookup_keys, normalise_name
 from membound.roofline.models.spec import ModelSpec, build
 
 _EXAMPLES = ("Llama-3.1-8B", "Qwen3-30B-A3B", "DeepSeek-V3", "gpt-oss-20b")
+# How far the size in a registry's name may be from the parameters: command-r7b:7b has 8.0 billion.
+_SIZE_TOLERANCE = 0.15
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -67,7 +69,23 @@ def get_model(name: str) -> ModelSpec:
     for found in lookup_keys(name):
         if found in known.by_key:
             return known[known.by_key[found]]
+    if sized := _by_size(known, name):
+        return sized
     close = dict.fromkeys(known.by_key[match] for match in difflib.get_close_matches(key, known.by_key, 6, 0.4))
     some = f"known are {len(known)} models, such as {', '.join(_EXAMPLES)}; the path of a config.json or GGUF will do."
     hint = f"did you mean {' or '.join(list(close)[:3])}?" if close else some
     raise ModelError(f"The model {name!r} is not in the catalog: {hint}")
+
+
+def _by_size(known: Catalog, name: str) -> ModelSpec | None:
+    """What a registry means that leaves out the active parameters (`qwen3:30b`) or repeats what a name says."""
+    key = normalise_name(name)
+    found = {model for other, model in known.by_key.items() if has_active_size(other, key)}
+    if len(found) == 1:
+        return known[found.pop()]
+    family, billions = family_and_size(name) or ("", 0.0)
+    if family in known.by_key:
+        spec = known[known.by_key[family]]
+        if abs(billions * 1e9 - spec.params) <= _SIZE_TOLERANCE * spec.params:
+            return spec
+    return None

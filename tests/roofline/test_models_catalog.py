@@ -89,6 +89,14 @@ def test_every_model_that_a_table_names_is_known(table: str) -> None:
         ("llama3_1-405b", "Llama-3.1-405B"),
         ("llama3.1-8b-edge", "Llama-3.1-8B"),
         ("RedHatAI/Qwen3-8B-FP8-block", "Qwen3-8B"),
+        ("unsloth/Qwen3-32B-unsloth-bnb-4bit", "Qwen3-32B"),
+        ("qwen3:30b", "Qwen3-30B-A3B"),
+        ("qwen3-coder:30b-a3b-q4_K_M", "Qwen3-30B-A3B"),
+        ("deepseek-v3.1:671b", "DeepSeek-V3"),
+        ("kimi-k2:1t", "Kimi-K2"),
+        ("phi4-mini:3.8b", "Phi-4-mini"),
+        ("command-r7b:7b", "Command-R7B"),
+        ("llama4:16x17b", "Llama-4-Scout-17B-16E"),
     ],
 )
 def test_a_name_is_found_with_what_does_not_change_a_shape(name: str, known: str) -> None:
@@ -101,6 +109,12 @@ def test_numbers_in_names_are_not_run_together() -> None:
     assert normalise_name("Qwen3-8B-2507") != normalise_name("Qwen3-8B")
     assert list(lookup_keys("Qwen3-8B-v1.0-2507")) == ["qwen3-8bv1.0-2507", "qwen3-8bv1.0", "qwen3-8b"]
     assert list(lookup_keys("LLaMA-v9-7B")) == ["llamav9-7b"]  # a version before the size is another model
+
+
+@pytest.mark.parametrize("name", ["kimi-k2:70b", "phi4-mini:0b", "qwen3:31b"])
+def test_a_size_that_no_model_of_the_family_has_is_unknown(name: str) -> None:
+    with pytest.raises(ModelError, match="not in the catalog"):
+        get_model(name)
 
 
 def test_an_unknown_name_gets_close_matches_or_examples() -> None:
