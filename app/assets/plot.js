@@ -82,6 +82,8 @@ const inLines = (name, most) => {
 // On a narrow screen names beside the rows leave room for what they name, those under the columns stand upright, and
 // what is written into the chart is smaller.
 const NARROW = 520, ROW_NAMES = 120, COLUMN_NAME = 95, NAME_LINE = 11;
+// A term's English behind its translation, which a narrow screen has no room for.
+const short = (name) => String(name).replace(/（[A-Za-z][^（）]{6,}）/g, "");
 // As many lines of a name as its row has room for.
 const cut = (name, most) => {
   const lines = name.split("<br>");
@@ -96,20 +98,27 @@ const fitted = (traces, layout, width) => {
   const margin = layout.margin ?? layout.template?.layout?.margin;
   const most = names && Math.max(1, Math.floor(((layout.height ?? 450) - (margin?.t ?? 0) - (margin?.b ?? 0)) / names.length / NAME_LINE));
   const rows = names?.some((name) => String(name).length > 16)
-    ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => cut(inLines(name, 19), most)), tickfont: { ...yaxis?.tickfont, size: 10 } }
+    ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => cut(inLines(short(name), 19), most)), tickfont: { ...yaxis?.tickfont, size: 10 } }
     : {};
   const across = traces.find(({ type }) => type === "heatmap")?.x?.length;
   const columns = xaxis?.tickangle === 0 && across && (width - ROW_NAMES) / across < COLUMN_NAME ? { tickangle: -90 } : {};
   const annotations = layout.annotations?.map((each) => ({ ...each, font: { ...each.font, size: Math.min(each.font?.size ?? 12, 9.5) } }));
   const beside = Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key));
   const few = beside.length < 2 ? {} : Object.fromEntries(beside.map((key) => [key, { ...layout[key], nticks: 3, tickfont: { size: 10 } }]));
-  const legend = layout.legend?.font && { ...layout.legend, font: { ...layout.legend.font, size: Math.min(layout.legend.font?.size ?? 12, 9.5) } };
+  const legend = width < 380 && layout.legend?.font && { ...layout.legend, font: { ...layout.legend.font, size: Math.min(layout.legend.font?.size ?? 12, 9.5) } };
   return { ...layout, ...few, ...legend && { legend }, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...few.xaxis, ...columns } };
 };
 
 const MOST_WORDS_PX = 10.5;
 const smaller = (traces, width) => width >= NARROW ? traces : traces.map((trace) => trace.mode !== "text" ? trace
   : { ...trace, textfont: { ...trace.textfont, size: Math.min(trace.textfont?.size ?? 12, MOST_WORDS_PX) } });
+
+// Words on cells are in the page's colour: what lies under a pale cell is the page.
+const onThePage = (node, traces) => {
+  const color = getComputedStyle(node).getPropertyValue("--st-text-color").trim();
+  return traces.map((trace) => trace.type === "heatmap" && trace.texttemplate && !trace.textfont?.color
+    ? { ...trace, textfont: { ...trace.textfont, color } } : trace);
+};
 
 // A line through all that a long run told costs more to draw than it shows: every other of the older points goes then.
 const MOST_POINTS = 500;
@@ -138,7 +147,7 @@ const draw = async (Plotly, node, data, setStateValue) => {
   const uirevision = data.keepsZoom ? data.key : undefined;
   const titles = JSON.stringify(data.titles);
   if (node.titles !== titles) Object.assign(node, { titles, config: bar(Plotly, data) }); // with another Plotly begins anew
-  await Plotly.react(node, { data: smaller(traces, node.clientWidth), config: node.config,
+  await Plotly.react(node, { data: smaller(onThePage(node, traces), node.clientWidth), config: node.config,
     layout: { ...layout, template, uirevision, height: data.height } });
   if (data.feed) {
     node.seen = data.feed.seq;

@@ -48,7 +48,7 @@ def technique_title(name: str, t: Translate) -> str:
 def _titled(part: str, t: Translate) -> str:
     name, _, given = part.partition(" ")
     if name not in TECHNIQUES:
-        return part
+        return t.name(f"technique.{part}", part)
     title = t.name(f"technique.{name}", TECHNIQUES[name].title)
     words = _given(given, t)
     return f"{title} {words}" if words else title

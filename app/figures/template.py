@@ -60,6 +60,7 @@ TEMPLATE = go.layout.Template(
             "ticks": "outside",
             "separatethousands": True,
             "ticklabelstandoff": 4,
+            "title": {"standoff": 10},
         },
     )
 )

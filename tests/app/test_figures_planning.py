@@ -145,3 +145,53 @@ def test_every_figure_has_words_for_who_cannot_see_it(
         validation.promises_figure(judged.promises(judged.published()[0]), t),
     ):
         assert figure.layout.xaxis.title.text
+
+
+# --- prompts and answers together and apart ---
+
+
+def _way(device: str, apart: bool, gpus: int, at_end: int | None, usd: float = 4.0) -> dict[str, Any]:
+    """One of the compared as a plan's document has it."""
+    end = at_end and {"device": device, "gpus": at_end, "usd_per_h": usd * at_end}
+    best = {
+        "device": device, "gpus": gpus, "usd_per_h": usd * gpus, "summary": None, "upper_end": None, "price": None,
+        "output_tokens_per_s": 100.0,
+    }  # fmt: skip
+    return {"device": device, "disaggregated": apart, "best": best, "reason": None, "at_upper_end": end}
+
+
+BOTH_WAYS = [_way("A", False, 8, 12), _way("A", True, 6, 8), _way("B", False, 4, None), _way("B", True, 10, 10)]
+
+
+def _plans() -> list[dict[str, Any]]:
+    return [
+        {"device": name, "best": None, "options": {}, "front": [], "confirmed": [],
+         "compared": [one for one in BOTH_WAYS if one["device"] == name]}
+        for name in ("A", "B")
+    ]  # fmt: skip
+
+
+def test_both_ways_to_serve_are_bars_that_end_where_times_are_longest() -> None:
+    fig = plan.compared_figure(BOTH_WAYS, T)
+    solid, pale = fig.data[0::2], fig.data[1::2]
+    assert [list(bar.x) for bar in solid] == [[32.0, 16.0], [24.0, 40.0]], "together, apart"
+    for bar, end, ways in zip(solid, pale, (BOTH_WAYS[0::2], BOTH_WAYS[1::2]), strict=True):
+        ends = [base + more for base, more in zip(end.base, end.x, strict=True)]
+        assert list(end.base) == list(bar.x) and all(after >= before for after, before in zip(ends, bar.x, strict=True))
+        assert [str(one["best"]["gpus"]) in words for one, words in zip(ways, end.text, strict=True)] == [True, True]
+    assert "8–12" in pale[0].text[0] and "–" not in pale[0].text[1]
+
+
+def test_without_a_price_the_bars_count_devices() -> None:
+    unpriced = deployments.at_prices({"objective": "cost", "devices": _plans()}, {"A": 0.0, "B": 1.0})["devices"]
+    fig = plan.compared_figure(deployments.both_ways(unpriced), T)
+    assert list(fig.data[0].x) == [8.0, 4.0]
+
+
+def test_the_safest_ranks_first_of_what_holds_where_times_are_longest_at_any_price() -> None:
+    document = {"objective": "cost", "devices": _plans()}
+    assert (deployments.safest(document["devices"], "cost") or {})["gpus"] == 8
+    dear = deployments.at_prices(document, {"A": 9.0, "B": 1.0})["devices"]
+    assert deployments.safest(dear, "cost") == {"device": "B", "gpus": 10, "usd_per_h": 10.0}
+    none = [{"compared": [_way("A", False, 8, None)]}]
+    assert deployments.safest(none, "cost") is None

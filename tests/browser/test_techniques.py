@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 Session = Callable[..., Any]
 PAGES = ("techniques", "stack", "advisor")
-TIMEOUT_MS = 60_000
+TIMEOUT_MS, ANSWER_TIMEOUT_MS = 60_000, 300_000
 EN, ZH = Translate("en"), Translate("zh")
 WIDE, NARROW = {"width": 1360, "height": 900}, {"width": 400, "height": 800}
 # What the server may compute for a control, median, with a page of many charts: twice what it takes on a machine that
@@ -37,6 +37,23 @@ def test_a_page_draws_its_answer(
     tab.answers(re.compile(r"\d\.\d\d×"))
     tab.fits()
     tab.settle()
+
+
+@pytest.mark.parametrize("name", [*PAGES, "explore", "simulate", "plan"])
+def test_on_a_phone_the_answer_is_on_the_first_screen_and_the_form_a_line_that_opens(
+    session: Session, name: str
+) -> None:
+    phone = session(viewport={"width": 390, "height": 844}).open(f"/{name}")
+    answer = phone.page.locator(".stMainBlockContainer h2").first
+    answer.wait_for(timeout=ANSWER_TIMEOUT_MS)
+    box = answer.bounding_box()
+    assert box is not None and box["y"] + box["height"] < 844
+    field = phone.page.locator(".st-key-form [data-testid=stSelectbox]").first
+    assert not field.is_visible()
+    phone.page.locator(".st-key-form_open label").click()
+    field.wait_for(state="visible", timeout=TIMEOUT_MS)
+    phone.fits()
+    phone.settle()
 
 
 @pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["wide", "narrow"])
