@@ -20,6 +20,14 @@ _FLAGS = {
     **dict.fromkeys(("speculative_config",), "the technique eagle, draft_model_speculation, mtp or ngram_speculation"),
 }
 
+# What benchmark tools call the load.
+_LOAD = {
+    **dict.fromkeys(("concurrency", "users", "max_concurrency"), "workload.arrivals.concurrency"),
+    **dict.fromkeys(("input_len", "input_tokens", "isl", "prompt_tokens"), "workload.prompts.tokens"),
+    **dict.fromkeys(("output_len", "osl", "max_tokens"), "workload.output_tokens.tokens"),
+    **dict.fromkeys(("num_prompts", "num_requests"), "workload.requests"),
+}
+
 # Fields that people write somewhere else, or call otherwise; `{}` is the name that they wrote.
 FIELDS = {
     **{degree: f"parallel.{degree}" for degree in ("tp", "pp", "dp", "ep", "cp")},
@@ -29,9 +37,11 @@ FIELDS = {
     **dict.fromkeys(("gpu", "device", "devices"), "hardware"),
     **dict.fromkeys(("profile", "batching", "max_num_seqs", "max_batched_tokens", "block_size"), "engine.{}"),
     **dict.fromkeys(("arrivals", "requests", "prompts", "output_tokens", "task", "seed"), "workload.{}"),
-    **dict.fromkeys(("concurrency", "rate_rps"), "workload.arrivals.{}"),
+    "rate_rps": "workload.arrivals.{}",
     **dict.fromkeys(("rate", "qps", "rps", "request_rate", "rate_per_s"), "rate_rps"),
     **dict.fromkeys(("ttft_s", "tpot_s", "e2e_s"), "slo.{}"),
+    **{f"workload.{written}": meant for written, meant in _LOAD.items()},
+    **_LOAD,
     **{f"{place}{flag}": meant for flag, meant in _FLAGS.items() for place in ("", "engine.")},
     **dict.fromkeys(("quantization", "speculation", "technique"), "techniques"),
 }

@@ -225,7 +225,14 @@ def parse_scenario(document: Any, origin: str = "scenario") -> Scenario:
     try:
         return Scenario.model_validate(document)
     except ValidationError as error:
-        raise MemboundError(f"{origin}: {one_sentence(error, Scenario)}") from None
+        lacks = any(problem["type"] == "missing" and problem["loc"] == ("workload",) for problem in error.errors())
+        raise MemboundError(f"{origin}: {one_sentence(error, Scenario)}{_WORKLOAD if lacks else ''}") from None
+
+
+_WORKLOAD = (
+    "; for example workload: {arrivals: {kind: closed_loop, concurrency: 8}, requests: 64, prompts: {kind: synthetic, "
+    "tokens: {kind: fixed, tokens: 1024}}, output_tokens: {kind: fixed, tokens: 256}}"
+)
 
 
 def scenario_of_text(text: str, origin: str = "the scenario") -> Scenario:

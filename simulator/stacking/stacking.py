@@ -129,8 +129,12 @@ def chosen_techniques(scenario: Scenario, names: Sequence[str] | None) -> tuple[
             )
         return scenario.techniques
     chosen = [known.get(name) or _technique(name) for name in names]
-    if len({technique.name for technique in chosen}) < len(chosen):
-        raise MemboundError("--techniques names one twice; each may be given once")
+    listed = [technique.name for technique in chosen]
+    if twice := next((name for name in listed if listed.count(name) > 1), None):
+        raise MemboundError(
+            f"--techniques names {twice} twice, and a stack has it once; compare its formats as points of a sweep, "
+            f"--over 'techniques=[{{name: {twice}, ..}}],[{{name: {twice}, ..}}]'"
+        )
     return tuple(chosen)
 
 

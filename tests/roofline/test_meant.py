@@ -54,7 +54,7 @@ def test_a_technique_of_membound_has_no_other_meaning():
     assert not [name for name in TECHNIQUES if technique_meant(name) not in (None, name)]
 
 
-@pytest.mark.parametrize("written", [written for written in FIELDS if written.startswith("engine.")])
+@pytest.mark.parametrize("written", [written for written in FIELDS if "." in written])
 def test_a_servers_flag_is_answered_with_a_field_that_there_is(written):
     with pytest.raises(MemboundError, match=r"\(meant: "):
         load_scenario("live-cpu").with_value(written, 1)
@@ -62,6 +62,15 @@ def test_a_servers_flag_is_answered_with_a_field_that_there_is(written):
         section, field = path.split(".")
         assert field in type(getattr(load_scenario("live-cpu"), section)).model_fields
     document = yaml.safe_load(load_scenario("live-cpu").to_yaml())
-    document["engine"][written.partition(".")[2]] = 1
+    section, field = written.split(".")
+    document[section][field] = 1
     with pytest.raises(MemboundError, match=r"\(meant: "):
         parse_scenario(document)
+
+
+def test_a_scenario_without_a_load_is_answered_with_one():
+    document = {"name": "bare", "model": "Llama-3.1-8B", "hardware": "H100-SXM5"}
+    with pytest.raises(MemboundError, match="field 'workload' is missing") as refused:
+        parse_scenario(document)
+    given = yaml.safe_load(str(refused.value).partition("; for example ")[2])
+    assert parse_scenario(document | given).workload.requests

@@ -228,8 +228,8 @@ def test_the_document_names_baseline_metric_and_conditions(stacks):
     [
         (["fp4"], "technique 'fp4' is unknown"),
         (["egale"], "did you mean 'eagle'"),
-        (["eagle", "eagle"], "names one twice"),
-        (["weight_quantization:int3", "weight_quantization:int4"], "names one twice"),
+        (["eagle", "eagle"], "names eagle twice"),
+        (["weight_quantization:int3", "weight_quantization:int4"], "compare its formats as points of a sweep"),
         (["weight_quantization:blue"], "precision 'blue' is unknown"),
         (["eagle:int4"], "eagle has none"),
         (["prefix_caching"], "--set 'engine.prefix_caching=true'"),
