@@ -2,7 +2,8 @@
 
 A program serves the query heads that share a KV head, so K and V are read once for all of them: multi-head, grouped
 and multi-query attention differ only in how many rows of its matrix product are filled (at least 16, what a tensor
-core takes). The context is split until every multiprocessor has work.
+core takes). The context is split until every multiprocessor has work; where the parts are few, the program that ends
+last combines them.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ from torch import Tensor
 from membound.kernels.triton import check, split
 from membound.kernels.triton.attend import attend, load_rows, normalized, nothing_seen, sink_seen, store_rows
 from membound.kernels.triton.kv_blocks import BITS, KvBlocks
+from membound.kernels.triton.last import MOST_RESULTS, counters_of, ends_last
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
 from membound.kernels.triton.scores import check_scores, shares
 
+# Rows of parts that one program combines in less time than a launch takes: a quarter of a megabyte from the cache.
+MOST_ROWS_HERE = 512
+
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
-def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, sinks, scale, softcap, window,
-                            table_stride, k_stride, v_stride,
+def decode_attention_kernel(q, out, partial, log_sum, done, k, v, scales, table, context_len, sinks, scale,
+                            softcap, window, table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                             SHORTEST: tl.constexpr, BLOCK_HALF: tl.constexpr,
                             BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """Program (sequence, KV head and BLOCK_R of its query heads, split); of a context in one part, no `log_sum`."""
+    """Program (sequence, KV head and BLOCK_R of its query heads, split).
+
+    A context in parts goes to `partial` and `log_sum`, from where it is combined here if there is `done`, which counts.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROW_BLOCKS: tl.constexpr = (GROUP + BLOCK_R - 1) // BLOCK_R
@@ -38,7 +46,8 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
     context = tl.load(context_len + sequence)
     first = split.begin_of(context, 1, window)
     begin, end = split.part_of(first, context, tl.program_id(2), tl.num_programs(2), SHORTEST)
-    if (log_sum is not None) & (begin >= end):
+    # Of a context without tokens the first part says so.
+    if (log_sum is not None) & (begin >= end) & ((done is None) | (tl.program_id(2) > 0)):
         return
     head = kv_head * GROUP + member
     at = (sequence * HEADS + head) * (2 * HALF)
@@ -58,11 +67,48 @@ def decode_attention_kernel(q, out, log_sum, k, v, scales, table, context_len, s
         v_scale = tl.load(scales + KV_HEADS + kv_head)
         low *= v_scale
         high *= v_scale
-    if log_sum is not None:
+    if log_sum is None:
+        store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
+    else:
         row = (tl.program_id(2).to(tl.int64) * tl.num_programs(0) + sequence) * HEADS + head
         tl.store(log_sum + row, sums, mask=rows)
-        at = row * (2 * HALF)
-    store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
+        store_rows(partial, row * (2 * HALF), low, high, rows, HALF, BLOCK_HALF)
+        if done is not None:
+            parts = split.parts_of(first, context, tl.num_programs(2), SHORTEST)
+            counter = done + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            if ends_last(counter, parts):
+                low, high = combined_rows(partial, log_sum, sequence * HEADS + head, tl.num_programs(0) * HEADS, rows,
+                                          parts, HALF, BLOCK_R, BLOCK_HALF)  # fmt: skip
+                store_rows(out, at, low, high, rows, HALF, BLOCK_HALF)
+                tl.store(counter, 0)
+
+
+@triton.jit
+def combined_rows(partial, log_sum, row, stride, rows, parts, HALF: tl.constexpr, BLOCK_R: tl.constexpr,
+                  BLOCK_HALF: tl.constexpr):  # fmt: skip
+    """Both halves [BLOCK_R, BLOCK_HALF] of some rows of a context in so many `parts`, each `stride` rows on."""
+    d = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = rows[:, None] & (d < HALF)
+    at = row[:, None] * (2 * HALF) + d
+    peak = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    low = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
+    high = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
+    for _ in tl.range(0, parts, loop_unroll_factor=4):
+        sums = tl.load(log_sum + row, mask=rows, other=float("-inf"), cache_modifier=".cg")
+        part_low = tl.load(partial + at, mask=inside, other=0.0, cache_modifier=".cg")
+        part_high = tl.load(partial + at + HALF, mask=inside, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, sums)
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weight, decay = tl.exp2(sums - safe), tl.exp2(peak - safe)
+        low = low * decay[:, None] + part_low * weight[:, None]
+        high = high * decay[:, None] + part_high * weight[:, None]
+        total = total * decay + weight
+        peak = new_peak
+        log_sum += stride
+        partial += stride * (2 * HALF)
+    sums = tl.where(total == 0.0, 1.0, total)[:, None]
+    return low / sums, high / sums
 
 
 def programs_at_once(tile_bytes: int) -> int:
@@ -111,13 +157,16 @@ def decode_attention(
     waves = programs_at_once(config.tiles["BLOCK_T"] * 2 * head_dim * bits // 8)
     splits = splits or splits_for(programs, longest, shortest, machine, waves, split.MOST_PARTS)
     out = torch.empty_like(q)
-    partial, log_sum = (out, None) if splits == 1 else split.partials(splits, out)
+    partial, log_sum = (None, None) if splits == 1 else split.partials(splits, out)
+    here = splits > 1 and splits * min(group, rows) <= MOST_ROWS_HERE and programs <= MOST_RESULTS
     launch(
         decode_attention_kernel,
         (sequences, programs // max(sequences, 1), splits),
         q,
+        out,
         partial,
         log_sum,
+        counters_of(q) if here else None,
         *kv.pointers,
         block_table,
         context_len,
@@ -132,8 +181,7 @@ def decode_attention(
         **kv.constants(machine),
         SHORTEST=shortest,
     )
-    if splits > 1:
-        assert log_sum is not None
+    if log_sum is not None and partial is not None and not here:
         split.combine(partial, log_sum, out, context_len, window=window or split.NO_WINDOW, shortest=shortest)
     return out
 

@@ -25,11 +25,23 @@ def begin_of(context, queries, window):
 
 
 @triton.jit
+def length_of(begin, end, splits, SHORTEST: tl.constexpr):
+    """The tokens of each part of those from begin to end."""
+    return tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), SHORTEST) * SHORTEST, SHORTEST)
+
+
+@triton.jit
 def part_of(begin, end, split, splits, SHORTEST: tl.constexpr):
     """The part of tokens begin to end that program `split` attends to; the last programs' parts may be empty."""
-    tokens = tl.maximum(tl.cdiv(tl.cdiv(end - begin, splits), SHORTEST) * SHORTEST, SHORTEST)
+    tokens = length_of(begin, end, splits, SHORTEST)
     first = tl.minimum(begin + split * tokens, end)
     return first, tl.minimum(first + tokens, end)
+
+
+@triton.jit
+def parts_of(begin, end, splits, SHORTEST: tl.constexpr):
+    """How many parts have tokens; of none the first counts."""
+    return tl.maximum(tl.cdiv(end - begin, length_of(begin, end, splits, SHORTEST)), 1)
 
 
 # In how many parts a context is cut differs from step to step, and no variant of a kernel should be compiled for it.

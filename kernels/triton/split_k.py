@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.launch import is_recording, machine_for, splits_for
+from membound.kernels.triton.last import MOST_RESULTS, counters_of, ends_last
+from membound.kernels.triton.launch import machine_for, splits_for
 
 # Parts are written and read again, so all together have at most so many rows: 512 x 4096 in fp32 are 8 MB, which stay
 # in the cache of every GPU in the table.
 MOST_PART_ROWS = 512
-MOST_TILES = 2**16  # of a product that is split; a larger one has tiles for every multiprocessor
 
 
 class Start(Protocol):
@@ -52,9 +52,7 @@ def store_tile(out, parts, done, acc, m, n, rows, columns, size):
         splits = tl.num_programs(2)
         tl.store(parts + tl.program_id(2).to(tl.int64) * size + at, mine, mask=inside)
         counter = done + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        # What all threads have written must be seen by whoever sees the count: they meet, and one of them releases.
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        if ends_last(counter, splits):
             total = tl.zeros(mine.shape, tl.float32)
             # So many loads are under way at once that their registers do not outnumber those of the products.
             FEW: tl.constexpr = mine.shape[0] * mine.shape[1] <= 4096
@@ -63,18 +61,6 @@ def store_tile(out, parts, done, acc, m, n, rows, columns, size):
                 parts += size
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
             tl.store(counter, 0)
-
-
-_counters: dict[torch.device, Tensor] = {}
-
-
-def _counters_of(x: Tensor) -> Tensor:
-    """Zeros, which kernels that ran before have left so: products on one device follow one another on one stream."""
-    if is_recording():
-        return torch.empty(MOST_TILES, dtype=torch.int32, device=x.device)
-    if x.device not in _counters:
-        _counters[x.device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
-    return _counters[x.device]
 
 
 def with_split_k(
@@ -97,7 +83,7 @@ def with_split_k(
     if splits == 1:
         start((*grid, 1), out, None, None)
         return out
-    check.require(grid[0] * grid[1] <= MOST_TILES, "splits", f"are {splits} of more than {MOST_TILES} tiles")
+    check.require(grid[0] * grid[1] <= MOST_RESULTS, "splits", f"are {splits} of more than {MOST_RESULTS} tiles")
     parts = torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
-    start((*grid, splits), out, parts, _counters_of(x))
+    start((*grid, splits), out, parts, counters_of(x))
     return out

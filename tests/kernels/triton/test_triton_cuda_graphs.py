@@ -5,6 +5,7 @@ Without a GPU a capture is stood in for by calling the same function on the same
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ pytest.importorskip("triton")
 from membound.kernels.base import RaggedBatch  # noqa: E402
 from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
+from membound.kernels.triton.launch import recording  # noqa: E402
+from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 from membound.roofline.models import ModelSpec  # noqa: E402
 from membound.runtime import cuda_graphs  # noqa: E402
 from membound.runtime.cuda_graphs import (  # noqa: E402
@@ -152,6 +155,22 @@ def test_a_models_states_and_experts_are_captured_without_padding(device):
         assert torch.allclose(graphs.run(ids, batch, rows)[1], logits, atol=0.05)
         assert statistics.tokens == len(seats) and statistics.load.sum() == 2 * len(seats)
     assert not graphs.takes(decode_batch([3, 3, 3]))
+
+
+def test_a_layer_of_a_step_is_nine_launches(decoder, device):
+    """Each of them takes some microseconds of a graph, whatever it computes: of 4-bit weights as long as they do."""
+    kv, layers = decoder.new_cache(8, BLOCK_SIZE), len(decoder.blocks)
+    batch = decode_batch([7, 5])
+    with recording(REFERENCE_MACHINES["sm90"]) as record:
+        decoder.hidden(torch.tensor([3, 4], device=device), batch.to(device), kv)
+    counts = Counter(launch.name.removesuffix("_kernel") for launch in record.launches)
+    assert counts == {
+        "rms_norm": 2 * layers + 1,
+        "linear_half": 4 * layers,  # of a wide model the widest is the library's
+        "rope_store": layers,
+        "decode_attention": layers,
+        "silu_mul": layers,
+    }
 
 
 def test_padding_takes_no_expert_and_is_not_counted(device):

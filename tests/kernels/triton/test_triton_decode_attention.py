@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.triton import decode_attention as decode  # noqa: E402
 from membound.kernels.triton.decode_attention import (  # noqa: E402
     decode_attention,
     decode_attention_bytes,
     decode_attention_reference,
 )
-from membound.kernels.triton.launch import Config  # noqa: E402
+from membound.kernels.triton.last import counters_of  # noqa: E402
+from membound.kernels.triton.launch import Config, recording  # noqa: E402
+from membound.kernels.triton.machine import REFERENCE_MACHINES  # noqa: E402
 
 FORMATS = st.sampled_from(["bf16", "fp16", "fp8", "int8", "int4"])
 SMALL_TILES = Config({"BLOCK_R": 16, "BLOCK_T": 16})  # so that short contexts have several
@@ -61,6 +64,23 @@ def test_its_stored_configuration_and_its_own_choice_of_splits_give_the_same(mak
     q = random_q(4, 8, 64, torch.bfloat16, device)
     arguments = (q, cache.kv, cache.block_table, cache.context_len, 0.125)
     assert close(decode_attention(*arguments), decode_attention_reference(*arguments))
+
+
+def test_parts_are_combined_alike_by_their_last_program_and_by_a_launch_of_its_own(make_cache, device, monkeypatch):
+    """The counts that say who is last are zero again behind it, also for sequences without tokens."""
+    cache = make_cache("bf16", [300, 1, 0, 129], 16, 2, 64)
+    q = random_q(4, 8, 64, torch.bfloat16, device)
+    arguments = (q, cache.kv, cache.block_table, cache.context_len, 0.125)
+    found = []
+    for most in (decode.MOST_ROWS_HERE, 0):
+        monkeypatch.setattr(decode, "MOST_ROWS_HERE", most)
+        found.append([decode_attention(*arguments, splits=5, config=SMALL_TILES) for _ in range(2)])
+        with recording(REFERENCE_MACHINES["sm90"]) as record:
+            decode_attention(*arguments, splits=5, config=SMALL_TILES)
+        assert len(record.launches) == (1 if most else 2)
+    (here, again), (apart, _) = found
+    assert torch.equal(here, again) and close(here, apart.float())
+    assert (counters_of(q) == 0).all()
 
 
 def test_a_sequence_has_the_same_bits_wherever_it_stands_in_the_batch(make_cache, device):

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from membound.kernels.gpu import TritonKernels  # noqa: E402
-from membound.kernels.triton import split_k, widen  # noqa: E402
+from membound.kernels.triton import last, widen  # noqa: E402
 from membound.kernels.triton.launch import Config, recording  # noqa: E402
 from membound.kernels.triton.linear_byte import (  # noqa: E402
     ByteWeight,
@@ -103,7 +103,7 @@ def test_a_product_in_parts_is_the_same_each_time_and_leaves_no_count(device):
     config = Config({"BLOCK_N": 32, "BLOCK_M": 16, "BLOCK_K": 32})
     first, again = (linear_half(x, weight, splits=5, config=config) for _ in range(2))
     assert torch.equal(first, again) and close(first, linear_half_reference(x, weight))
-    assert (split_k._counters[x.device] == 0).all()
+    assert (last.counters_of(x) == 0).all()
 
 
 def test_a_few_tokens_times_a_narrow_matrix_take_the_own_kernel_and_others_the_library(device):

@@ -136,7 +136,7 @@ def test_how_a_product_is_split_compiles_no_variant_of_its_kernel():
             production_linear._linear_int4(m, zero=False)
         splits.add(record.launches[0].grid[2])
         seen |= {(one.name, tuple(one.constants.items()), one.config.num_warps) for one in record.launches}
-    assert len(splits) > 4
+    assert len(splits) > 3
     assert len([name for name, *_ in seen if name == "linear_int4_kernel"]) == 3  # a rule each in launch.json
     assert len(record.launches) == 1
 
@@ -165,10 +165,11 @@ def test_how_a_context_is_split_compiles_no_variant_of_attention():
                     for name, value in zip(one.kernel.arg_names, one.arguments, strict=False)
                     if type(value) is int and name not in free
                 ]
-                without = one.arguments[2] is None
+                without = one.arguments[2] is None, one.arguments[4] is None
                 seen.add((one.name, tuple(one.constants.items()), tuple(specialized), without))
     assert len(splits) > 6
-    assert len([name for name, *_ in seen if name == "decode_attention_kernel"]) == 2  # with and without parts
+    # Without parts, with those that the kernel combines itself, and with more.
+    assert len([name for name, *_ in seen if name == "decode_attention_kernel"]) == 3
     assert len([name for name, *_ in seen if name == "combine_kernel"]) == 1
 
 
