@@ -20,7 +20,7 @@ from membound.runtime.blocks.moe import MixtureNetwork
 from membound.runtime.blocks.norms import LayerNorm
 from membound.runtime.blocks.routing import RouterStatistics
 from membound.runtime.kv.steps import PlacedBatch, PlacingStore
-from membound.runtime.linear import BiasedLinear, Linear, reads_whole_step
+from membound.runtime.linear import BiasedLinear, Linear
 from membound.runtime.loading.weights import Weights
 from membound.runtime.ragged import GuessedBatch
 from membound.runtime.recipe import FormatRecipe, Recipe
@@ -142,7 +142,7 @@ class Decoder:
         It holds for the kernels that skip negative slots and empty contexts, unless a scale is of a whole step's rows.
         """
         mixers = [block.mixer for block in self.blocks if block.mixer]
-        if any(reads_whole_step(linear) for _, linear in self.linears()):
+        if any(linear.whole_step for _, linear in self.linears()):
             return False
         return all(isinstance(mixer, GroupedAttention | LatentMixer) for mixer in mixers)
 

@@ -26,6 +26,10 @@ class Linear(Protocol):
     def emulated(self) -> bool:
         """Whether it computes the right numbers in a way whose time means nothing."""
 
+    @property
+    def whole_step(self) -> bool:
+        """Whether what it makes of a token depends on the step's other tokens, as with one scale for all of them."""
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [m, k] times the weight transposed: [m, n] in the kernels' activation type."""
 
@@ -51,13 +55,11 @@ class KernelLinear:
         return self._linear(x, self.weight)
 
 
-class BiasedLinear:
-    """A linear layer and the bias [n] that is added to what it returns."""
+class WrappedLinear:
+    """Another linear layer, with something done to what goes in or comes out."""
 
-    def __init__(self, kernels: Kernels, inner: Linear, bias: Tensor) -> None:
-        self.kernels = kernels
+    def __init__(self, inner: Linear) -> None:
         self.inner = inner
-        self.bias = bias.to(kernels.activation_dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,14 +73,21 @@ class BiasedLinear:
     def emulated(self) -> bool:
         return self.inner.emulated
 
+    @property
+    def whole_step(self) -> bool:
+        return self.inner.whole_step
+
+
+class BiasedLinear(WrappedLinear):
+    """A linear layer and the bias [n] that is added to what it returns."""
+
+    def __init__(self, kernels: Kernels, inner: Linear, bias: Tensor) -> None:
+        super().__init__(inner)
+        self.kernels = kernels
+        self.bias = bias.to(kernels.activation_dtype)
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.add_bias(self.inner(x), self.bias)
-
-
-def reads_whole_step(linear: Linear) -> bool:
-    """Whether what it makes of a token depends on the step's other tokens, as with one scale for all of them."""
-    inner = getattr(linear, "inner", None) or getattr(linear, "regular", None)
-    return bool(getattr(linear, "whole_step", False)) or (inner is not None and reads_whole_step(inner))
 
 
 def grouped(kernels: Kernels, linears: Sequence[Linear]) -> GroupedLinear | None:

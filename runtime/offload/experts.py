@@ -39,6 +39,7 @@ class OffloadedLinear:
     shape: tuple[int, int]
     nbytes: int
     emulated: bool
+    whole_step: bool
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.cache.weight(self.expert, self.part))
@@ -84,7 +85,8 @@ class OffloadedExperts:
             cache = ExpertCache(self._place, capacity, self.device, self._loader, self.moves)
             self.caches[layer] = cache
         cache.add(expert, part, linear.weight)
-        return OffloadedLinear(self.kernels, cache, expert, part, linear.shape, linear.nbytes, linear.emulated)
+        same = linear.shape, linear.nbytes, linear.emulated, linear.whole_step
+        return OffloadedLinear(self.kernels, cache, expert, part, *same)
 
     def attach(self, decoder: Decoder) -> None:
         """Tells the caches what the routers of a decoder choose, and of the next layer's what its router would."""

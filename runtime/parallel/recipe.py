@@ -6,7 +6,7 @@ from torch import Tensor
 
 from membound.roofline.models import ModelSpec
 from membound.roofline.parallel import Parallelism
-from membound.runtime.linear import Linear
+from membound.runtime.linear import Linear, WrappedLinear
 from membound.runtime.loading.weights import Weights
 from membound.runtime.parallel.group import Group
 from membound.runtime.parallel.shards import Share, shard_weights
@@ -15,20 +15,12 @@ from membound.runtime.recipe import Recipe
 AFTER_DIVIDED = ("o", "down")  # matrices of which each device has some inputs
 
 
-class _Sharded:
+class _Sharded(WrappedLinear):
     """A part of a matrix on this device."""
 
     def __init__(self, part: Linear, group: Group) -> None:
-        self.part = part
+        super().__init__(part)
         self.group = group
-
-    @property
-    def nbytes(self) -> int:
-        return self.part.nbytes
-
-    @property
-    def emulated(self) -> bool:
-        return self.part.emulated
 
 
 class ReducedLinear(_Sharded):
@@ -36,11 +28,11 @@ class ReducedLinear(_Sharded):
 
     @property
     def shape(self) -> tuple[int, int]:
-        n, k = self.part.shape
+        n, k = self.inner.shape
         return n, k * self.group.size
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.part(x))
+        return self.group.all_reduce(self.inner(x))
 
 
 class GatheredLinear(_Sharded):
@@ -48,11 +40,11 @@ class GatheredLinear(_Sharded):
 
     @property
     def shape(self) -> tuple[int, int]:
-        n, k = self.part.shape
+        n, k = self.inner.shape
         return n * self.group.size, k
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.group.all_gather(self.part(x))
+        return self.group.all_gather(self.inner(x))
 
 
 class ExactLinear(GatheredLinear):

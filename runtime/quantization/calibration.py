@@ -12,7 +12,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels
 from membound.roofline.models import ModelSpec
 from membound.runtime.decoder import Decoder
-from membound.runtime.linear import Linear
+from membound.runtime.linear import Linear, WrappedLinear
 from membound.runtime.loading.weights import Weights
 from membound.runtime.plain import BLOCK_SIZE, single_sequence
 from membound.runtime.quality.texts import calibration_windows
@@ -27,24 +27,12 @@ MOMENTS_SHARE = 0.5  # of a machine's memory
 Statistics = dict[str, InputStatistics]  # by the matrix's name
 
 
-class ObservedLinear:
+class ObservedLinear(WrappedLinear):
     """A linear that adds its inputs to an accumulator before it multiplies them."""
 
     def __init__(self, inner: Linear, accumulator: Accumulator) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.accumulator = accumulator
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.inner.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
-
-    @property
-    def emulated(self) -> bool:
-        return self.inner.emulated
 
     def __call__(self, x: Tensor) -> Tensor:
         self.accumulator.add(x)

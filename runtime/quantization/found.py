@@ -43,6 +43,10 @@ class StackedLinear:
     def emulated(self) -> bool:
         return any(part.emulated for part in self.parts)
 
+    @property
+    def whole_step(self) -> bool:
+        return any(part.whole_step for part in self.parts)
+
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 

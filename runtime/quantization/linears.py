@@ -10,7 +10,7 @@ from torch import Tensor
 
 from membound.kernels.base import Kernels, WeightFormat
 from membound.roofline.precision import Precision
-from membound.runtime.linear import KernelLinear, Linear
+from membound.runtime.linear import KernelLinear, Linear, WrappedLinear
 from membound.runtime.quantization.fp8 import BLOCK, Float8, round_fp8_per_tensor, round_fp8_per_token
 from membound.runtime.quantization.quantized import MOST_BITS, SMALLEST_GROUP, Quantized
 from membound.runtime.quantization.rtn import round_per_token
@@ -90,24 +90,18 @@ def _kernel_scale(weight: Float8) -> Tensor:
 _PACKED: dict[int, WeightFormat] = {8: "int8", 4: "int4", 3: "int3", 2: "int2"}
 
 
-class EmulatedLinear:
+class EmulatedLinear(WrappedLinear):
     """A weight as the values that its codes stand for, in bf16: the right numbers, at the wrong speed."""
 
-    emulated = True
-
     def __init__(self, kernels: Kernels, values: Tensor) -> None:
-        self._inner = KernelLinear(kernels, kernels.pack(values, "bf16"))
+        super().__init__(KernelLinear(kernels, kernels.pack(values, "bf16")))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self._inner.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
+    def emulated(self) -> bool:
+        return True
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._inner(x)
+        return self.inner(x)
 
 
 @dataclass(frozen=True)
@@ -122,20 +116,12 @@ class Changed:
     whole_step: bool = False
 
 
-class ChangedInput:
+class ChangedInput(WrappedLinear):
     """Another linear whose inputs are changed first: scaled, rotated, or rounded."""
 
     def __init__(self, inner: Linear, change: Changed) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.change = change
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.inner.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes
 
     @property
     def emulated(self) -> bool:
@@ -143,7 +129,7 @@ class ChangedInput:
 
     @property
     def whole_step(self) -> bool:
-        return self.change.whole_step
+        return self.change.whole_step or self.inner.whole_step
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.inner(self.change.apply(x).to(x.dtype))
@@ -168,6 +154,10 @@ class SplitLinear:
     @property
     def emulated(self) -> bool:
         return self.regular.emulated or self.few.emulated
+
+    @property
+    def whole_step(self) -> bool:
+        return self.regular.whole_step or self.few.whole_step
 
     def __call__(self, x: Tensor) -> Tensor:
         few = x.index_select(1, self.columns)
