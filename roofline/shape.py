@@ -201,7 +201,8 @@ class StepShape:
     @classmethod
     def of(cls, parts: Sequence[tuple[int, int, int]], windows: tuple[int, ...] = ()) -> StepShape:
         """From one (cached tokens, new tokens, logits rows) for each sequence of the step."""
-        return cls(*shape_sums(parts), sums_within(parts, windows), tiles_of(parts, windows))
+        sums: tuple[Any, ...] = (*shape_sums(parts), sums_within(parts, windows), tiles_of(parts, windows))
+        return cls(*sums)
 
     def __add__(self, other: StepShape) -> StepShape:
         """Both batches in one step."""
@@ -260,8 +261,8 @@ class StepShape:
     def mapped(self, change: Callable[[Any], Any]) -> StepShape:
         """With each of the amounts changed."""
         columns = {name: change(amount) for name, amount in self.columns().items()}
-        within, tiles = (tuple(known.mapped(change) for known in sums) for sums in (self.within, self.tiles))
-        return StepShape(**columns, within=within, tiles=tiles)
+        within = tuple(known.mapped(change) for known in self.within)
+        return StepShape(**columns, within=within, tiles=tuple(known.mapped(change) for known in self.tiles))
 
     def filled(self, entries: int) -> StepShape:
         """So many equal steps."""
@@ -328,7 +329,9 @@ class StepShape:
             read, pairs = known.prefill_tokens + part.kv_tokens, known.prefill_attended + part.attended
             within.append(Within(known.window, 0.0 * known.decode_tokens, read, pairs))
         tiles = () if np.any(np.asarray(self.decode_part.sequences) > 0) else self.tiles
-        return StepShape(*whole, self.logits_rows, *whole, *map(np.maximum, largest, means), tuple(within), tiles)
+        larger = map(np.maximum, largest, means)
+        sums: tuple[Any, ...] = (*whole, self.logits_rows, *whole, *larger, tuple(within), tiles)
+        return StepShape(*sums)
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any]) -> StepShape:
@@ -351,8 +354,8 @@ AMOUNTS = tuple(field.name for field in fields(StepShape) if field.name not in (
 
 def shape_sums(
     parts: Iterable[tuple[int, int, int]], decoding: int = 0, decoding_kv_tokens: int = 0
-) -> tuple[float, ...]:
-    """The fields of `StepShape` from one (cached tokens, new tokens, logits rows) for each sequence of a step.
+) -> tuple[Any, ...]:
+    """The `AMOUNTS` of a step from one (cached tokens, new tokens, logits rows) for each of its sequences.
 
     Beside them `decoding` sequences bring a token each and attend to `decoding_kv_tokens` together.
     """

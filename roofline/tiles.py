@@ -45,7 +45,7 @@ class Tiles(NamedTuple):
         """With each of the sums changed."""
         return Tiles(self.window, *map(change, self[1:]))
 
-    def as_equal(self, tokens: float, prompts: float) -> float:
+    def as_equal(self, tokens: float, prompts: float) -> Any:
         """Query-key pairs of equal prompts, so many with so many tokens together, whose tiles have as many pairs."""
         each = tokens / prompts
         padded = -(-each // QUERY_TILE) * QUERY_TILE

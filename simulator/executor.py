@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import Link
 from membound.roofline.hardware.links import host_copies_bytes_per_s
@@ -63,9 +65,9 @@ class RooflineExecutor:
         if drafted := step.drafted:
             unread, self._unread = self._unread, None
             prompts = StepShape(*step_sums(0, 0, step.prompts, windows)) if step.prompts else None
-            seen = seen_of(step.sums) if windows else ()
+            seen: tuple[Any, ...] = seen_of(step.sums) if windows else ()
             if prompts is not None:  # the short end of one is counted with those who decode
-                seen = [all - own.decode_tokens for all, own in zip(seen, prompts.within, strict=True)]
+                seen = tuple(all - own.decode_tokens for all, own in zip(seen, prompts.within, strict=True))
             return self.times.guesses.seconds(step.decoding, step.kv_tokens, drafted, prompts, unread, seen)
         if step.prompts and self._drafter_reads:
             shape = StepShape(*step_sums(0, 0, step.prompts, windows)).as_prompts()

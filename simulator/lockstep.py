@@ -30,7 +30,7 @@ from membound.roofline.tiles import tiles_of
 from membound.simulator.lockstep_tables import NOTED, NOTED_OF_PROMPTS, Table, ramps_of, stacked, step_table, table_of
 from membound.simulator.lockstep_windows import LockstepWindows
 from membound.simulator.scheduling.recorder import REQUEST_COLUMNS, Recorder
-from membound.simulator.scheduling.request import Request, steps_before
+from membound.simulator.scheduling.request import Request, Sums, steps_before
 from membound.simulator.scheduling.scheduler import EVERYBODY, FIRST_COME, Scheduler
 from membound.simulator.scheduling.workload import RequestColumns
 from membound.simulator.step_times import StepTimes
@@ -157,7 +157,7 @@ class Lockstep:
             held, used = tokens + self.prompt_tokens, num_blocks - free
             if parts:
                 shapes = [(first, count, first + count == prompt[1]) for prompt, first, count in parts]
-                sums = shape_sums(shapes, decoding, tokens if decoding else 0)
+                sums: Sums = shape_sums(shapes, decoding, tokens if decoding else 0)
                 steps, slope_s, ended = 1, 0.0, sum([emits for _, _, emits in shapes])
                 self.rows_of_prompts += (len(rows) // len(NOTED), ended, *sums)
                 if reaches:

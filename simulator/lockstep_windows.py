@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class LockstepWindows:
         self.windows = windows
         self.reaches = reaches_of(windows)
         self._equal_steps = step_times.decode_within
-        self._rows: list[float] = []
+        self._rows: list[Any] = []
 
     def with_prompts(self, parts: Sequence[tuple[int, int, int]], decoding: int, clock: int) -> tuple[Within, ...]:
         """What is seen in a step with these parts of prompts, beside those who decode if any do."""
