@@ -22,6 +22,7 @@ from membound.app.figures.template import (
     SKY,
     TEMPLATE,
     VERMILLION,
+    band,
     figure,
     log_ticks,
     translucent,
@@ -81,16 +82,7 @@ def _interval(fig: go.Figure, values: list[float], relative_error: float, color:
     """As wide as the interval of a step's time, which these latencies are made of."""
     low, high = ([value * by for value in values] for by in (1 / (1 + relative_error), 1 + relative_error))
     shares = [share * 100 for share in SHARES]
-    fig.add_scatter(
-        x=low + high[::-1],
-        y=shares + shares[::-1],
-        fill="toself",
-        fillcolor=translucent(color, 0.12),
-        mode="lines",
-        line={"width": 0},
-        hoverinfo="skip",
-        showlegend=False,
-    )
+    band(fig, low + high[::-1], shares + shares[::-1], color, 0.12)
 
 
 def _unit(cases: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, str, list[float], list[float]]:

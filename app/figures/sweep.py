@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from membound.app.figures.template import BLUE, GREY, ORANGE, SKY, VERMILLION, figure, log_ticks, translucent
+from membound.app.figures.template import BLUE, GREY, ORANGE, SKY, VERMILLION, band, figure, log_ticks
 from membound.app.i18n import Translate
 from membound.roofline.operating_point import SweepPoint
 
@@ -62,16 +62,7 @@ def alt_text(points: Sequence[SweepPoint], t: Translate) -> str:
 
 
 def _band(fig: go.Figure, x: list[int], low: list[float], high: list[float]) -> None:
-    fig.add_scatter(
-        x=x + x[::-1],
-        y=high + low[::-1],
-        fill="toself",
-        fillcolor=translucent(SKY, 0.16),
-        mode="lines",
-        line={"width": 0},
-        hoverinfo="skip",
-        showlegend=False,
-    )
+    band(fig, x + x[::-1], high + low[::-1], SKY, 0.16)
 
 
 def _line(

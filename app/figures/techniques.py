@@ -21,6 +21,7 @@ from membound.app.figures.template import (
     PREDICTED,
     PURPLE,
     VERMILLION,
+    band,
     figure,
     translucent,
 )
@@ -121,17 +122,8 @@ def sweep_figure(curves: Sequence[Curve], chosen: float, x_title: str, t: Transl
     fig.add_vline(x=chosen, line={"color": GREY, "dash": "dashdot"})
     ends = [1.0]
     for curve, (color, symbol, dash) in zip(curves, STYLES, strict=False):
-        fig.add_scatter(
-            x=[*curve.xs, *reversed(curve.xs)],
-            y=[*curve.high, *reversed(curve.low)],
-            fill="toself",
-            fillcolor=translucent(color, 0.09),
-            mode="lines",
-            line={"width": 0},
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=curve.title,
-        )
+        xs, around = [*curve.xs, *reversed(curve.xs)], [*curve.high, *reversed(curve.low)]
+        band(fig, xs, around, color, 0.09, legendgroup=curve.title)
         fig.add_scatter(
             x=curve.xs,
             y=curve.gains,

@@ -7,6 +7,7 @@ follow the page's theme, so the colours here are legible on white and on black.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
@@ -82,6 +83,23 @@ def translucent(color: str, alpha: float) -> str:
     """`#RRGGBB` as a fill through which the grid shows."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
+
+
+def band(
+    fig: go.Figure, x: Sequence[float], y: Sequence[float], color: str, alpha: float, *, legendgroup: str | None = None
+) -> None:
+    """The inside of a closed line, which no legend names: an interval around a curve."""
+    fig.add_scatter(
+        x=x,
+        y=y,
+        fill="toself",
+        fillcolor=translucent(color, alpha),
+        mode="lines",
+        line={"width": 0},
+        hoverinfo="skip",
+        showlegend=False,
+        legendgroup=legendgroup,
+    )
 
 
 def log_ticks(low: float, high: float, mantissas: tuple[int, ...] = (1,)) -> list[float]:

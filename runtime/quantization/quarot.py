@@ -23,11 +23,6 @@ from membound.runtime.quantization.quantized import QuantizationError
 SIGNS_SEED = 0  # of the residual stream's rotation
 
 
-def online_rotation(intermediate: int) -> Rotation:
-    """The rotation of the inputs of `down`, by the matrix's number of columns."""
-    return rotation(intermediate)
-
-
 def rotated(spec: ModelSpec, weights: Weights) -> Weights:
     """The weights after rotation: the model computes the same where the inputs of `down` are rotated online.
 
@@ -63,7 +58,7 @@ def rotated_moments(spec: ModelSpec, weights: Weights, moments: Mapping[str, Ten
             found[name] = _both_sides(moments[name] * unscaled[:, None] * unscaled, residual.apply)
         per_head = rotation(layer.attention.value_dim)
         found[f"layers.{index}.o"] = _both_sides(moments[f"layers.{index}.o"], partial(_head_by_head, per_head))
-        online = online_rotation(tensors["down"].shape[1])
+        online = rotation(tensors["down"].shape[1])
         found[f"layers.{index}.down"] = _both_sides(moments[f"layers.{index}.down"], online.apply)
     return found
 
@@ -108,7 +103,7 @@ def _rotated_layer(attention: GroupedQueryAttention, tensors: LayerWeights, resi
     new["o"] = residual.apply(per_head.apply(o).flatten(1).T).T
     new["gate_up"] = residual.apply(tensors["gate_up"].float() * tensors["ffn_norm"])
     down = residual.apply(tensors["down"].float().T).T
-    new["down"] = online_rotation(down.shape[1]).apply(down)
+    new["down"] = rotation(down.shape[1]).apply(down)
     for norm in ("mixer_norm", "ffn_norm"):
         new[norm] = torch.ones_like(tensors[norm])
     for part in ("qkv", "o", "gate_up", "down"):

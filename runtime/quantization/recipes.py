@@ -27,6 +27,7 @@ from membound.runtime.quantization.folding import Folder
 from membound.runtime.quantization.found import FoundBlocks
 from membound.runtime.quantization.fp8 import Float8, Granularity, to_fp8
 from membound.runtime.quantization.gptq import gptq
+from membound.runtime.quantization.hadamard import rotation
 from membound.runtime.quantization.linears import (
     Changed,
     ChangedInput,
@@ -42,7 +43,7 @@ from membound.runtime.quantization.linears import (
 from membound.runtime.quantization.outliers import split_outliers
 from membound.runtime.quantization.pruning import PruningRecipe
 from membound.runtime.quantization.quantized import Grid, QuantizationError, Quantized
-from membound.runtime.quantization.quarot import online_rotation, rotated, rotated_moments
+from membound.runtime.quantization.quarot import rotated, rotated_moments
 from membound.runtime.quantization.rtn import round_to_nearest
 from membound.runtime.quantization.smoothquant import smoothing_scales
 from membound.runtime.recipe import Recipe
@@ -270,7 +271,7 @@ class QuarotRecipe(RoundingRecipe):
         linear = super().linear(name, weight)
         if not name.endswith(".down"):
             return linear
-        return ChangedInput(linear, Changed(online_rotation(weight.shape[1]).to(weight.device).apply))
+        return ChangedInput(linear, Changed(rotation(weight.shape[1]).to(weight.device).apply))
 
 
 class FoundRecipe(RoundingRecipe):

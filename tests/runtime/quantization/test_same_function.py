@@ -21,8 +21,9 @@ from membound.runtime.plain import single_sequence
 from membound.runtime.quantization import calibration
 from membound.runtime.quantization.calibration import Calibrator, ObservingRecipe, collect_statistics
 from membound.runtime.quantization.folding import Folder
+from membound.runtime.quantization.hadamard import rotation
 from membound.runtime.quantization.quantized import QuantizationError
-from membound.runtime.quantization.quarot import online_rotation, rotated, rotated_moments
+from membound.runtime.quantization.quarot import rotated, rotated_moments
 from membound.runtime.quantization.recipes import QUANTIZERS, QuarotRecipe, format_problem, recipe_for
 
 TINY = ("tiny_qwen2", "tiny_qwen3", "tiny_llama3")
@@ -91,7 +92,7 @@ def test_moments_are_rotated_as_the_inputs_are(tiny: tuple[ModelSpec, Weights, l
     for name, moments in rotated_moments(spec, weights, before).items():
         seen = observing.accumulators[name].statistics().moments
         if name.endswith(".down"):  # rotated behind the place where it is observed
-            turn = online_rotation(len(seen))
+            turn = rotation(len(seen))
             seen = turn.apply(turn.apply(seen).T.contiguous())
         torch.testing.assert_close(moments, seen, rtol=1e-3, atol=1e-4 * float(seen.abs().max()))
 
