@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# From so much on a price in quality is heavy: who takes it gets another model, whatever it gains. The next smaller one of
-# a family costs as much (Llama-2-7B for 13B: perplexity 5.47 for 4.88 on WikiText-2, from memory).
+# From so much on a price in quality is heavy: who takes it gets another model, whatever it gains. The next smaller one
+# of a family costs as much (Llama-2-7B for 13B: perplexity 5.47 for 4.88 on WikiText-2, from memory).
 HEAVY = 0.1
 LONG_CONTEXT = "measured: data/measurements/README.md, long-context-cpu"
 
