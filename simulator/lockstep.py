@@ -371,7 +371,8 @@ class Lockstep:
         noted["time_s"] = noted["steps"] * (noted["first_s"] + noted["slope_s"] * (noted["steps"] - 1) / 2)
         noted["end_s"] = noted["start_s"] + noted["time_s"]
         table = step_table(noted, of_prompts, table_of(self.later_growth, 1)[:, 0], self.block_size)
-        table = np.concatenate((table, self.windows.take_table(noted["steps"])), axis=1)
+        if self.windows.reaches:
+            table = np.concatenate((table, self.windows.take_table(noted["steps"])), axis=1)
         self.recorder.add_steps(table, self.windows.windows)
         self.recorder.itl_s.add_ramps(ramps_of(noted))
         self.recorder.itl_s.add_ramps(table_of(self.gaps, 4))

@@ -3,10 +3,11 @@
     .venv/bin/python tests/bench/simulator_speed.py [--requests 10000 100000 1000000] [--rounds 3] [--json FILE]
         [--figure FILE.html]
 
-Two loads, on one core: the job that the peers in `shared/facts/simulator-notes.md` were measured on (prompts of 512 and
-outputs of 256 tokens, 4 arrivals a second), and the load of the scenario `million-requests`. Each run has a process of
-its own. Seconds are its processor time in user code, the fewest of all rounds; imports are apart, tables of step times
-are not. Run it on a machine that does nothing else.
+Three loads, on one core: the job that the peers in `shared/facts/simulator-notes.md` were measured on (prompts of 512
+and outputs of 256 tokens, 4 arrivals a second), the load of the scenario `million-requests`, and that load on a model
+whose layers have a window, so that what each sequence has of it counts. Each run has a process of its own. Seconds are
+its processor time in user code, the fewest of all rounds; imports are apart, tables of step times are not. Run it on a
+machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    loads = {"peers": peers_load(), "million-requests": load_scenario("million-requests")}
+    million = load_scenario("million-requests")
+    loads = {"peers": peers_load(), "million-requests": million, "windows": million.with_value("model", "gpt-oss-20b")}
     conditions = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processors": os.cpu_count(),
