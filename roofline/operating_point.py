@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import StepCost, pipelined_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint, cache_room
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -24,7 +25,6 @@ from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.remedies import remedies
 from membound.roofline.scenario import Scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.step import check_parallel
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.known import times_for
 from membound.roofline.times.operator import Times

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint
 from membound.roofline.models import ModelSpec
 from membound.roofline.precision import PRECISIONS
-from membound.roofline.step import check_parallel
 from membound.roofline.techniques import EngineSetup
 
 MOST_DOUBLINGS = 8

@@ -7,15 +7,12 @@ Megatron-LM, 2019 (tensor parallelism: two all-reduces a layer).
 
 from __future__ import annotations
 
-import math
-from copy import copy
 from dataclasses import replace
 
 import numpy as np
 
-from membound.roofline.errors import MemboundError
-from membound.roofline.expert_load import Busiest, busiest_rank
 from membound.roofline.memory import cached_token_bytes, page_bytes
+from membound.roofline.mixture import mixture_operators
 from membound.roofline.models import LinearShape, ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention, SparseIndexer
 from membound.roofline.models.ffn import MoeFfn
@@ -23,21 +20,17 @@ from membound.roofline.models.layers import LayerGroup
 from membound.roofline.operators import (
     NO_PART,
     AttentionHeads,
-    ExpertLoad,
-    ExpertMoves,
     Operator,
     elementwise,
     linear,
-    matrix_bytes,
     message,
 )
 from membound.roofline.planned import planned_groups
 from membound.roofline.precision import PRECISIONS, Precision
-from membound.roofline.precision.plan import PrecisionPlan
-from membound.roofline.shape import AttentionPart, Count, StepShape, is_there
+from membound.roofline.shape import AttentionPart, Count, StepShape
+from membound.roofline.step_context import StepContext
 from membound.roofline.techniques import EngineSetup, KvBudget
 from membound.roofline.tiles import Tiles
-from membound.roofline.times.efficiency import distinct_experts, missing_experts
 
 
 def step_operators(
@@ -58,15 +51,8 @@ def _part(part: AttentionPart, kv_tokens: Count, attended: Count) -> AttentionPa
     return part._replace(kv_tokens=kv_tokens, attended=attended)
 
 
-class _Step:
-    """Collects the operators of one step, so that what they share is worked out once."""
-
-    def __init__(self, model: ModelSpec, setup: EngineSetup, shape: StepShape, width: float) -> None:
-        self.model, self.setup, self.width = model, setup, width
-        self.parallel, self.plan = setup.parallel, setup.precision
-        self.shape = shape.on_one_of(self.parallel.dp)
-        self.tokens = _rows(self.shape, self.parallel.cp)  # of this device, those of the prompts that it shares divided
-        self.all_tokens = _rows(shape, self.parallel.cp)  # of it and its data-parallel peers
+class _Step(StepContext):
+    """Collects the operators of one step."""
 
     def operators(self) -> list[Operator]:
         model, t, w, tp = self.model, self.tokens, self.width, self.parallel.tp
@@ -76,11 +62,11 @@ class _Step:
         ]
         groups = planned_groups(model, self.plan)
         for index, (group, plan) in enumerate(groups):
-            made += self._with(plan)._layers(group, f"{index + 1}." if len(groups) > 1 else "")
+            made += self.with_plan(plan)._layers(group, f"{index + 1}." if len(groups) > 1 else "")
         head = model.lm_head
         rows = self.shape.logits_rows
         if np.any(np.asarray(rows) > 0):
-            made.append(self._linear("lm_head", 1, rows, -(-head.n // tp), head.k, "lm_head"))
+            made.append(self.linear("lm_head", 1, rows, -(-head.n // tp), head.k, "lm_head"))
             if tp > 1:
                 made.append(message("gather_logits", 1, "allgather", rows * model.vocab * w, tp, in_layers=False))
         if self.parallel.pp > 1:
@@ -90,21 +76,13 @@ class _Step:
         made.append(Operator("host", "host", 1, sequences=self.shape.sequences, elements=t, logits=rows * model.vocab))
         return made
 
-    def _with(self, plan: PrecisionPlan) -> _Step:
-        """The same step of layers in other formats."""
-        if plan == self.plan:
-            return self
-        other = copy(self)
-        other.plan = plan
-        return other
-
     def _layers(self, group: LayerGroup, prefix: str) -> list[Operator]:
         model, t, w, tp = self.model, self.tokens, self.width, self.parallel.tp
         count, mixer, ffn = group.count, group.attention, group.ffn
         made: list[Operator] = []
         made += self._mixer(group, prefix)
         if tp > 1 and mixer.kind != "none":
-            made += self._after_divided(prefix, "attention", count, _inputs(mixer.linears(model.hidden)))
+            made += self.after_divided(prefix, "attention", count, _inputs(mixer.linears(model.hidden)))
         norms = model.norms_per_layer if mixer.kind != "none" and ffn.kind != "none" else 1
         moved = 4 * t * model.hidden * w
         made.append(elementwise(f"{prefix}norms", "add_rms_norm", norms * count, t * model.hidden, moved))
@@ -120,10 +98,6 @@ class _Step:
         if mixer.kind == "none":
             return []
         return self._recurrent(group, prefix)
-
-    def _linear(self, name: str, calls: int, m: Count, n: int, k: int, part: str) -> Operator:
-        plan = self.plan
-        return linear(name, calls, m, n, k, plan.weights_of(part), self.width, plan.activations_of(part))
 
     def _gqa(self, a: GroupedQueryAttention, count: int, prefix: str) -> list[Operator]:
         t, w, tp = self.tokens, self.width, self.parallel.tp
@@ -141,11 +115,11 @@ class _Step:
             kv,
         )
         return [
-            self._linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
+            self.linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
             elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
             *self._attention(prefix, count, per_head, a),
             *self._choosing(prefix, count, a, per_head),
-            self._linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
+            self.linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
         ]
 
     def _read_bytes(self, a: GroupedQueryAttention, kv: Precision) -> Count:
@@ -253,9 +227,9 @@ class _Step:
                 # Latents are gathered, which are far smaller than K and V, so that each device of cp unpacks all.
                 rows = prefill.kv_tokens + unabsorbed.kv_tokens / self.parallel.cp
                 if np.any(np.asarray(rows) > 0):
-                    made.append(self._linear(f"{prefix}kv_b", count, rows, n, k, "attention"))
+                    made.append(self.linear(f"{prefix}kv_b", count, rows, n, k, "attention"))
             elif name != "o":
-                made.append(self._linear(f"{prefix}{name}", count, self.tokens, n, k, "attention"))
+                made.append(self.linear(f"{prefix}{name}", count, self.tokens, n, k, "attention"))
         rotated = self.tokens * (heads * a.qk_rope_head_dim + latent)
         stored = kv.head_bytes(latent) * self.tokens
         made.append(elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored))
@@ -267,7 +241,7 @@ class _Step:
         made += self._indexing(a.indexer, count, prefix)
         made += self._mla_attention(a, count, prefix, heads)
         (output,) = (shape for shape in a.linears(self.model.hidden, tp) if shape.name == "o")
-        made.append(self._linear(f"{prefix}o", count, self.tokens, output.n, output.k, "attention"))
+        made.append(self.linear(f"{prefix}o", count, self.tokens, output.n, output.k, "attention"))
         return made
 
     def _indexing(self, indexer: SparseIndexer | None, count: int, prefix: str) -> list[Operator]:
@@ -341,7 +315,7 @@ class _Step:
         mixer, count = group.attention, group.count
         state = mixer.state_elements_on_gpu(tp)
         made = [
-            self._linear(f"{prefix}{name}", count, t, n, k, "attention")
+            self.linear(f"{prefix}{name}", count, t, n, k, "attention")
             for name, n, k in mixer.linears(self.model.hidden, tp)
         ]
         state_bytes = state * mixer.state_bits / 8 + 2.0 * mixer.conv_elements / tp
@@ -370,131 +344,15 @@ class _Step:
         if ffn.kind == "none":
             return []
         if isinstance(ffn, MoeFfn):
-            return self._moe(ffn, count, prefix)
+            return mixture_operators(self, ffn, count, prefix)
         made = []
         for name, n, k in ffn.linears(model.hidden, tp):
-            made.append(self._linear(f"{prefix}{name}", count, t, n, k, "ffn"))
+            made.append(self.linear(f"{prefix}{name}", count, t, n, k, "ffn"))
             if name in ("gate_up", "up"):
-                made.append(self._activation(f"{prefix}silu_mul", count, t, n, gated=name == "gate_up"))
+                made.append(self.activation(f"{prefix}silu_mul", count, t, n, gated=name == "gate_up"))
         if tp > 1:
-            made += self._after_divided(prefix, "ffn", count, _inputs(ffn.linears(model.hidden)))
+            made += self.after_divided(prefix, "ffn", count, _inputs(ffn.linears(model.hidden)))
         return made
-
-    def _after_divided(self, prefix: str, part: str, count: int, inputs: int) -> list[Operator]:
-        """The messages about a matrix of whose `inputs` each device of tp has some: its products are summed, or, where
-        the division is exact, its inputs and then its products gathered."""
-        tp, each = self.parallel.tp, self.tokens * self.width
-        if not self.parallel.exact:
-            return [message(f"{prefix}reduce_{part}", count, "allreduce", each * self.model.hidden, tp)]
-        return [
-            message(f"{prefix}gather_{part}_inputs", count, "allgather", each * inputs, tp),
-            message(f"{prefix}gather_{part}", count, "allgather", each * self.model.hidden, tp),
-        ]
-
-    def _activation(self, name: str, count: int, t: Count, n: int, *, gated: bool) -> Operator:
-        out = n // 2 if gated else n
-        return elementwise(name, "silu_mul", count, t * out, (3 if gated else 2) * t * out * self.width)
-
-    def _moe(self, ffn: MoeFfn, count: int, prefix: str) -> list[Operator]:
-        """Router and shared experts on every device, routed experts spread over `ep` groups of devices."""
-        model, w, parallel, plan = self.model, self.width, self.parallel, self.plan
-        t = self.tokens
-        made = []
-        for name, n, k in ffn.linears(model.hidden, parallel.tp):
-            part = "shared_experts" if name.startswith(("shared_gate_up", "shared_up", "shared_down")) else "router"
-            made.append(self._linear(f"{prefix}{name}", count, t, n, k, part))
-            if name in ("shared_gate_up", "shared_up"):
-                made.append(self._activation(f"{prefix}shared_silu", count, t, n, gated=name == "shared_gate_up"))
-        weights = plan.weights_of("experts")
-        matrices = ffn.expert_linears(model.hidden, parallel.moe_tp)
-        pairs, active = self._busiest(ffn)
-        elements = sum(n * k for _, n, k in matrices)
-        inner = sum(n for name, n, _ in matrices if name != "down")
-        if (storage := self.setup.expert_storage) is not None:
-            asked = (float(ffn.experts), float(ffn.top_k), self.all_tokens, self.setup.expert_skew)
-            missing = missing_experts(*asked, float(storage.cached)) / parallel.ep
-            each = sum(matrix_bytes(weights, n, k) for _, n, k in matrices)
-            moves = ExpertMoves(missing, storage.place, storage.gb_per_s and 1e9 * storage.gb_per_s)
-            name = f"{prefix}fetch_experts"
-            made.append(Operator(name, "expert_moves", count, link_bytes=each * missing, moves=moves))
-        to, back = self._messages_of_experts(ffn, count, prefix, matrices[0].k, pairs)
-        made += to
-        each_bytes = sum(matrix_bytes(weights, n, k) for _, n, k in matrices)
-        load = ExpertLoad(pairs, active, 2.0 * elements, each_bytes, self._present(ffn, pairs))
-        made.append(
-            Operator(
-                f"{prefix}experts",
-                "moe",
-                count,
-                flops=2.0 * elements * pairs,
-                weight_bytes=load.bytes_per_expert * active,
-                activation_bytes=pairs * (4.0 * matrices[0].k + 3.0 * inner) * w,
-                precision=weights,
-                activations=plan.activations_of("experts"),
-                experts=load,
-            )
-        )
-        made += back
-        return made
-
-    def _messages_of_experts(
-        self, ffn: MoeFfn, count: int, prefix: str, width: int, pairs: Count
-    ) -> tuple[list[Operator], list[Operator]]:
-        """The messages before and after the routed experts, whose inputs and outputs have `width` elements.
-
-        Ranks of dp that share the columns of experts gather their tokens and scatter the sums of their outputs, since
-        each computes its columns for all of them. Between groups with other experts a token goes to those of its own;
-        each device sends its share of its group's tokens to the device in its place there. The busiest gets more than
-        its share, and all wait for it. What devices of tp have is summed at last, that of shared experts too.
-        """
-        parallel, w, t = self.parallel, self.width, self.tokens
-        tp, dp, ep, cp = parallel.tp, parallel.dp, parallel.ep, parallel.cp
-        asked = min(self.plan.activations_of("experts").bits / 8, w)
-        to: list[Operator] = []
-        back: list[Operator] = []
-        apart = math.gcd(dp, ep)
-        together = dp // apart
-        if together > 1:
-            gathered = together * t * width
-            name = f"{prefix}gather_tokens"
-            to.append(message(name, count, "allgather", gathered * asked, together, stride=tp * cp))
-        if apart > 1:
-            # Kernels for prompts send a token to a device once, and over the network to a node once; those for decode
-            # send each copy, which is sooner there, as long as all tokens to all devices are not fewer.
-            k = float(ffn.top_k)
-            copies = 1.0 + (k - 1.0) * is_there(self.shape.prefill_tokens)
-            busiest = np.minimum(pairs / np.maximum(self.all_tokens * k, 1e-9), 1.0)
-            uneven = (1.0 - (1.0 - busiest) ** copies) / (1.0 - (1.0 - 1.0 / ep) ** copies)
-            elements = self.all_tokens / ep * np.minimum(k * uneven, ep * copies) * width
-            stride = parallel.moe_tp * cp
-            for made, name, each in ((to, "dispatch", asked), (back, "combine", w)):
-                sent = elements * each
-                title, groups = f"{prefix}{name}", ffn.node_groups
-                made.append(message(title, count, "alltoall", sent, ep, copies=copies, stride=stride, groups=groups))
-        if together > 1:
-            name = f"{prefix}scatter_outputs"
-            back.append(message(name, count, "reducescatter", gathered * w, together, stride=tp * cp))
-        if tp > 1:
-            partial = parallel.moe_tp > 1 or dp == 1 or ffn.shared_intermediate > 0
-            name, operation = ("reduce_experts", "allreduce") if partial else ("gather_experts", "allgather")
-            back.append(message(f"{prefix}{name}", count, operation, t * self.model.hidden * w, tp))
-        return to, back
-
-    def _present(self, ffn: MoeFfn, pairs: Count) -> Count:
-        """The pairs of all tokens on a device: of all that its group has, where only groups send each other tokens."""
-        in_a_group = self.parallel.ep / math.gcd(self.parallel.dp, self.parallel.ep)
-        return np.minimum(pairs * in_a_group, self.all_tokens * ffn.top_k)
-
-    def _busiest(self, ffn: MoeFfn) -> Busiest:
-        """The pairs and experts of the device that the others wait for."""
-        tokens, ep, setup = self.all_tokens, self.parallel.ep, self.setup
-        if ffn.choice == "expert":
-            pairs = ffn.experts / ep * np.ceil(tokens * ffn.top_k / ffn.experts)
-            return Busiest(pairs, np.minimum(ffn.experts / ep, pairs))
-        if ep > 1:
-            return busiest_rank(ffn.experts, ffn.top_k, ep, tokens, setup.expert_skew, setup.redundant_experts)
-        read = distinct_experts(float(ffn.experts), float(ffn.top_k), tokens, setup.expert_skew)
-        return Busiest(tokens * ffn.top_k, read)
 
 
 def _inputs(linears: tuple[LinearShape, ...]) -> int:
@@ -502,52 +360,8 @@ def _inputs(linears: tuple[LinearShape, ...]) -> int:
     return next(k for name, _, k in linears if name in ("o", "out_proj", "down"))
 
 
-def _rows(shape: StepShape, cp: int) -> Count:
-    """Tokens that pass the linears of one device of context parallelism: its part of prompts, all that decode."""
-    return shape.tokens if cp == 1 else shape.tokens - shape.prefill_tokens * (1.0 - 1.0 / cp)
-
-
 def step_weight_bytes(model: ModelSpec, setup: EngineSetup, tokens: float = 1.0) -> float:
     """Bytes of weights that one step of `tokens` tokens reads on one device: every linear once, distinct experts, the
     lm_head; of the embedding only single rows."""
     shape = StepShape.decode(tokens, 1.0)
     return sum(float(op.weight_bytes) * op.calls for op in step_operators(model, setup, shape))
-
-
-def check_parallel(model: ModelSpec, setup: EngineSetup) -> None:
-    """Raises MemboundError where a deployment cannot divide this model."""
-    parallel = setup.parallel
-    if parallel.pp > model.layers:
-        raise MemboundError(f"parallel.pp is {parallel.pp}, more than the {model.layers} layers of '{model.name}'")
-    has_experts = any(isinstance(group.ffn, MoeFfn) for group in model.groups())
-    if parallel.ep > 1 and not has_experts:
-        raise MemboundError(f"parallel.ep is {parallel.ep}, but '{model.name}' has no experts; leave it at 1")
-    if setup.expert_storage is not None and not has_experts:
-        raise MemboundError(f"expert_offload moves routed experts, and '{model.name}' has none; leave it out")
-    if setup.overlap is not None and not (parallel.tp > 1 or parallel.cp > 1 or (parallel.dp > 1 and has_experts)):
-        raise MemboundError(
-            f"dual_batch_overlap hides messages between the devices of a layer, and '{model.name}' has none here; "
-            "give parallel.tp, or parallel.dp with parallel.ep for a mixture of experts, or leave it out"
-        )
-    if setup.redundant_experts is not None and not has_experts:
-        raise MemboundError(f"expert_balancing places routed experts, and '{model.name}' has none; leave it out")
-    if setup.redundant_experts is not None and parallel.ep == 1:
-        raise MemboundError(
-            "expert_balancing places experts on the devices of expert parallelism, and parallel.ep is 1; give more, or "
-            "leave it out"
-        )
-    for group in model.groups():
-        group.attention.linears(model.hidden, parallel.tp)
-        if isinstance(group.ffn, MoeFfn):
-            _check_experts(group.ffn, setup, model.name)
-
-
-def _check_experts(ffn: MoeFfn, setup: EngineSetup, name: str) -> None:
-    if setup.parallel.exact:
-        raise MemboundError(f"parallel.exact is true, but '{name}' sums its experts over devices; leave it out")
-    ep, redundant = setup.parallel.ep, setup.redundant_experts
-    if redundant is not None and ffn.choice == "expert":
-        raise MemboundError(f"the experts of '{name}' each take equally many tokens; leave expert_balancing out")
-    if (ffn.experts + (redundant or 0)) % ep:
-        copies = "" if redundant is None else f" and {redundant} redundant ones"
-        raise MemboundError(f"parallel.ep is {ep}, which does not divide the {ffn.experts} experts{copies} of '{name}'")

@@ -6,10 +6,10 @@ import weakref
 from contextlib import ExitStack
 
 from membound.kernels.base import Kernels
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.precision import Precision
 from membound.roofline.scenario import Scenario
-from membound.roofline.step import check_parallel
 from membound.roofline.techniques import KvBudget
 from membound.runtime.decoder import Decoder
 from membound.runtime.kv.build import is_plain, store_for, store_problem

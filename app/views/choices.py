@@ -17,10 +17,10 @@ from membound.app.views.devices import device_names, device_title
 from membound.app.views.form import form
 from membound.app.views.session import translate
 from membound.roofline import models
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.operating_point import BATCHES, CONTEXTS, PHASES
 from membound.roofline.parallel import Parallelism
-from membound.roofline.step import check_parallel
 from membound.roofline.techniques import TECHNIQUES, EngineSetup, engine_setup
 
 MODEL, DEVICE, BATCH, CONTEXT, GAMMA = "Llama-3.1-8B", "H100-SXM5", 8, 2048, 4

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.memory import CacheTerms, cache_terms, weights_bytes
 from membound.roofline.models import ModelSpec
@@ -19,7 +20,7 @@ from membound.roofline.precision.plan import PrecisionPlan
 from membound.roofline.shape import Count, StepShape
 from membound.roofline.speculation.draft_models import draft_model, first_layers, one_layer
 from membound.roofline.speculation.token_tree import TokenTree
-from membound.roofline.step import check_parallel, step_weight_bytes
+from membound.roofline.step import step_weight_bytes
 from membound.roofline.techniques import Drafts, EagleDrafts, EngineSetup, MedusaDrafts, ModelDrafts, SelfDrafts
 from membound.roofline.techniques.weights import weights_in
 from membound.roofline.times.engines import get_profile

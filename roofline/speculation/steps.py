@@ -15,6 +15,7 @@ import numpy as np
 
 from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.models.files import resolve_model
@@ -27,7 +28,6 @@ from membound.roofline.speculation.by_depth import shares_by_depth
 from membound.roofline.speculation.drafters import DrafterCost, DraftModel, drafter_of, glue_s
 from membound.roofline.speculation.published import Acceptance, acceptance_for
 from membound.roofline.speculation.token_tree import TokenTree
-from membound.roofline.step import check_parallel
 from membound.roofline.techniques import Drafts, EngineSetup, Size, Speculative
 from membound.roofline.times.operator import Times
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
-from membound.roofline.step import check_parallel, step_operators
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup
 
 PLAIN = EngineSetup()

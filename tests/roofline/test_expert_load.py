@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.cost import step_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import get_hardware
@@ -21,7 +22,7 @@ from membound.roofline.operators import message
 from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
-from membound.roofline.step import check_parallel, step_operators
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup, ExpertBalancing, ExpertOffload, engine_setup
 from membound.roofline.times.efficiency import distinct_experts, expert_chances
 from membound.roofline.times.known import times_for

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from membound.roofline.cost import step_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
 from membound.roofline.models import get_model
 from membound.roofline.remedies import remedies
 from membound.roofline.shape import StepShape
-from membound.roofline.step import check_parallel, step_operators
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup, ExpertOffload
 from membound.roofline.techniques.setup import ExpertStorage
 from membound.roofline.times.efficiency import distinct_experts, missing_experts

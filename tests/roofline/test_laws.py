@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.cost import pipelined_cost, step_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.grid import decode_grid
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -27,7 +28,7 @@ from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import Speculation
-from membound.roofline.step import check_parallel, step_operators
+from membound.roofline.step import step_operators
 from membound.roofline.techniques import (
     W8A8,
     EngineSetup,

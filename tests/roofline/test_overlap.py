@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.cost import StepCost, step_cost
+from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.shape import StepShape
-from membound.roofline.step import check_parallel
 from membound.roofline.techniques import W8A8, DualBatchOverlap, EngineSetup, engine_setup
 from membound.roofline.times.known import times_for
 
