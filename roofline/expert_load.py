@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline.chosen_experts import Popularity, distinct_experts, expert_chances
 from membound.roofline.shape import Count
-from membound.roofline.times.efficiency import Popularity, distinct_experts, expert_chances
 
 Values = NDArray[np.float64]
 

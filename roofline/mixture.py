@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
+from membound.roofline.chosen_experts import distinct_experts, missing_experts
 from membound.roofline.expert_load import Busiest, busiest_rank
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.operators import ExpertLoad, ExpertMoves, Operator, matrix_bytes, message
 from membound.roofline.shape import Count, is_there
 from membound.roofline.step_context import StepContext
-from membound.roofline.times.efficiency import distinct_experts, missing_experts
 
 
 def mixture_operators(step: StepContext, ffn: MoeFfn, count: int, prefix: str) -> list[Operator]:

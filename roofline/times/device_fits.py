@@ -16,8 +16,8 @@ from membound.roofline.hardware import HardwareSpec
 from membound.roofline.home import device_fits_path
 from membound.roofline.reading.files import read_bytes
 from membound.roofline.reading.problems import one_sentence
-from membound.roofline.times.efficiency import KernelFit, published_fits
 from membound.roofline.times.fitting import PARAMETERS
+from membound.roofline.times.kernel_fits import KernelFit, published_fits
 from membound.roofline.validation.kernel_cases import KernelCase
 from membound.roofline.validation.tables import Row
 

@@ -1,51 +1,27 @@
 """How much of a device's roofs does a kernel reach, as a function of what it computes and moves?
 
 Each family of kernels has one function of seconds with a handful of physical parameters: a launch, a share of the
-bandwidth, a share of the matrix rate, what tiles and waves leave idle. `KernelFit` holds the parameters that a table of
-measurements gave (`fitting.py`), for a device, for its generation or for all devices together; a device that nobody
+bandwidth, a share of the matrix rate, what tiles and waves leave idle. A `KernelFit` holds the parameters that a table
+of measurements gave (`fitting.py`), for a device, for its generation or for all devices together; a device that nobody
 measured inherits from the nearest of them and its interval is wider by what leaving devices out has shown.
 
 Each function gives the seconds and, beside them, what the bare roofs ask at the shares that the kernel reaches: the
 larger of those says what binds.
 
 Source of the forms: Williams et al., Roofline (CACM 2009) for the two roofs; Hockney's alpha-beta model for messages;
-NVIDIA's "Matrix multiplication background" for tiles and waves; the expected number of distinct experts under uniform
-routing is the occupancy problem, N (1 - (1 - k/N)^T).
+NVIDIA's "Matrix multiplication background" for tiles and waves.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Literal
 
 import numpy as np
 
-from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.hardware.power import power_share
-from membound.roofline.precision import Precision
 from membound.roofline.shape import Count
 from membound.roofline.tiles import QUERY_TILE, Tiles
-
-Family = Literal["gemm", "decode_attention", "prefill_attention", "moe", "elementwise", "collective"]
-FAMILIES: tuple[Family, ...] = (
-    "gemm",
-    "decode_attention",
-    "prefill_attention",
-    "moe",
-    "elementwise",
-    "collective",
-)
-
-ANY = "any"
-# Families in which engines bring kernels of their own: what one engine's show of a format is not said of the others.
-OWN_KERNELS: tuple[Family, ...] = ("gemm", "moe")
-# Families whose kernels an engine rewrites for each generation: there its name says nothing beyond one.
-PER_GENERATION: tuple[Family, ...] = ("decode_attention", "moe")
 
 # How sharply the two roofs replace each other: 1 would add them, infinity take the larger. Kernels overlap copies with
 # arithmetic, but not at once from the first tile on.
@@ -71,112 +47,6 @@ SPARSE_SPEEDUP = 1.5
 MIXED_INPUT_SHARE = {"Hopper": 0.6, "Blackwell": 0.5}
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFit:
-    """Parameters of a family on a scope, and how well they predicted the rows they were fitted on.
-
-    `scope` is a device's name, a generation (`Hopper HBM`), a maker's devices with a kind of memory (`AMD HBM`), a kind
-    of memory (`HBM`) or `any`; `kernel` the number
-    format that the kernel works in (`bf16`, `fp8_block`, `w4a16`...), for collectives the operation; `library` the
-    engine whose kernels they are, or `any`. `spread` is the 80 % quantile of |ln(predicted / measured)|: within the
-    fitted rows for a device, between left-out devices for a wider scope.
-    """
-
-    family: Family
-    kernel: str
-    scope: str
-    library: str
-    parameters: Mapping[str, float]
-    rows: int
-    median_error: float
-    spread: float
-    sources: tuple[str, ...]
-
-
-@cache
-def published_fits() -> dict[tuple[str, str, str, str], KernelFit]:
-    """The fits that ship with membound, by (family, kernel, scope, library)."""
-    text = (resources.files("membound.data") / "efficiency" / "published.json").read_text("utf-8")
-    return index_fits(json.loads(text)["fits"])
-
-
-def index_fits(documents: list[dict[str, object]]) -> dict[tuple[str, str, str, str], KernelFit]:
-    fits = [KernelFit(**{**d, "sources": tuple(d["sources"])}) for d in documents]  # type: ignore[arg-type]
-    return {(fit.family, fit.kernel, fit.scope, fit.library): fit for fit in fits}
-
-
-# A kernel that no table has is taken for the nearest one that has been measured.
-_NEAREST_KERNEL = {
-    "fp16": "bf16",
-    "fp32": "bf16",
-    "w6a16": "w8a16",
-    "w3a16": "w4a16",
-    "w2a16": "w4a16",
-    "w4a8": "int8",
-    "fp4": "nvfp4",
-    "mxfp4": "nvfp4",
-    "w8a16": "bf16",
-    "w4a16": "bf16",
-    "int8": "fp8",
-    "nvfp4": "fp8",
-    "fp8_block": "fp8",
-    "fp8": "bf16",
-    "alltoall": "allreduce",
-    "allgather": "allreduce",
-    "reducescatter": "allreduce",
-    "sendrecv": "allreduce",
-    **{f"{name}_network": name for name in ("allreduce", "alltoall", "allgather", "reducescatter", "sendrecv")},
-    "layernorm": "rmsnorm",
-    "rope": "rmsnorm",
-    "act": "rmsnorm",
-    "act_mul": "rmsnorm",
-    "residual_add": "rmsnorm",
-    "embedding": "rmsnorm",
-}
-
-
-def kernel_name(weights: Precision, dtype: str) -> str:
-    """How the published tables call a kernel of these weights that multiplies in `dtype`."""
-    if dtype in ("fp8", "int8", "fp4", "int4") and weights.width < 16:
-        if dtype == "fp8":
-            if weights.width <= 4:
-                return "w4a8"
-            return "fp8_block" if "block" in weights.name else "fp8"
-        return "nvfp4" if dtype == "fp4" else "int8"
-    if weights.width >= 16:
-        return "fp32" if dtype in ("fp32", "tf32") else "bf16"
-    return "w4a16" if weights.width <= 5 else "w8a16"
-
-
-_FIRST_KERNEL = {"collective": "allreduce", "elementwise": "rmsnorm"}
-
-
-def find_fit(
-    fits: Mapping[tuple[str, str, str, str], KernelFit],
-    hardware: HardwareSpec,
-    family: Family,
-    kernel: str,
-    library: str = ANY,
-) -> KernelFit:
-    """The fit nearest to a device, a kernel and a library.
-
-    The device comes before the one that it is a variant of, that before its generation, that before its maker's
-    devices with the same kind of memory, those before all with it, and within each the library before `any`. A kernel
-    that nobody measured is replaced by the nearest one that somebody did.
-    """
-    device = hardware.name
-    scopes = (device, hardware.variant_of or device, hardware.generation, hardware.stack, hardware.memory_kind, ANY)
-    wanted: str | None = kernel
-    while wanted is not None:
-        for scope in scopes:
-            for known in (library, ANY):
-                fit = fits.get((family, wanted, scope, known))
-                if fit is not None:
-                    return fit
-        wanted = _NEAREST_KERNEL.get(wanted)
-    return fits[(family, _FIRST_KERNEL.get(family, "bf16"), ANY, ANY)]
-
-
 # What is taken for a clock that the catalog does not have, and at which `launch_s` is stated.
 _CLOCK_HZ = 1.8e9
 # The part of a kernel's latency that passes in cycles of its clock; the rest is the launch itself.
@@ -187,20 +57,6 @@ def launch_s(p: Mapping[str, float], hardware: HardwareSpec) -> float:
     """Seconds before and after a kernel's work, which a faster clock shortens."""
     slower = _CLOCK_HZ / (hardware.clock_hz or _CLOCK_HZ)
     return p["launch_s"] * (1.0 - _LATENCY_IN_CYCLES + _LATENCY_IN_CYCLES * slower)
-
-
-# How much wider a device's interval is that inherits from its generation, or from further: so much more were left-out
-# devices off than fitted ones (`validation/generalisation.py` on the published operators).
-_INHERITED_FROM_GENERATION, INHERITED_FROM_FURTHER = 1.6, 2.2
-
-
-def spread_on(fit: KernelFit, hardware: HardwareSpec, kernel: str | None = None) -> float:
-    """The fit's spread on a device, wider where the device inherits it, or `kernel` from another of its kernels."""
-    if kernel not in (None, fit.kernel):
-        return fit.spread * INHERITED_FROM_FURTHER
-    if fit.scope in (hardware.name, hardware.variant_of):
-        return fit.spread
-    return fit.spread * (_INHERITED_FROM_GENERATION if fit.scope == hardware.generation else INHERITED_FROM_FURTHER)
 
 
 def overlapped(a: Count, b: Count) -> Count:
@@ -353,77 +209,6 @@ _TWICE_THE_EXPONENTIALS = ("B300-SXM", "GB300")
 def _tile_units(hardware: HardwareSpec) -> float:
     """Units that work on a tile each. Accelerators have few and large ones, and work as a GPU of about this many."""
     return float(hardware.compute_units or 100) if hardware.kind == "gpu" else 100.0
-
-
-# How popular the experts of a mixture are: that of expert i goes as i^-s, or is what somebody measured of each.
-Popularity = float | tuple[float, ...]
-
-
-def distinct_experts(experts: float, top_k: float, tokens: Count, skew: Popularity = 0.0) -> Count:
-    """The expected number of distinct experts that `tokens` tokens read: N (1 - (1 - k/N)^T) for uniform routing.
-
-    With unequal popularity the expectation sums over the experts; a `skew` of 0 is uniform.
-    """
-    if skew == 0.0:
-        share = top_k / experts
-        return experts * (1.0 - (1.0 - share) ** tokens)
-    return np.interp(np.log1p(tokens), *_skewed_curve(experts, top_k, skew))
-
-
-def missing_experts(experts: float, top_k: float, tokens: Count, skew: Popularity, cached: float) -> Count:
-    """The expected number of distinct experts that `tokens` tokens read and a cache of the last `cached` has not.
-
-    With chance q_i that a step reads expert i, it lies in the cache with 1 - (1 - q_i)^t, where the characteristic time
-    t in steps makes those chances sum to the cache's size (Che, Tung and Wang, Hierarchical Web Caching Systems, 2002,
-    for steps in place of single requests). With uniform routing that is distinct experts times 1 - cached / experts.
-    """
-    if cached >= experts:
-        return 0.0 * distinct_experts(experts, top_k, tokens, skew)
-    if skew == 0.0:
-        return distinct_experts(experts, top_k, tokens) * (1.0 - cached / experts)
-    counts = np.concatenate([np.zeros(1), np.geomspace(1.0, 1e5, 60)])
-    curve = _missing_curve(experts, top_k, skew, cached)
-    return np.interp(np.log1p(tokens), np.log1p(counts), curve)
-
-
-@cache
-def _missing_curve(experts: float, top_k: float, skew: Popularity, cached: float) -> np.ndarray:
-    chance = expert_chances(experts, top_k, skew)
-    missing = [0.0]
-    for tokens in np.geomspace(1.0, 1e5, 60):
-        kept_out = np.minimum((1.0 - chance) ** tokens, 1.0 - 1e-12)  # of one step
-        low, high = 1e-6, 1e12  # steps
-        for _ in range(60):
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if np.sum(1.0 - kept_out**middle) < cached else (low, middle)
-        missing.append(float(np.sum((1.0 - kept_out) * kept_out**high)))
-    return np.array(missing)
-
-
-@cache
-def _skewed_curve(experts: float, top_k: float, skew: Popularity) -> tuple[np.ndarray, np.ndarray]:
-    chance = expert_chances(experts, top_k, skew)
-    tokens = np.concatenate([np.arange(0.0, 64.0), np.geomspace(64.0, 1e7, 200)])
-    read = np.array([np.sum(1.0 - (1.0 - chance) ** t) for t in tokens])
-    return np.log1p(tokens), read
-
-
-def expert_chances(experts: float, top_k: float, skew: Popularity) -> np.ndarray:
-    """The chance that a token takes each expert; raises MemboundError for loads of another number of experts."""
-    weights = np.array(skew) if isinstance(skew, tuple) else np.arange(1.0, experts + 1.0) ** -skew
-    if len(weights) != experts or np.count_nonzero(weights) < top_k:
-        raise MemboundError(
-            f"field 'expert_loads' has {len(weights)} loads, {np.count_nonzero(weights)} of them above 0, but the "
-            f"model has {experts:.0f} experts, of which a token takes {top_k:.0f}; give one load for each"
-        )
-    chance = np.minimum(top_k * weights / weights.sum(), 1.0)
-    for _ in range(50):  # a chance cannot exceed 1: what is cut off goes to the others
-        missing = top_k - chance.sum()
-        if missing < 1e-9:
-            break
-        free = chance < 1.0
-        chance[free] = np.minimum(chance[free] * (1.0 + missing / chance[free].sum()), 1.0)
-    return chance
 
 
 def moe_s(

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from membound.roofline.times.efficiency import ANY, FAMILIES, OWN_KERNELS, PER_GENERATION, Family, KernelFit
+from membound.roofline.times.kernel_fits import ANY, FAMILIES, OWN_KERNELS, PER_GENERATION, Family, KernelFit
 from membound.roofline.validation.kernel_cases import KernelBatch
 
 Floats = NDArray[np.float64]

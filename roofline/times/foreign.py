@@ -36,8 +36,8 @@ from membound.roofline.times.device_fits import (
     SourceTable,
     kept_path,
 )
-from membound.roofline.times.efficiency import ANY, FAMILIES, Family, KernelFit, find_fit, published_fits
 from membound.roofline.times.fitting import ROW_SCATTER, errors, fit_parameters, prior_parameters
+from membound.roofline.times.kernel_fits import ANY, FAMILIES, Family, KernelFit, find_fit, published_fits
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row, Table, read_table
 

@@ -16,8 +16,16 @@ from membound.roofline.precision import Precision
 from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.shape import Count, StepShape, is_there
 from membound.roofline.times import efficiency
-from membound.roofline.times.efficiency import Family, KernelFit, find_fit, published_fits, spread_on
 from membound.roofline.times.engines import EngineProfile, get_profile
+from membound.roofline.times.kernel_fits import (
+    INHERITED_FROM_FURTHER,
+    Family,
+    KernelFit,
+    find_fit,
+    kernel_name,
+    published_fits,
+    spread_on,
+)
 from membound.roofline.times.operator import HasTotal, MadeOf, OperatorTime, expert_moves_s
 
 Fits = Mapping[tuple[str, str, str, str], KernelFit]
@@ -86,7 +94,7 @@ class KernelTimes(MadeOf):
         self._found: dict[tuple[Family, str], KernelFit] = {}
         self._rates: dict[tuple[Precision, Precision], tuple[str, str]] = {}
         # An engine's spread was found on devices that are measured, and on CUDA's; any other may be further off.
-        elsewhere = 1.0 if hardware.stack == hardware.memory_kind else efficiency.INHERITED_FROM_FURTHER
+        elsewhere = 1.0 if hardware.stack == hardware.memory_kind else INHERITED_FROM_FURTHER
         self.relative_error = max(elsewhere * self.profile.spread, self._spread(KernelName("gemm", "bf16")))
 
     @property
@@ -187,7 +195,7 @@ class KernelTimes(MadeOf):
         """The fitted kernel of two formats, and the dtype that the device multiplies them in."""
         if (weights, activations) not in self._rates:
             compute = compute_dtype(weights, activations, self.hardware)
-            self._rates[weights, activations] = (efficiency.kernel_name(weights, compute.dtype), compute.dtype)
+            self._rates[weights, activations] = (kernel_name(weights, compute.dtype), compute.dtype)
         return self._rates[weights, activations]
 
     def _linear(self, operator: Operator) -> OperatorTime:

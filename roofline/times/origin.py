@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from membound.roofline.cost import OperatorCost
 from membound.roofline.hardware import HardwareSpec
-from membound.roofline.times.efficiency import KernelFit
+from membound.roofline.times.kernel_fits import KernelFit
 from membound.roofline.times.kernels import KernelName, KernelTimes
 from membound.roofline.times.operator import Times
 

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.times.efficiency import find_fit
 from membound.roofline.times.fitting import fit_all
+from membound.roofline.times.kernel_fits import find_fit
 from membound.roofline.times.kernels import Fits
 from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
 from membound.roofline.validation.report import Group, RowResult, kernel_results

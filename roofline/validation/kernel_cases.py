@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from membound.roofline.chosen_experts import distinct_experts
 from membound.roofline.errors import MemboundError
 from membound.roofline.expert_load import busiest_rank
 from membound.roofline.hardware import HardwareSpec, get_hardware
@@ -23,7 +24,7 @@ from membound.roofline.precision.names import parse_plan
 from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.shape import Count
 from membound.roofline.times import efficiency
-from membound.roofline.times.efficiency import Family, kernel_name
+from membound.roofline.times.kernel_fits import ANY, Family, kernel_name
 from membound.roofline.validation.routed_loads import DEEPSEEK_GROUPS, RankLoad, drawn, even
 from membound.roofline.validation.statements import noted
 from membound.roofline.validation.tables import MOST_DEVICES, Row, number
@@ -211,7 +212,7 @@ def _attention(row: Row, op: str) -> dict[str, float]:
 
 def _library(row: Row) -> str:
     text = f"{row.text('notes')} {row.text('source')}".lower()
-    source = _LIBRARY_OF_SOURCE.get(row.text("source"), efficiency.ANY)
+    source = _LIBRARY_OF_SOURCE.get(row.text("source"), ANY)
     return next((name for name in LIBRARIES if name in text), source)
 
 
@@ -277,7 +278,7 @@ def _rank_load(row: Row, experts: float, top_k: float, ep: float, tokens: float)
     if law:
         raise MemboundError(f"{row.at('dist in notes')} is '{law}'; it must be balanced or power_law_ and an exponent")
     if ep == 1.0:
-        return RankLoad(tokens * top_k, float(efficiency.distinct_experts(experts, top_k, tokens)), top_k)
+        return RankLoad(tokens * top_k, float(distinct_experts(experts, top_k, tokens)), top_k)
     busiest = busiest_rank(int(experts), int(top_k), int(ep), tokens)
     return RankLoad(float(busiest.pairs), float(busiest.active), 0.0)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.times.device_fits import fits_for
-from membound.roofline.times.efficiency import KernelFit, find_fit, spread_on
+from membound.roofline.times.kernel_fits import KernelFit, find_fit, spread_on
 from membound.roofline.validation import kernel_cases, statements, step_cases
 from membound.roofline.validation.speedups import speedup_of
 from membound.roofline.validation.tables import Row, Schema, Table, read_table

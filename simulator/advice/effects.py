@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from membound.roofline.chosen_experts import distinct_experts
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric, Technique
-from membound.roofline.times.efficiency import distinct_experts
 from membound.simulator.advice.moves import excludes
 from membound.simulator.costing import ClosedForm, Served
 from membound.simulator.deployment import SpeculatingDeployment, deployment_of, with_room_for

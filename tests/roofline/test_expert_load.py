@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from membound.roofline.chosen_experts import distinct_experts, expert_chances
 from membound.roofline.cost import step_cost
 from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
@@ -24,7 +25,6 @@ from membound.roofline.scenario import load_scenario
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup, ExpertBalancing, ExpertOffload, engine_setup
-from membound.roofline.times.efficiency import distinct_experts, expert_chances
 from membound.roofline.times.known import times_for
 
 H800 = times_for(get_hardware("H800-SXM5"))

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from membound.roofline.chosen_experts import distinct_experts, missing_experts
 from membound.roofline.cost import step_cost
 from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
@@ -19,7 +20,6 @@ from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import EngineSetup, ExpertOffload
 from membound.roofline.techniques.setup import ExpertStorage
-from membound.roofline.times.efficiency import distinct_experts, missing_experts
 from membound.roofline.times.known import RoofTimes
 
 MIXTRAL = get_model("Mixtral-8x7B")

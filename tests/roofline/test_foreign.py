@@ -17,8 +17,8 @@ from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times import efficiency
 from membound.roofline.times.device_fits import DeviceFits, fits_for
-from membound.roofline.times.efficiency import find_fit, published_fits
 from membound.roofline.times.foreign import calibrate_from
+from membound.roofline.times.kernel_fits import find_fit, published_fits
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
 
 Row = Mapping[str, object]

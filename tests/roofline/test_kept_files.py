@@ -20,7 +20,7 @@ from membound.roofline.models.files import resolve_model
 from membound.roofline.reading.files import locked, write_files
 from membound.roofline.scenario import load_scenario
 from membound.roofline.times.device_fits import DeviceFits
-from membound.roofline.times.efficiency import published_fits
+from membound.roofline.times.kernel_fits import published_fits
 
 DEVICE: dict[str, Any] = dict(
     name="昇腾",

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from membound.roofline.chosen_experts import distinct_experts
 from membound.roofline.cost import pipelined_cost, step_cost
 from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
@@ -39,7 +40,6 @@ from membound.roofline.techniques import (
     WeightQuantization,
     engine_setup,
 )
-from membound.roofline.times.efficiency import distinct_experts
 from membound.roofline.times.kernels import KernelTimes
 from membound.roofline.times.known import RoofTimes, times_for
 from membound.roofline.times.operator import Times

@@ -13,7 +13,8 @@ from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.tiles import QUERY_TILE, Tiles, tiles_of
-from membound.roofline.times.efficiency import prefill_attention_s, published_fits
+from membound.roofline.times.efficiency import prefill_attention_s
+from membound.roofline.times.kernel_fits import published_fits
 from membound.roofline.times.known import times_for
 
 # (cached tokens, new tokens, rows of logits) of whole prompts or chunks of them.

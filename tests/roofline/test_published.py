@@ -11,7 +11,7 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
-from membound.roofline.times.efficiency import find_fit, index_fits
+from membound.roofline.times.kernel_fits import find_fit, index_fits
 from membound.roofline.validation.published import fits_of, main
 from membound.roofline.validation.tables import END_TO_END_COLUMNS, OPERATOR_COLUMNS
 
