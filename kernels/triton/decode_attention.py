@@ -94,7 +94,7 @@ def combined_rows(partial, log_sum, row, stride, rows, parts, HALF: tl.constexpr
     total = tl.zeros([BLOCK_R], tl.float32)
     low = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
     high = tl.zeros([BLOCK_R, BLOCK_HALF], tl.float32)
-    for _ in tl.range(0, parts, loop_unroll_factor=4):
+    for _ in tl.range(0, parts, loop_unroll_factor=2):
         sums = tl.load(log_sum + row, mask=rows, other=float("-inf"), cache_modifier=".cg")
         part_low = tl.load(partial + at, mask=inside, other=0.0, cache_modifier=".cg")
         part_high = tl.load(partial + at + HALF, mask=inside, other=0.0, cache_modifier=".cg")

@@ -68,17 +68,9 @@ def half_of(word, index: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def mxfp4_to_bf16(nibble, exponent):
-    """OCP e2m1 (bits 0 to 3 of a uint8: 0, 0.5, 1, 1.5, 2, 3, 4, 6, negative with bit 3) times 2**(exponent - 127).
-
-    Exponent and mantissa move to where bf16 has them, and 2**126 makes up for the other bias, subnormals included. The
-    e8m0 `exponent` (uint8) is a bf16 number's own; all products are exact.
-    """
-    code = nibble.to(tl.int32)
-    number = bits_as_bf16(((code & 8) << 12) | ((code & 7) << 6))
-    power = exponent.to(tl.int32)
-    scale = bits_as_bf16(tl.where(power == 0, 0x40, power << 7))
-    return (number * 8.507059173023462e37 * scale).to(tl.bfloat16)
+def power_of_two(exponent):
+    """2**(exponent - 127) in fp32 of an e8m0 exponent, 0 to 254 (int32): a fp32 number's own."""
+    return tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, mxfp4_to_bf16
+from membound.kernels.triton.lang import dot, power_of_two
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+from membound.kernels.triton.widen import e2m1_to_bf16
 
 GROUP = 32
 PACK_ROWS = 64  # rows whose bytes of one group lie together, so that a program reads kilobytes in a row
@@ -86,8 +87,8 @@ class Mxfp4Weight:
 
 @triton.jit
 def linear_mxfp4_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
-                        SIZE: tl.constexpr, PACK_N: tl.constexpr, STEP: tl.constexpr,
-                        BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+                        SIZE: tl.constexpr, PACK_N: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
+                        STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the steps of STEP groups)."""
     HALF: tl.constexpr = SIZE // 2
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -100,19 +101,21 @@ def linear_mxfp4_kernel(x, data, scale, out, parts, done, rows, columns, groups,
     scale_at = scale + tile * tl.cdiv(groups, 4) * PACK_N + row % PACK_N
     x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(begin, end):
+    nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Stages that are named make Triton prefetch all loads, also the scales', which no product waits for.
+    for step in tl.range(begin, end, num_stages=STAGES):
         four = tl.load(scale_at + step * STEP // 4 * PACK_N)
         for i in tl.static_range(STEP):
             group = step * STEP + i
             here = group < groups
             at = packed + group * PACK_N
             byte = tl.load(data + at[:, None] * HALF + j[None, :], mask=here, other=0)
-            exponent = ((four >> (group % 4 * 8)) & 0xFF)[:, None]
+            scales = power_of_two((four >> (group % 4 * 8)) & 0xFF)
             inside = (m[:, None] < rows) & here
             x_low = tl.load(x_at + group * SIZE, mask=inside, other=0.0)
             x_high = tl.load(x_at + group * SIZE + HALF, mask=inside, other=0.0)
-            acc = dot(mxfp4_to_bf16(byte & 0xF, exponent), tl.trans(x_low), acc)
-            acc = dot(mxfp4_to_bf16(byte >> 4, exponent), tl.trans(x_high), acc)
+            part = dot(e2m1_to_bf16(byte, False, WIDEN), tl.trans(x_low), nothing)
+            acc += dot(e2m1_to_bf16(byte, True, WIDEN), tl.trans(x_high), part) * scales[:, None]
     store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
@@ -124,7 +127,8 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
     check.tensor("weight.data", weight.data, [tiles_n, groups, PACK_ROWS, GROUP // 2], [torch.uint8], x)
     check.tensor("weight.scale", weight.scale, [tiles_n, -(-groups // 4), PACK_ROWS, 4], [torch.uint8], x)
     m = x.shape[0]
-    config = config or configure("linear_mxfp4", machine_for(x), m=m)
+    machine = machine_for(x)
+    config = config or configure("linear_mxfp4", machine, m=m)
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -142,6 +146,8 @@ def linear_mxfp4(x: Tensor, weight: Mxfp4Weight, *, splits: int | None = None, c
             config=config,
             SIZE=GROUP,
             PACK_N=PACK_ROWS,
+            WIDEN=machine.widening,
+            STAGES=config.num_stages,
         )
 
     tiles, steps = (config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]), -(-groups // config.tiles["STEP"])

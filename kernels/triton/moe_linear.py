@@ -12,13 +12,13 @@ from torch import Tensor
 
 from membound.kernels.routing import Routing
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot, mxfp4_to_bf16
+from membound.kernels.triton.lang import dot, power_of_two
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_mxfp4 import PACK_ROWS
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
 from membound.kernels.triton.moe_experts import ExpertWeights, check_slots, expert_tile, store_slots
 from membound.kernels.triton.moe_groups import start_fp8_blocks, start_int4
-from membound.kernels.triton.widen import fp8_to, int8_to
+from membound.kernels.triton.widen import e2m1_to_bf16, fp8_to, int8_to
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -44,6 +44,7 @@ def moe_linear_kernel(x, data, scale, bias, out, order, offsets, experts, column
         pack = expert * tl.cdiv(columns, PACK_N) + inner // PACK_N
         packed = pack * groups * PACK_N + inner % PACK_N
         scale_at = scale + pack * tl.cdiv(groups, 4) * PACK_N + inner % PACK_N
+        nothing = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         half_at = x + (slot // ROWS_A_TOKEN)[:, None].to(tl.int64) * x_stride + j[None, :]
         for step in tl.range(0, tl.cdiv(groups, STEP), num_stages=STAGES):
             four = tl.load(scale_at + step * STEP // 4 * PACK_N)
@@ -51,11 +52,11 @@ def moe_linear_kernel(x, data, scale, bias, out, order, offsets, experts, column
                 group = step * STEP + i
                 there = group < groups
                 byte = tl.load(data + (packed + group * PACK_N)[:, None] * 16 + j[None, :], mask=there, other=0)
-                exponent = ((four >> (group % 4 * 8)) & 0xFF)[:, None]
+                scales = power_of_two((four >> (group % 4 * 8)) & 0xFF)
                 x_low = tl.load(half_at + group * 32, mask=here[:, None] & there, other=0.0)
                 x_high = tl.load(half_at + group * 32 + 16, mask=here[:, None] & there, other=0.0)
-                acc = dot(mxfp4_to_bf16(byte & 0xF, exponent), tl.trans(x_low), acc)
-                acc = dot(mxfp4_to_bf16(byte >> 4, exponent), tl.trans(x_high), acc)
+                part = dot(e2m1_to_bf16(byte, False, WIDEN), tl.trans(x_low), nothing)
+                acc += dot(e2m1_to_bf16(byte, True, WIDEN), tl.trans(x_high), part) * scales[:, None]
     else:
         for start in range(0, k_size, BLOCK_K):
             if EVEN_K:

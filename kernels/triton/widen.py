@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from membound.kernels.triton.lang import small_to, widen_fp8
+from membound.kernels.triton.lang import bits_as_bf16, small_to, widen_fp8
 from membound.kernels.triton.machine import INTERPRETED as _INTERPRETED
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
@@ -74,6 +74,18 @@ def _of_fp8(bf16: bool) -> str:
     )
     set_up = f"mov.b32 w, $2; mov.b32 bias, {bias}; mov.b32 nothing, 0x80008000;"
     return f"{{ .reg .b32 w, r, s, t, bias, nothing; {set_up} {each} }}"
+
+
+@triton.constexpr_function
+def _of_e2m1(high: bool) -> str:
+    """The low or high nibbles of four bytes as bf16, in the same way."""
+    each = " ".join(
+        f"prmt.b32 r, w, 0, {order}; shr.u32 t, r, 6; and.b32 s, r, 0x80008000; lop3.b32 t, t, 0x01C001C0, s, 0xEA; "
+        f"fma.rn.bf16x2 ${i}, t, bias, nothing;"
+        for i, order in enumerate(("0x1404", "0x3424"))
+    )
+    set_up = f"shl.b32 w, $2, {0 if high else 4}; and.b32 w, w, 0xF0F0F0F0; mov.b32 bias, 0x7E807E80;"
+    return f"{{ .reg .b32 w, r, s, t, bias, nothing; {set_up} mov.b32 nothing, 0x80008000; {each} }}"
 
 
 CONVERTED = tl.constexpr(
@@ -138,4 +150,19 @@ def fp8_to(byte, dtype: tl.constexpr, WIDEN: tl.constexpr):
         number = bits.to(dtype, bitcast=True)
     else:
         number = widen_fp8(byte, dtype)
+    return number
+
+
+@triton.jit
+def e2m1_to_bf16(byte, HIGH: tl.constexpr, WIDEN: tl.constexpr):
+    """OCP e2m1 in the low or HIGH nibbles of uint8: 0, 0.5, 1, 1.5, 2, 3, 4, 6, negative with the highest bit."""
+    if WIDEN != "":
+        CODE: tl.constexpr = _of_e2m1(HIGH)
+        bits = tl.inline_asm_elementwise(CODE, "=r,=r,r", [byte], dtype=tl.int16, is_pure=WIDEN == "pure", pack=4)
+        number = bits.to(tl.bfloat16, bitcast=True)
+    else:
+        code = (byte >> (4 * HIGH)).to(tl.int32)
+        # Exponent and mantissa move to where bf16 has them, and 2**126 makes up for the other bias.
+        moved = bits_as_bf16(((code & 8) << 12) | ((code & 7) << 6))
+        number = (moved * 8.507059173023462e37).to(tl.bfloat16)
     return number

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from membound.kernels.base import PackedWeight  # noqa: E402
 from membound.kernels.bench.trial import FP8_SUMS  # noqa: E402
 from membound.kernels.quantize import rounded_inputs  # noqa: E402
-from membound.kernels.triton import lang  # noqa: E402
+from membound.kernels.triton import lang, widen  # noqa: E402
 from membound.kernels.triton.activation import QuantizedRows  # noqa: E402
 from membound.kernels.triton.launch import Config  # noqa: E402
 from membound.kernels.triton.linear_byte import ByteWeight  # noqa: E402
@@ -42,6 +42,7 @@ from membound.kernels.triton.linear_w8a8 import (  # noqa: E402
     linear_w8a8,
     linear_w8a8_reference,
 )
+from membound.kernels.triton.machine import machine_of  # noqa: E402
 from membound.kernels.triton.moved import rounded_bytes, weight_only_bytes  # noqa: E402
 from membound.kernels.triton.round_rows import round_steps  # noqa: E402
 
@@ -132,15 +133,20 @@ def test_every_mxfp4_number_is_unpacked_exactly_whatever_its_scale(device):
     import triton.language as tl
 
     @triton.jit
-    def unpack(x, scale, y):
-        at = tl.arange(0, 4096)
-        tl.store(y + at, lang.mxfp4_to_bf16(tl.load(x + at), tl.load(scale + at)))
+    def unpack(x, scale, y, WIDEN: tl.constexpr):
+        at = tl.arange(0, 256)
+        power = lang.power_of_two(tl.load(scale + at).to(tl.int32))
+        low = widen.e2m1_to_bf16(tl.load(x + at), False, WIDEN)
+        high = widen.e2m1_to_bf16(tl.load(x + at), True, WIDEN)
+        tl.store(y + at, low.to(tl.float32) * power)
+        tl.store(y + 256 + at, high.to(tl.float32) * power)
 
-    code = torch.arange(16, dtype=torch.uint8, device=device).repeat(256)
-    # Beyond these scales some products are no normal bf16.
-    scale = torch.arange(256, device=device).clamp(3, 251).to(torch.uint8).repeat_interleave(16)
-    y = torch.empty(4096, dtype=torch.bfloat16, device=device)
-    unpack[(1,)](code, scale, y)
+    byte = torch.arange(256, device=device).to(torch.uint8)
+    code = torch.cat([byte & 0xF, byte >> 4])
+    scale = torch.arange(256, device=device).clamp(1, 252).flip(0).to(torch.uint8)  # whose products are normal fp32
+    y = torch.empty(512, device=device)
+    unpack[(1,)](byte, scale, y, WIDEN=machine_of(device).widening)
+    scale = scale.repeat(2)
     exact = E2M1_NUMBERS.to(device)[code.long()] * torch.exp2(scale.double() - 127)
     assert torch.equal(y.double(), exact)
 

@@ -51,7 +51,9 @@ def arithmetic(dtype, compute):
     return lambda *operands: register_of(compute(*(halves_of(one, dtype) for one in operands)))
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 INSTRUCTIONS = {
+    "shl.b32": lambda a, b: (a << b) & 0xFFFFFFFF,
     "mov.b32": lambda a: a,
     "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
@@ -108,3 +110,11 @@ def test_codes_of_four_and_two_bits_lie_over_a_number_that_counts_ones(dtype):
     for lane in range(4):
         (found,) = run(widen._of_words(lane, above), registers, 1)
         assert torch.equal(halves_of(found, dtype).float() - ones, ((words >> (4 * lane)) & 0xF).float())
+
+
+@pytest.mark.parametrize("high", [False, True])
+def test_every_e2m1_of_a_byte_is_widened_exactly(high):
+    code = (BYTES >> (4 * high) & 0xF).long()
+    found = of_bytes(widen._of_e2m1(high), torch.bfloat16).float()
+    exact = E2M1[code & 7] * (1 - 2 * (code >> 3))
+    assert torch.equal(found, exact) and torch.equal(found.signbit(), code >= 8)
