@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from membound.roofline.times.kernel_fits import ANY, FAMILIES, OWN_KERNELS, PER_GENERATION, Family, KernelFit
-from membound.roofline.validation.kernel_cases import KernelBatch
+from membound.roofline.validation.kernel_batches import KernelBatch
 
 Floats = NDArray[np.float64]
 Across = Literal["devices", "sources"]

@@ -38,7 +38,8 @@ from membound.roofline.times.device_fits import (
 )
 from membound.roofline.times.fitting import ROW_SCATTER, errors, fit_parameters, prior_parameters
 from membound.roofline.times.kernel_fits import ANY, FAMILIES, Family, KernelFit, find_fit, published_fits
-from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
+from membound.roofline.validation.kernel_batches import KernelBatch, batches
+from membound.roofline.validation.kernel_cases import KernelCase, case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row, Table, read_table
 
 # A time that beats the roofs by this factor, or takes so many times as long as a kernel of such a device, is no time in

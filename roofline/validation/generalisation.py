@@ -17,7 +17,8 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.times.fitting import fit_all
 from membound.roofline.times.kernel_fits import find_fit
 from membound.roofline.times.kernels import Fits
-from membound.roofline.validation.kernel_cases import KernelBatch, KernelCase, batches, case_of
+from membound.roofline.validation.kernel_batches import KernelBatch, batches
+from membound.roofline.validation.kernel_cases import KernelCase, case_of
 from membound.roofline.validation.report import Group, RowResult, kernel_results
 from membound.roofline.validation.tables import read_table
 

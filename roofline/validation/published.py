@@ -15,7 +15,8 @@ from pathlib import Path
 from membound.roofline.errors import MemboundError
 from membound.roofline.times.fitting import fit_all
 from membound.roofline.times.kernel_fits import KernelFit
-from membound.roofline.validation.kernel_cases import KernelCase, batches, case_of
+from membound.roofline.validation.kernel_batches import batches
+from membound.roofline.validation.kernel_cases import KernelCase, case_of
 from membound.roofline.validation.tables import read_table
 
 

@@ -18,6 +18,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.times.device_fits import fits_for
 from membound.roofline.times.kernel_fits import KernelFit, find_fit, spread_on
 from membound.roofline.validation import kernel_cases, statements, step_cases
+from membound.roofline.validation.kernel_batches import batches
 from membound.roofline.validation.speedups import speedup_of
 from membound.roofline.validation.tables import Row, Schema, Table, read_table
 
@@ -218,7 +219,7 @@ def _operators(table: Table) -> list[RowResult]:
         except MemboundError as error:
             refused[row.line] = _refused(row, error)
     results: dict[int, RowResult] = dict(refused)
-    for batch in kernel_cases.batches(cases):
+    for batch in batches(cases):
         try:
             fit = find_fit(fits_for(batch.hardware), batch.hardware, batch.family, batch.kernel, batch.library)
             predictions = list(kernel_results(batch, fit))

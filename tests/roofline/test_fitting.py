@@ -12,7 +12,8 @@ from membound.roofline.hardware.links import hops, link_for
 from membound.roofline.hardware.power import power_share
 from membound.roofline.times.fitting import errors, fit_all, fit_parameters, prior_parameters
 from membound.roofline.times.kernel_fits import ANY, find_fit
-from membound.roofline.validation.kernel_cases import KernelBatch, batches, case_of
+from membound.roofline.validation.kernel_batches import KernelBatch, batches
+from membound.roofline.validation.kernel_cases import case_of
 from membound.roofline.validation.tables import OPERATOR_COLUMNS, Row
 
 TRUE = {

@@ -16,7 +16,7 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.validation.generalisation import leave_out, parts_of
-from membound.roofline.validation.kernel_cases import KernelBatch
+from membound.roofline.validation.kernel_batches import KernelBatch
 from membound.roofline.validation.profiles import UNKNOWN_ENGINE, leave_engines_out, leave_models_out
 from membound.roofline.validation.ratios import RatioGroup, groups, ratios
 from membound.roofline.validation.report import Group, RowResult, ValidationReport, validate_table
