@@ -8,7 +8,7 @@ from typing import Any
 def named(technique: str, parameters: dict[str, Any], drafts: dict[str, Any] | None) -> str:
     """A technique with the parameters that it has been costed with: `eagle (depth 3, tree 3)`."""
     if drafts is None:
-        named = [_said(name, value) for name, value in parameters.items() if value is not None]
+        named = dict.fromkeys(_said(name, value) for name, value in parameters.items() if value is not None)
         return f"{technique} ({', '.join(named)})" if named else technique
     if drafts["off"]:
         return f"{technique} (off)"

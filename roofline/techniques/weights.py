@@ -207,6 +207,10 @@ class WeightQuantization(WeightFormat):
         plan = replace(quantized.precision, plain_first_layers=ends, plain_last_layers=ends)
         return replace(quantized, precision=plan)
 
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return cls() if hardware.kind == "cpu" else cls(format="awq")  # what GPUs' engines read and hubs hold
+
     @property
     def quality(self) -> Quality:
         return of_width(_weight_format(self.format).width, _QUALITY_BY_BITS)

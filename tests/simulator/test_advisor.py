@@ -203,6 +203,23 @@ def test_what_a_model_is_published_in_is_no_move(model, device, left_out, kept):
     assert left_out not in found and kept in found
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "left_out", "kept"),
+    [
+        ("Qwen/Qwen3-8B-FP8", "H100-SXM5", "w8a8", "weight_quantization"),
+        ("Qwen/Qwen3-8B-AWQ", "H100-SXM5", "weight_quantization", "w8a8"),
+    ],
+)
+def test_what_the_name_of_a_checkpoint_tells_is_no_move(name, device, left_out, kept):
+    found = moves(advise(scenario(model=name, hardware=device)))
+    assert left_out not in found and kept in found
+
+
+def test_four_bits_are_advised_as_engines_of_the_device_have_them():
+    technique = moves(advise(scenario()))["weight_quantization"].move.technique
+    assert (technique.format, technique.method) == ("awq", "awq")
+
+
 @pytest.mark.parametrize("concurrency", [1, 16, 128])
 def test_moves_are_ranked_by_their_gains_and_each_has_interval_reason_and_price(concurrency):
     advice = advise(scenario(concurrency))
@@ -259,6 +276,14 @@ def test_a_price_is_a_figure_with_its_source():
     lossy = [one.move.quality for one in advise(scenario()).moves if one.move.quality.rank]
     assert lossy and all(any(map(str.isdigit, quality.note)) and quality.source for quality in lossy)
     assert all(quality.brief and quality.loss > 0.0 for quality in lossy)
+
+
+def test_what_costs_as_much_quality_as_a_smaller_model_stands_behind_what_is_lossless():
+    """Long outputs, whose cache binds: eviction gains the most, and costs a sixth of perplexity."""
+    advice = advise(scenario(256, 512, 16_000, engine={"max_num_seqs": 512, "profile": "vllm"}))
+    order = [one.move.name for one in advice.moves]
+    assert moves(advice)["kv_eviction"].gain > 1.0
+    assert max(order.index(name) for name in ("eagle", "kv_quantization")) < order.index("kv_eviction")
 
 
 def test_what_doubles_perplexity_does_not_stand_before_what_helps_without_and_shows_its_figure():
