@@ -1,6 +1,7 @@
 """What did another tool measure at a server? Its result as a run of ours, with the scenario that it amounts to.
 
-Read are vLLM's `vllm bench serve`, with SGLang's bench_serving, GuideLLM and AIPerf; each has a file of its own here that says what its fields mean.
+Read are vLLM's `vllm bench serve`, with SGLang's bench_serving, GuideLLM and AIPerf; each has a file of its own here
+that says what its fields mean.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def read_results(path: Path) -> list[Result]:
         else:
             raise MemboundError(
                 f"{where} is no result that is known; known are those of `vllm bench serve --save-result`, SGLang's "
-                "bench_serving, GuideLLM's benchmarks.json, and AIPerf's profile_export.jsonl and profile_export_aiperf.json"
+                "bench_serving, GuideLLM's benchmarks.json, and AIPerf's profile_export.jsonl and "
+                "profile_export_aiperf.json"
             )
     if records:
         results.append(aiperf.records(records))
