@@ -18,6 +18,7 @@ from membound.roofline.models import get_model
 from membound.roofline.shape import StepShape
 from membound.roofline.step import step_operators, step_weight_bytes
 from membound.roofline.techniques import EngineSetup, Int8Weights, WeightQuantization, engine_setup
+from membound.roofline.tiles import Tiles
 from membound.roofline.times.known import times_for
 
 PLAIN = EngineSetup()
@@ -35,7 +36,9 @@ def test_a_decode_shape_is_the_sum_of_its_sequences(batch, context):
 
 @given(batch=st.integers(1, 8), tokens=st.integers(2, 2000))
 def test_a_prefill_shape_is_the_sum_of_its_prompts(batch, tokens):
-    assert StepShape.prefill(batch, tokens) == StepShape.of([(0, tokens, 1)] * batch)
+    shape, prompts = StepShape.prefill(batch, tokens), StepShape.of([(0, tokens, 1)] * batch)
+    assert shape.columns() == prompts.columns()
+    np.testing.assert_allclose(shape.tiles_within(None)[1:], prompts.tiles_within(None)[1:], rtol=1e-12)
 
 
 @given(parts=SEQUENCES)
@@ -47,7 +50,9 @@ def test_attended_pairs_are_those_of_a_causal_mask(parts):
 @given(parts=st.lists(SEQUENCES, min_size=2, max_size=5))
 def test_many_steps_cost_in_one_call_what_they_cost_one_by_one(parts):
     shapes = [StepShape.of(part) for part in parts]
-    together = StepShape(*(np.array([getattr(s, name) for s in shapes]) for name in StepShape.__dataclass_fields__))
+    amounts = (np.array([getattr(s, name) for s in shapes]) for name in shapes[0].columns())
+    tiles = Tiles(None, *np.array([s.tiles_within(None)[1:] for s in shapes]).T)
+    together = replace(StepShape(*amounts), tiles=(tiles,))
     times_s = [float(step_cost(LLAMA, PLAIN, H100, shape).time_s) for shape in shapes]
     np.testing.assert_allclose(step_cost(LLAMA, PLAIN, H100, together).time_s, times_s, rtol=1e-9)
 
