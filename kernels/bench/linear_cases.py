@@ -77,7 +77,7 @@ def _half(inputs: Inputs, m: int, shape: Shape) -> Trial:
         return [product(y, linear_half_reference(x, weight))]
 
     beside = {"cuBLAS": partial(peers.dense, x, n)}
-    return Trial(lambda: linear_half(x, weight), compare, weight_only_bytes(m, weight), 2 * m * n * k, peers=beside)
+    return Trial(lambda: linear_half(x, weight), compare, weight.nbytes + 2 * m * (n + k), 2 * m * n * k, peers=beside)
 
 
 def _w4a8(inputs: Inputs, m: int, shape: Shape, group: int, *, symmetric: bool) -> Trial:

@@ -224,8 +224,10 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]
-    long = dict(steps=pairs, shortest=max(1, 256 // weight.group), splits=splits)
-    return with_split_k(x, n, x.dtype, tiles=tiles, start=start, at_once=config.at_once, **long)
+    shortest = max(1, 256 // weight.group)
+    return with_split_k(
+        x, n, x.dtype, tiles=tiles, steps=pairs, shortest=shortest, splits=splits, start=start, at_once=config.at_once
+    )
 
 
 def linear_int4_reference(x: Tensor, weight: Int4Weight) -> Tensor:

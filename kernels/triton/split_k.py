@@ -24,9 +24,9 @@ MOST_PART_ROWS = 512
 
 
 class Start(Protocol):
-    """Launches programs (tile of n, tile of m, split) that write `out`, or `parts` and then `out`."""
+    """Launches programs (tile of n, tile of m, split) that write what a kernel names `out`, `parts` and `done`."""
 
-    def __call__(self, grid: tuple[int, int, int], out: Tensor, parts: Tensor | None, done: Tensor | None) -> None: ...
+    def __call__(self, grid: tuple[int, int, int], *outputs: Tensor | None) -> None: ...
 
 
 @triton.jit
