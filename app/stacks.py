@@ -21,7 +21,7 @@ from membound.simulator.load import Lengths, Load
 from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
 from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
 from membound.simulator.steady import Steady
-from membound.simulator.sweeping.sweep import Workers
+from membound.simulator.workers import Workers
 
 
 def parse_techniques(documents: Iterable[Mapping[str, Any]]) -> list[Technique]:

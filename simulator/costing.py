@@ -25,7 +25,7 @@ from membound.simulator.deployment import deployment_of
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.load import Load
 from membound.simulator.steady import Steady, refuse_what_only_runs_show
-from membound.simulator.sweeping.sweep import Workers
+from membound.simulator.workers import Workers
 
 
 class Served(NamedTuple):

@@ -25,7 +25,8 @@ from membound.roofline.reading.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from membound.roofline.techniques import GainMetric
-    from membound.simulator.sweeping.sweep import Swept, Workers
+    from membound.simulator.sweeping.sweep import Swept
+    from membound.simulator.workers import Workers
 
 MetricOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="what a gain is of: tpot_s or output_tokens_per_s")
@@ -302,7 +303,7 @@ def _metric(name: str | None) -> GainMetric | None:
 
 
 def _workers(backend: str, jobs: int | None, address: str | None) -> Workers:
-    from membound.simulator.sweeping.sweep import BACKENDS, Workers
+    from membound.simulator.workers import BACKENDS, Workers
 
     for known in BACKENDS:
         if known == backend:

@@ -33,7 +33,7 @@ class Technique(Part):
     The plain engine has a `usual` technique by itself, as every engine of today does; it is compared with the engine
     that `remove` leaves. One that `sets_weights` takes the place of the formats in which the model is published, and
     one that `needs_batch` is without meaning at a batch of one. It `attacks` bounds that it makes smaller, or whose
-    time it uses more than once; one that attacks none says in `works_by` where its gain is from. `meant_by` are the
+    time it uses more than once; one that attacks none may say in `works_by` where its gain is from. `meant_by` are the
     names that papers and engines have for it, without hyphens and underscores, and the fields that they stand for.
     """
 

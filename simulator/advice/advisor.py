@@ -28,7 +28,7 @@ from membound.simulator.deployment import check_context, deployment_of
 from membound.simulator.load import Load
 from membound.simulator.stacking.stacking import closed_loop, engine_said
 from membound.simulator.steady import Steady, load_of, refuse_what_only_runs_show
-from membound.simulator.sweeping.sweep import Workers
+from membound.simulator.workers import Workers
 
 # A gain below this is not worth a line of what not to combine.
 NOTICEABLE = 1.02

@@ -39,7 +39,7 @@ from membound.simulator.planning.sensitivity import (
     sensitivity_of,
 )
 from membound.simulator.planning.verdict import Missed
-from membound.simulator.sweeping.sweep import Workers
+from membound.simulator.workers import Workers
 
 PRECISIONS = ("given", "8bit", "4bit")
 Progress = Callable[[float, str], None]

@@ -30,7 +30,7 @@ from membound.simulator.load import Lengths, Load
 from membound.simulator.scheduling.build import batching_of
 from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, StackStep
 from membound.simulator.steady import Steady, load_of
-from membound.simulator.sweeping.sweep import Workers
+from membound.simulator.workers import Workers
 
 # 2^k subsets are simulated for stacks of up to so many techniques; closed forms take more (MOST_FACTORIAL).
 MOST_SIMULATED = 6

@@ -28,7 +28,13 @@ SPEAKERS = [
     *(ROOT / "runtime" / "calibration" / name for name in ("calibrate.py", "passes.py")),
     *(
         ROOT / "simulator" / name
-        for name in ("planning/planner.py", "planning/most.py", "stacking/stacking.py", "sweeping/sweep.py")
+        for name in (
+            "planning/planner.py",
+            "planning/most.py",
+            "stacking/stacking.py",
+            "sweeping/sweep.py",
+            "workers.py",
+        )
     ),
 ]
 # what refuses a technique on a card, in a stack or among the advisor's moves

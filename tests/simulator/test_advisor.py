@@ -18,7 +18,7 @@ from membound.simulator.advice.advisor import Advice, Advised, advise, to_json
 from membound.simulator.advice.rules import RULES, SMALL_MODEL_PARAMS
 from membound.simulator.advice.situation import ridge_tokens
 from membound.simulator.deployment import deployment_of
-from membound.simulator.sweeping.sweep import Workers
+from membound.simulator.workers import Workers
 
 
 def scenario(concurrency: int = 1, prompt: int = 512, output: int = 128, **changes: Any) -> Scenario:

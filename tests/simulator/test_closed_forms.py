@@ -22,7 +22,8 @@ from membound.simulator.run import run
 from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.stacking.stacking import stack
 from membound.simulator.steady import Steady, load_of
-from membound.simulator.sweeping.sweep import Workers, predicted
+from membound.simulator.sweeping.sweep import predicted
+from membound.simulator.workers import Workers
 
 CONTINUOUS = ("continuous_batching",)
 

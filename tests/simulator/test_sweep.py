@@ -16,7 +16,8 @@ from membound.roofline.hardware import get_hardware
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run
 from membound.simulator.sweeping.axes import at
-from membound.simulator.sweeping.sweep import Workers, flat, grid, parse_axis, predicted, sweep, to_json
+from membound.simulator.sweeping.sweep import flat, grid, parse_axis, predicted, sweep, to_json
+from membound.simulator.workers import Workers
 
 
 def scenario(**changes: Any) -> Scenario:
