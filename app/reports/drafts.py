@@ -39,7 +39,8 @@ def drafting(found: dict[str, Any]) -> str:
     decay = f", decay {found['decay']:.2f}" if found["decay"] not in (None, 1.0) else ""
     hits = f", hit_rate {found['hit_rate']:.2f}" if found["hit_rate"] < 1.0 else ""
     doubt = f" (±{found['acceptance_error']:.0%})" if found["acceptance_error"] else ""
+    tree = f"; vLLM has a tree only where {found['asked_by']} is given, else a chain" if "asked_by" in found else ""
     return (
         f"{name}: {size}{chosen}{draft}; alpha {found['alpha']:.2f}{decay}{hits} ({found['alpha_from']}) give "
-        f"{found['tokens_per_step']:.2f} tokens a step{doubt}"
+        f"{found['tokens_per_step']:.2f} tokens a step{doubt}{tree}"
     )

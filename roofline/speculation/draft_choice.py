@@ -23,8 +23,12 @@ from membound.roofline.speculation.draft_models import draft_model
 from membound.roofline.speculation.published import acceptance_for
 from membound.roofline.speculation.steps import Speculation, speculation_of
 from membound.roofline.techniques import ModelDrafts, Size, Speculative, Technique
+from membound.roofline.times.engines import get_profile
 from membound.roofline.times.known import times_for
 from membound.roofline.times.operator import Times
+
+# The setting without which vLLM verifies chains alone (pull request 20401 added trees; issue 18327 is still open).
+TREES_OF_VLLM = "speculative_token_tree"
 
 # Of the sizes that tables hold for the best so many are costed alone where caches make the tables coarse.
 FINALISTS = 3
@@ -69,6 +73,8 @@ def drafting_of(technique: Speculative, speculation: Speculation, scenario: Scen
     said: dict[str, Any] = {"technique": technique.name, "off": False, "chosen": chosen, "depth": drafts.gamma}
     if drafts.nodes is not None:
         said["tree_size"] = drafts.nodes
+        if drafts.nodes > drafts.gamma and get_profile(scenario.engine.profile).library == "vllm":
+            said["asked_by"] = TREES_OF_VLLM
     said["replayed"] = _replayed(technique, scenario)
     said |= {"alpha": drafts.alpha, "decay": drafts.decay, "hit_rate": drafts.hit_rate}
     if isinstance(drafts, ModelDrafts):

@@ -101,6 +101,15 @@ def test_advise(asked: str) -> None:
     assert words.index("first: ") < words.index("moves by gain")
 
 
+@pytest.mark.parametrize(
+    ("profile", "size", "asks"), [("vllm", (4, 16), True), ("vllm", (4, 4), False), ("sglang", (4, 16), False)]
+)
+def test_a_tree_that_vllm_has_if_asked_says_so(asked: str, profile: str, size: tuple[int, int], asks: bool) -> None:
+    given = f"techniques=[continuous_batching, {{name: eagle, depth: {size[0]}, tree_size: {size[1]}}}]"
+    words = shown("stack", asked, "--set", given, "--set", f"engine.profile={profile}")
+    assert ("speculative_token_tree" in words) == asks
+
+
 def test_advice_forbids_no_pair_that_gains_more_than_either_alone(asked: str) -> None:
     found = document("advise", asked, "--set", "techniques=[continuous_batching]")
     gains = {one["move"]: one["gain"] for one in found["moves"]}
