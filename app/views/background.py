@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import streamlit as st
@@ -28,7 +29,8 @@ PROCESSES, IDLE_S = 2, 600
 KEPT = 1000
 HEIGHT = 420
 KILLED = "the process that computes this was ended from outside, or ran out of memory; reload the page"
-Answer = TypeVar("Answer")
+Answer, Thing = TypeVar("Answer"), TypeVar("Thing")
+_NONE: Any = object()
 
 
 def ask(key: object, function: Callable[..., Answer], *arguments: object) -> Future[Answer]:
@@ -61,6 +63,16 @@ def answer(future: Future[Answer], key: str, *, wait_s: float | None = None, hei
         st.skeleton(height)
         st.fragment(_watch, run_every=POLL_S, key=f"watch_{key}")(future)
         return None
+
+
+def parts_of(things: Sequence[Thing]) -> list[Sequence[Thing]]:
+    """As many parts as there are processes to compute them, each with every so many-th thing: neighbours cost alike."""
+    return [things[first::PROCESSES] for first in range(min(PROCESSES, len(things)))]
+
+
+def in_order(parts: Iterable[Sequence[Thing]]) -> list[Thing]:
+    """The things of such parts as they stood before."""
+    return [thing for each in zip_longest(*parts, fillvalue=_NONE) for thing in each if thing is not _NONE]
 
 
 def answers(futures: Iterable[Future[Answer]], key: str) -> list[Answer] | None:

@@ -22,4 +22,8 @@ def form(t: Translate) -> Iterator[Callable[[str], None]]:
         with st.container(key="form_line", horizontal=True, vertical_alignment="center", gap="small"):
             held = st.container(width="stretch")
             st.toggle(t("form.change"), key="form_open", on_change="ignore")
-        yield lambda words: held.markdown(text.plain(words))
+
+        def holds(words: str) -> None:
+            held.markdown(text.plain(words))
+
+        yield holds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import zip_longest
 
 import pandas as pd
 import streamlit as st
@@ -53,7 +52,7 @@ def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Trans
     parts = background.answers(_asked(choice, axis, drafts, names), "techniques_sweep")
     if parts is None:
         return
-    found = [effects for each in zip_longest(*parts) for effects in each if effects is not None]
+    found = background.in_order(parts)
     curves = {name: _curve(choice, name, xs, [effects[name] for effects in found], t) for name in names}
     drawn = {name: curve for name, curve in curves.items() if curve.xs}
     if axis == "batch":
@@ -93,13 +92,9 @@ def ask_ahead(choice: EngineChoice) -> None:
 
 
 def _asked(choice: EngineChoice, axis: str, drafts: str, names: list[str]) -> list[Future[list[dict[str, Effect]]]]:
-    """Every other point, and those between them: as many parts as there are processes that compute."""
-    points = choice.over(axis)
     asked = (choice.sweep_key(axis), tuple(names), drafts)
-    return [
-        background.ask((*asked, first), swept, points[first :: background.PROCESSES], names, drafts == "fixed")
-        for first in range(min(background.PROCESSES, len(points)))
-    ]
+    parts = background.parts_of(choice.over(axis))
+    return [background.ask((*asked, at), swept, part, names, drafts == "fixed") for at, part in enumerate(parts)]
 
 
 def _usual(choice: EngineChoice) -> list[str]:

@@ -62,7 +62,7 @@ def page() -> None:
 
 def _effects(choice: EngineChoice) -> dict[str, Effect] | None:
     """What each technique does alone; None while that is computed, in as many parts as there are processes for it."""
-    parts = [tuple(TECHNIQUES)[first :: background.PROCESSES] for first in range(background.PROCESSES)]
+    parts = background.parts_of(tuple(TECHNIQUES))
     asked = [background.ask((choice.effects_key, part), effects_of, choice, part) for part in parts]
     ask_ahead(choice)
     found = background.answers(asked, "techniques")

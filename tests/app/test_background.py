@@ -41,6 +41,22 @@ def test_a_sweep_is_the_same_question_at_each_of_its_points_and_for_each_metric(
     assert LLAMA.effects_key != other.effects_key and LLAMA.key != replace(LLAMA, metric="output_tokens_per_s").key
 
 
+@pytest.mark.parametrize("many", range(12))
+def test_what_is_asked_in_parts_comes_back_in_its_order_and_in_no_more_parts_than_are_computed_at_once(
+    many: int,
+) -> None:
+    parts = background.parts_of(range(many))
+    assert background.in_order(parts) == list(range(many)) and len(parts) == min(many, background.PROCESSES)
+    assert max(map(len, parts), default=0) - min(map(len, parts), default=0) <= 1
+
+
+def test_parts_are_waited_for_together() -> None:
+    futures: list[Future[int]] = [Future(), Future()]
+    for at, future in enumerate(futures):
+        future.set_result(at)
+    assert background.answers(futures, "parts") == [0, 1]
+
+
 def test_what_cannot_be_is_refused_with_its_sentence() -> None:
     unknown = LLAMA.having(("w8a8", "weight_quantization"))
     with pytest.raises(MemboundError, match="weights cannot be"):
