@@ -251,10 +251,13 @@ class CudaCapture:
     def __call__(self, run: Replay) -> Replay:
         with torch.cuda.device(self._device):
             warmed_up(run, self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Threads that fetch experts or blocks may allocate meanwhile, which is none of this capture's business.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = run()
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                # Threads that fetch experts or blocks may allocate meanwhile, which is none of this capture's business.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    outputs = run()
+            finally:
+                torch.cuda.set_stream(current)  # else what follows a capture that fails would run on its stream
         self._pool = graph.pool()
 
         def replay() -> Tensor:
@@ -304,6 +307,8 @@ def decode_graphs(
     if len(queries) > 1:
         most = f"{queries[-1] - 1} drafts" if drafting is None else f"{queries[-1]} tokens"
         note = f"{note}, each also with up to {most} a sequence"
+    if buckets[-1] * queries[-1] > LARGEST_STEP:
+        note = f"{note}, in steps of up to {LARGEST_STEP} tokens"
     return graphs, note
 
 

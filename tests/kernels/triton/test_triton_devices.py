@@ -60,7 +60,7 @@ def test_a_kernel_starts_on_the_device_of_its_arguments(monkeypatch, current, st
 @pytest.fixture
 def gpu(monkeypatch):
     """A CUDA runtime that lists what it is asked for."""
-    asked = SimpleNamespace(mode=0, captures=[], streams=0)
+    asked = SimpleNamespace(mode=0, captures=[], streams=0, broken=False, stream="before")
 
     class Stream:
         def __init__(self):
@@ -79,12 +79,18 @@ def gpu(monkeypatch):
     @contextmanager
     def graph(one, pool, capture_error_mode):
         asked.captures.append((pool, capture_error_mode))
+        asked.stream = "of the capture"
         yield
+        if asked.broken:  # torch goes back to the stream before behind the end of the capture, which raises
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def set_mode(mode):
         asked.mode = mode
 
-    fakes = dict(Stream=Stream, CUDAGraph=Graph, graph=graph, current_stream=Stream)
+    def set_stream(stream):
+        asked.stream = "before"
+
+    fakes = dict(Stream=Stream, CUDAGraph=Graph, graph=graph, current_stream=Stream, set_stream=set_stream)
     fakes |= dict(get_sync_debug_mode=lambda: asked.mode, set_sync_debug_mode=set_mode)
     fakes |= dict.fromkeys(("device", "stream"), lambda _: nullcontext())
     for name, value in fakes.items():
@@ -106,13 +112,20 @@ def test_what_waits_for_the_gpu_is_found_before_a_capture_begins(gpu):
     assert gpu.captures == [] and gpu.mode == 0
 
 
+def test_what_follows_a_capture_that_fails_runs_where_it_would_have_run(gpu):
+    gpu.broken = True
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaCapture(torch.device("cuda"))(lambda: torch.zeros(1))
+    assert gpu.stream == "before"
+
+
 def test_graphs_share_a_pool_and_their_warm_ups_a_stream(gpu):
     """Each stream keeps what its warm-up took: with one for each graph that is the memory of all of them."""
     capture, calls = CudaCapture(torch.device("cuda")), []
     made = gpu.streams
     replays = [capture(lambda: calls.append(1) or torch.ones(2)) for _ in range(3)]
     assert gpu.captures == [(None, "thread_local"), ("pool", "thread_local"), ("pool", "thread_local")]
-    assert len(calls) == 9 and gpu.streams - made == 3  # what `current_stream` returns here, once a capture
+    assert len(calls) == 9 and gpu.streams - made == 6  # what `current_stream` returns here, twice a capture
     assert torch.equal(replays[1](), torch.ones(2)) and gpu.captures[-1] == "replayed"
 
 
