@@ -103,7 +103,9 @@ def _averages(given: Fields) -> Averages:
         int(lost),
         given.number("total_input_tokens") / max(completed, 1),
         given.number("total_output_tokens", "total_output") / max(completed, 1),
-        *(_distribution(given, metric) for metric in ("ttft", "tpot", "itl")),
+        ttft_s=_distribution(given, "ttft"),
+        tpot_s=_distribution(given, "tpot"),
+        itl_s=_distribution(given, "itl"),
         e2e_s=_distribution(given, "e2el" if given.has("mean_e2el_ms") else "e2e_latency"),
     )
 
