@@ -18,7 +18,7 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.times.device_fits import fits_for
 from membound.roofline.times.kernel_fits import KernelFit, find_fit, spread_on
 from membound.roofline.validation import kernel_cases, statements, step_cases
-from membound.roofline.validation.kernel_batches import batches
+from membound.roofline.validation.kernel_batches import KernelBatch, batches
 from membound.roofline.validation.speedups import speedup_of
 from membound.roofline.validation.tables import Row, Schema, Table, read_table
 
@@ -229,7 +229,7 @@ def _operators(table: Table) -> list[RowResult]:
     return [results[row.line] for row in table.rows]
 
 
-def kernel_results(batch: kernel_cases.KernelBatch, fit: KernelFit) -> Iterable[RowResult]:
+def kernel_results(batch: KernelBatch, fit: KernelFit) -> Iterable[RowResult]:
     """The rows of a batch under one fit."""
     seconds, bound = batch.predict(fit.parameters), batch.bound_s()
     for case, predicted_s, bound_s in zip(batch.cases, seconds, bound, strict=True):
