@@ -47,8 +47,9 @@ def linear_half_kernel(x, data, out, parts, done, rows, columns, k_size, x_strid
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is faster than the library for such a product."""
-    return x.shape[0] <= MOST_TOKENS and weight.shape[0] <= MOST_ROWS and x.dtype == weight.dtype in check.HALVES
+    """Whether this kernel reads them, and is faster than the library for such a product."""
+    few = x.dim() == 2 and x.shape[0] <= MOST_TOKENS and weight.shape[0] <= MOST_ROWS
+    return few and x.dtype == weight.dtype in check.HALVES and x.stride(1) == 1 and weight.is_contiguous()
 
 
 def linear_half(x: Tensor, weight: Tensor, *, splits: int | None = None, config: Config | None = None) -> Tensor:

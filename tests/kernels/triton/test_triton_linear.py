@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from membound.kernels.base import PackedWeight  # noqa: E402
 from membound.kernels.gpu import TritonKernels  # noqa: E402
 from membound.kernels.triton import last, widen  # noqa: E402
 from membound.kernels.triton.launch import Config, recording  # noqa: E402
@@ -111,7 +112,11 @@ def test_a_few_tokens_times_a_narrow_matrix_take_the_own_kernel_and_others_the_l
     with recording(REFERENCE_MACHINES["sm90"]) as record:
         for m, n in ((1, 64), (MOST_TOKENS, 64), (MOST_TOKENS + 1, 64), (1, MOST_ROWS + 1)):
             weight = kernels.pack(torch.zeros(n, 32, device=device), "bf16")
-            kernels.linear(torch.zeros(m, 32, dtype=torch.bfloat16, device=device), weight)
+            x = torch.zeros(m, 32, dtype=torch.bfloat16, device=device)
+            kernels.linear(x, weight)
+            kernels.linear(x[None], weight)
+            kernels.linear(x.repeat(1, 2)[:, ::2], weight)
+            kernels.linear(x, PackedWeight("bf16", weight.data.repeat(1, 2)[:, :32]))
     assert [(launch.name, launch.arguments[0].shape[0]) for launch in record.launches] == [
         ("linear_half_kernel", 1),
         ("linear_half_kernel", MOST_TOKENS),
