@@ -115,8 +115,14 @@ def repeat(
 
 
 def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, allowed_s: float) -> None:
-    """Says in which state of memory passes count, and for `allowed_s` repeats what lacks passes in it."""
-    state = _commonest([rates for part in parts for rates in part.rates])
+    """Says in which state of memory passes count, and for `allowed_s` repeats what lacks passes in it.
+
+    Where most passes were in no common one, other programs disturb memory all the time, and all passes count.
+    """
+    all_rates = [rates for part in parts for rates in part.rates]
+    state = max((before for before, _ in all_rates), key=lambda rate: _passes_at(rate, all_rates))
+    if 2 * _passes_at(state, all_rates) < len(all_rates):
+        return
     for part in parts:
         part.state = state
     end_s = time.perf_counter() + allowed_s
@@ -130,13 +136,9 @@ def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, allow
             _measure(part, text, 1, 1, progress, watch)
 
 
-def _commonest(rates: Sequence[tuple[float, float]]) -> float:
-    """The rate before a pass that most passes began and ended with."""
-
-    def passes_at(rate: float) -> int:
-        return sum(one_state(rate, before) and one_state(rate, after) for before, after in rates)
-
-    return max((before for before, _ in rates), key=passes_at)
+def _passes_at(rate: float, rates: Sequence[tuple[float, float]]) -> int:
+    """Passes that began and ended while memory gave so many bytes/s."""
+    return sum(one_state(rate, before) and one_state(rate, after) for before, after in rates)
 
 
 def _lacking(part: Part) -> bool:

@@ -164,6 +164,13 @@ def test_a_state_that_does_not_come_back_is_waited_for_no_longer_than_allowed_an
     assert repeated.difference == pytest.approx(0.1)  # of the passes that there are
 
 
+def test_memory_that_others_disturb_all_the_time_has_no_state_to_wait_for() -> None:
+    watch = FakeWatch(4.0, 9.0, 12.0, 3.0, 50.0, 20.0, 7.0, 30.0)
+    repeated = repeat([_part(1.0, 1.1), _part(1.0, 1.0)], _silent, watch)
+    assert watch.waited_for == [] and repeated.memory_rate is None and repeated.unsettled == ()
+    assert repeated.difference == pytest.approx(0.1)
+
+
 def test_memory_is_watched_with_reads_that_take_as_long_as_their_bytes() -> None:
     watch = MemoryWatch(buffer_bytes=16 * MIB)
     assert 1e8 < watch.rate() < 1e13
