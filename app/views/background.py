@@ -29,7 +29,8 @@ PROCESSES, IDLE_S = 2, 600
 KEPT = 1000
 HEIGHT = 420
 KILLED = "the process that computes this was ended from outside, or ran out of memory; reload the page"
-Answer, Thing = TypeVar("Answer"), TypeVar("Thing")
+Answer = TypeVar("Answer")
+Thing = TypeVar("Thing")
 _NONE: Any = object()
 
 
@@ -77,7 +78,7 @@ def in_order(parts: Iterable[Sequence[Thing]]) -> list[Thing]:
 
 def answers(futures: Iterable[Future[Answer]], key: str) -> list[Answer] | None:
     """The same of an answer that was asked in parts; None while one of them is not there yet."""
-    found = []
+    found: list[Answer] = []
     for future in futures:
         part = answer(future, key)
         if part is None:

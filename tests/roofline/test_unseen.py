@@ -18,9 +18,7 @@ OLD_BUILDS = (
     "spaces reach half the rate that the profile gives them"
 )
 H20 = "a third of the bandwidth that an H20 has is reached there with weights in bf16, 1.4 of 4 TB/s; why is not known"
-FEW = (
-    "18 kernels of four teams, of which FlashAttention-3 with pages of 8 tokens takes 1.5 times as long as with large"
-)
+FEW = "18 kernels of four teams, of which FlashAttention-3 with pages of 8 tokens takes 1.5 times as long as with large"
 
 
 def tables(**missed: str):
