@@ -154,9 +154,9 @@ def test_what_nobody_measured_is_inherited_and_says_so() -> None:
     assert sum(kernel.share for kernel in origin.kernels) == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_device_of_an_unmeasured_generation_inherits_from_its_kind_of_memory() -> None:
+def test_a_device_of_an_unmeasured_generation_inherits_from_its_makers_with_its_kind_of_memory() -> None:
     origin = point(hardware=get_hardware("MI210")).origin
-    assert origin.kind == "inherited" and origin.inherited_from[0] == "HBM"
+    assert origin.kind == "inherited" and origin.inherited_from[0] == "AMD HBM"
     assert {kernel.level for kernel in origin.kernels} <= {"memory", "any"}
 
 

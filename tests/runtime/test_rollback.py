@@ -185,7 +185,7 @@ def test_the_engine_drafts_for_a_recurrent_model(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("technique", "sentence"),
     [
-        ({"name": "medusa", "tree_size": 8}, "medusa drafts are trees, or read what the model computes: take ngram or"),
+        ({"name": "medusa", "tree_size": 8}, "medusa drafts are trees, or read what the model computes: take ngram_"),
         ({"name": "self_speculation", "layers": 1}, "self drafts are trees, or read what the model computes"),
         ({"name": "draft_model_speculation", "format": "int8"}, "keeps a recurrent state, from which what it wrote"),
     ],
