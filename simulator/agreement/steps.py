@@ -156,14 +156,18 @@ def marlin_kernel_gain(batch: int) -> float:
 
 def marlin() -> list[Case]:
     source = "Frantar et al., arXiv 2408.11743, figure 1 and table 2; A1-02, A1-41, A1-42"
+    between_roofs = (
+        "the fp16 product is near both of its roofs there and the packed one near that of computing, so that the ratio "
+        "hangs on how close kernels of small Ampere cards come to it, which few published ones tell"
+    )
     kernel = [
         Case(
             f"marlin-kernel-b{batch}", f"int4 kernel, m = {batch}", "fp16 product",
             "72k x 18k matrix on A10, groups of 128", source, Range.of(published), "closed form",
             lambda slower, batch=batch: marlin_kernel_gain(batch) / slower,  # type: ignore[misc]
-            times("A10", "kernels").relative_error, within=1.25,
+            times("A10", "kernels").relative_error, within=1.25, why=why,
         )
-        for batch, published in ((1, 3.87), (16, 3.87), (128, 1.5))
+        for batch, published, why in ((1, 3.87, ""), (16, 3.87, ""), (128, 1.5, between_roofs))
     ]  # fmt: skip
     runs = {
         "7b": (
