@@ -48,8 +48,7 @@ class Part:
 
     def difference(self) -> float:
         """The relative difference of the two passes that are most alike, as the median over their values."""
-        pairs = combinations(self._counted(), 2)
-        return min(float(np.nanmedian(np.maximum(a, b) / np.minimum(a, b))) - 1 for a, b in pairs)
+        return _difference(self._counted())
 
     def typical(self) -> Values:
         """Each value's mean over the passes, without those that were disturbed: a fifth above the least or more."""
@@ -69,9 +68,9 @@ class Part:
         return self.state is None or all(one_state(rate, self.state) for rate in rates)
 
     def _counted(self) -> list[Values]:
-        """Those in the state, or all where two of these could not be had."""
+        """Those in the state, or all where two of these could not be had or are not alike."""
         within = self.in_state()
-        return within if len(within) >= PASSES else self.passes
+        return within if len(within) >= PASSES and _difference(within) <= TOLERANCE else self.passes
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,8 @@ def repeat(
     for attempt in range(PASSES, TRIES + 1):
         for part in parts:
             if part.difference() > TOLERANCE:
+                if watch is not None and part.state is not None:
+                    watch.settled(part.state, PATIENCE_S)
                 text = f"{part.name} again, attempt {attempt} of {TRIES}"
                 _measure(part, text, total, total, progress, watch)
     worst = max(parts, key=lambda part: part.difference())
@@ -139,6 +140,11 @@ def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, allow
 def _passes_at(rate: float, rates: Sequence[tuple[float, float]]) -> int:
     """Passes that began and ended while memory gave so many bytes/s."""
     return sum(one_state(rate, before) and one_state(rate, after) for before, after in rates)
+
+
+def _difference(passes: Sequence[Values]) -> float:
+    pairs = combinations(passes, 2)
+    return min(float(np.nanmedian(np.maximum(a, b) / np.minimum(a, b))) - 1 for a, b in pairs)
 
 
 def _lacking(part: Part) -> bool:

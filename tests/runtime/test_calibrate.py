@@ -164,6 +164,14 @@ def test_a_state_that_does_not_come_back_is_waited_for_no_longer_than_allowed_an
     assert repeated.difference == pytest.approx(0.1)  # of the passes that there are
 
 
+def test_a_part_that_repeats_in_another_state_alone_is_taken_from_there() -> None:
+    fickle, steady = _part(1.0, 1.4, 1.43), _part(1.0, 1.0)
+    watch = FakeWatch(35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 65.0)
+    repeated = repeat([fickle, steady], _silent, watch)
+    assert repeated.difference == pytest.approx(1.43 / 1.4 - 1)
+    assert watch.waited_for == [35.0], "it is waited for before the part is measured again"
+
+
 def test_memory_that_others_disturb_all_the_time_has_no_state_to_wait_for() -> None:
     watch = FakeWatch(4.0, 9.0, 12.0, 3.0, 50.0, 20.0, 7.0, 30.0)
     repeated = repeat([_part(1.0, 1.1), _part(1.0, 1.0)], _silent, watch)
