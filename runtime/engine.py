@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -130,10 +129,8 @@ class Runtime:
 
         Returns the seconds that it waited.
         """
-        start_s = time.perf_counter()
-        if (watch := self._watch_of(hardware)) is not None:
-            watch.settled(_watched(hardware), patience_s)
-        return time.perf_counter() - start_s
+        watch = self._watch_of(hardware)
+        return 0.0 if watch is None else watch.settled(_watched(hardware), patience_s)
 
     def _watch_of(self, hardware: HardwareSpec) -> MemoryWatch | None:
         if not _watched(hardware) or not (self._watch or watchable(self.device)):

@@ -35,11 +35,11 @@ class MemoryWatch:
         return median(self._read() for _ in range(READS))
 
     def settled(self, expected: float, patience_s: float) -> float:
-        """Waits up to `patience_s` until memory gives the `expected` bytes/s; returns what it gives."""
-        end_s = time.perf_counter() + patience_s
-        while not one_state(rate := self.rate(), expected) and time.perf_counter() < end_s:
+        """Waits up to `patience_s` until memory gives the `expected` bytes/s; returns the seconds that it waited."""
+        start_s = time.perf_counter()
+        while not one_state(self.rate(), expected) and time.perf_counter() - start_s < patience_s:
             time.sleep(PAUSE_S)
-        return rate
+        return time.perf_counter() - start_s
 
     def _read(self) -> float:
         part = self._parts[self._next]
