@@ -66,16 +66,16 @@ def chats(folder: Path, seed: int, **values: object) -> Scenario:
     return chosen
 
 
-def children() -> list[int]:
-    """The living children of this process."""
-    found = []
+def children() -> set[int]:
+    """The living children of this process; tests before may have left pools that end whenever they are idle."""
+    found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         if parent == os.getpid() and process_born(int(stat.parent.name)):
-            found.append(int(stat.parent.name))
+            found.add(int(stat.parent.name))
     return found
 
 
@@ -96,7 +96,7 @@ def test_hundreds_of_requests_under_everything_at_once(runtime: Runtime, referen
         assert result.summary.completed == result.summary.requests
         assert result.outputs == runtime.run(chats(folder, seed), H100).outputs
     assert resident_bytes() - resident < MOST_GROWTH_BYTES
-    assert children() == before
+    assert not children() - before
 
 
 class Breaks:
@@ -122,7 +122,7 @@ def test_runs_that_break_off_leave_nothing_to_the_next(runtime: Runtime, referen
             runtime.run(chats(folder, 5, techniques=DRAFTING), H100, wrap=lambda inner, at=at: Breaks(inner, at))
     assert runtime.run(chats(folder, 5), H100).outputs == expected
     assert resident_bytes() - resident < MOST_GROWTH_BYTES
-    assert children() == before
+    assert not children() - before
 
 
 def test_a_thousand_users_at_once_are_all_served(runtime: Runtime, reference: Path) -> None:
@@ -150,6 +150,6 @@ def test_processes_end_with_what_they_served(reference: Path) -> None:
     few = {"workload.requests": 6}
     alone = runtime.run(chats(folder, 7, **few), H100).outputs
     assert runtime.run(chats(folder, 7, **few, **{"parallel.tp": 2}), H100).outputs == alone
-    assert len(children()) == len(before) + 1
+    assert len(children() - before) == 1
     runtime.close()
-    assert children() == before
+    assert not children() - before
