@@ -13,12 +13,13 @@ from membound.kernels.bench.attention_cases import CASES as ATTENTION
 from membound.kernels.bench.latent_cases import CASES as LATENT
 from membound.kernels.bench.linear_cases import CASES as LINEAR
 from membound.kernels.bench.moe_cases import CASES as MOE
+from membound.kernels.bench.overlap_cases import CASES as OVERLAP
 from membound.kernels.bench.pointwise_cases import CASES as POINTWISE
 from membound.kernels.bench.state_cases import CASES as STATE
 from membound.kernels.bench.trial import Case, Inputs, poisoned
 from membound.kernels.bench.workers import answers, command_of
 
-CASES: tuple[Case, ...] = (*ATTENTION, *LATENT, *LINEAR, *MOE, *POINTWISE, *STATE)
+CASES: tuple[Case, ...] = (*ATTENTION, *LATENT, *LINEAR, *MOE, *POINTWISE, *STATE, *OVERLAP)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from membound.kernels.triton.attend import attend, load_rows, normalized, nothin
 from membound.kernels.triton.kv_blocks import BITS, KvBlocks
 from membound.kernels.triton.last import MOST_RESULTS, counters_of, ends_last
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.scores import check_scores, shares
 
 # Rows of parts that one program combines in less time than a launch takes: a quarter of a megabyte from the cache.
@@ -31,12 +32,13 @@ def decode_attention_kernel(q, out, partial, log_sum, done, k, v, scales, table,
                             softcap, window, table_stride, k_stride, v_stride,
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
-                            SHORTEST: tl.constexpr, BLOCK_HALF: tl.constexpr,
+                            SHORTEST: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_HALF: tl.constexpr,
                             BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its query heads, split).
 
     A context in parts goes to `partial` and `log_sum`, from where it is combined here if there is `done`, which counts.
     """
+    follow(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     ROW_BLOCKS: tl.constexpr = (GROUP + BLOCK_R - 1) // BLOCK_R

@@ -9,14 +9,16 @@ from torch import Tensor
 
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.rms_norm import WIDEST
 from membound.kernels.triton.steps import FLOATS
 
 
 @triton.jit
 def head_norm_kernel(x, weight, x_stride, heads, eps, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                     BLOCK_R: tl.constexpr):  # fmt: skip
+                     OVERLAP: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Program (token, BLOCK_R of its heads)."""
+    follow(OVERLAP)
     head = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads)[:, None] & (column < WIDTH)

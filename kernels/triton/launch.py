@@ -20,6 +20,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from membound.kernels.triton.machine import Machine, machine_of
+from membound.kernels.triton.overlapping import overlapping
 
 TABLE = Path(__file__).with_name("launch.json")
 
@@ -99,14 +100,23 @@ def compiled() -> int:
 
 
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, config: Config, **constants: Any) -> None:
-    """Starts `kernel` on every point of `grid`; an empty grid starts nothing."""
+    """Starts `kernel` on every point of `grid`; an empty grid starts nothing.
+
+    One that has OVERLAP among its constants may begin before the launch before it has ended, where the machine can.
+    """
     record = _recording.get()
+    device = next((argument.device for argument in arguments if isinstance(argument, torch.Tensor)), None)
+    constants = {**config.tiles, **constants}
+    if "OVERLAP" in getattr(kernel, "arg_names", ()):
+        assert device is not None, "every kernel has tensors"
+        machine = machine_of(device) if record is None else record.machine
+        constants["OVERLAP"] = overlapping(machine, device, recorded=record is not None)
     if record is not None:
-        record.launches.append(Launch(kernel, tuple(grid), arguments, {**config.tiles, **constants}, config))
+        record.launches.append(Launch(kernel, tuple(grid), arguments, constants, config))
     elif all(grid):
         _launched[kernel.__name__] = kernel
-        with _current(next((argument.device for argument in arguments if isinstance(argument, torch.Tensor)), None)):
-            _start(kernel, tuple(grid), arguments, {**config.tiles, **constants}, config)
+        with _current(device):
+            _start(kernel, tuple(grid), arguments, constants, config)
 
 
 _fitting: dict[tuple[object, ...], int] = {}  # the stages of what does not fit with its configuration's
@@ -116,13 +126,15 @@ def _start(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], config: Config
 ) -> None:
     """With as many of the configuration's stages as this GPU has shared memory for, if it is one without a rule."""
+    # Not named where it is not so: Triton has no such option for other makers' GPUs.
+    options = {"launch_pdl": True} if constants.get("OVERLAP") else {}
     tuned = kernel.__name__, config.num_warps, config.num_stages, *constants.values()
     stages = _fitting.get(tuned, config.num_stages) if _fitting else config.num_stages
     while True:
         if "STAGES" in constants:
             constants["STAGES"] = stages
         try:
-            kernel[grid](*arguments, **constants, num_warps=config.num_warps, num_stages=stages)
+            kernel[grid](*arguments, **constants, num_warps=config.num_warps, num_stages=stages, **options)
             return
         except OutOfResources:
             if stages == 1:

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
-from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
-from membound.kernels.triton.widen import fp8_to, int8_to
+from membound.kernels.triton.overlap import steps_ahead
+from membound.kernels.triton.row_products import row_products
+from membound.kernels.triton.split_k import store_tile, with_split_k
 
 ByteFormat = Literal["int8", "fp8"]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
@@ -58,29 +58,13 @@ class ByteWeight:
 
 @triton.jit
 def linear_byte_kernel(x, data, scale, out, parts, done, rows, columns, k_size, x_stride, size,
-                       FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                       FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
+                       OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                       BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k)."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2))
-    row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
-    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
-    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(begin, end):
-        start = step * BLOCK_K
-        if EVEN_K:
-            byte = tl.load(data_at + start)
-            token = tl.load(x_at + start, mask=m[:, None] < rows, other=0.0)
-        else:
-            inside = k[None, :] < k_size - start
-            byte = tl.load(data_at + start, mask=inside, other=0)
-            token = tl.load(x_at + start, mask=(m[:, None] < rows) & inside, other=0.0)
-        wide = int8_to(byte, token.dtype, WIDEN) if FORMAT == "int8" else fp8_to(byte, token.dtype, WIDEN)
-        acc = dot(wide, tl.trans(token), acc)
-    acc *= tl.load(scale + row)[:, None]
+    acc, m, n = row_products(x, data, rows, columns, k_size, x_stride, FORMAT, WIDEN, EVEN_K, AHEAD, OVERLAP,
+                             BLOCK_N, BLOCK_M, BLOCK_K)  # fmt: skip
+    acc *= tl.load(scale + tl.minimum(n, columns - 1))[:, None]
     store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
@@ -95,6 +79,7 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
     machine = machine_for(x)
     config = config or configure("linear_byte", machine, m=m, n=n)
     block_k = config.tiles["BLOCK_K"]
+    ahead = steps_ahead(weight.data, block_k, k)
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -113,6 +98,7 @@ def linear_byte(x: Tensor, weight: ByteWeight, *, splits: int | None = None, con
             FORMAT=weight.format,
             WIDEN=machine.widening,
             EVEN_K=k % block_k == 0,
+            AHEAD=ahead,
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]

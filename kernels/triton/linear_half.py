@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton import check
-from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
-from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+from membound.kernels.triton.overlap import steps_ahead
+from membound.kernels.triton.row_products import row_products
+from membound.kernels.triton.split_k import store_tile, with_split_k
 
 # Up to so many tokens and rows of weights this kernel is taken: with one token own kernels read narrow matrices 25 to
 # 44 % faster than cuBLASLt on an H20 up to 16384 rows (github.com/Vinci-hit/RustInfer/pull/4), and for 1 to 8 tokens a
@@ -23,26 +24,11 @@ MOST_TOKENS, MOST_ROWS = 8, 16384
 
 @triton.jit
 def linear_half_kernel(x, data, out, parts, done, rows, columns, k_size, x_stride, size, EVEN_K: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                       AHEAD: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                       BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k)."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, BLOCK_K)
-    begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2))
-    row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
-    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
-    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(begin, end):
-        start = step * BLOCK_K
-        if EVEN_K:
-            weight = tl.load(data_at + start)
-            token = tl.load(x_at + start, mask=m[:, None] < rows, other=0.0)
-        else:
-            inside = k[None, :] < k_size - start
-            weight = tl.load(data_at + start, mask=inside, other=0.0)
-            token = tl.load(x_at + start, mask=(m[:, None] < rows) & inside, other=0.0)
-        acc = dot(weight, tl.trans(token), acc)
+    acc, m, n = row_products(x, data, rows, columns, k_size, x_stride, "half", "", EVEN_K, AHEAD, OVERLAP,
+                             BLOCK_N, BLOCK_M, BLOCK_K)  # fmt: skip
     store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
@@ -60,6 +46,7 @@ def linear_half(x: Tensor, weight: Tensor, *, splits: int | None = None, config:
     m = x.shape[0]
     config = config or configure("linear_half", machine_for(x), m=m)
     block_k = config.tiles["BLOCK_K"]
+    ahead = steps_ahead(weight, block_k * weight.itemsize, k * weight.itemsize)
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -75,6 +62,7 @@ def linear_half(x: Tensor, weight: Tensor, *, splits: int | None = None, config:
             m * n,
             config=config,
             EVEN_K=k % block_k == 0,
+            AHEAD=ahead,
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]

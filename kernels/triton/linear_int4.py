@@ -17,6 +17,7 @@ from torch import Tensor
 from membound.kernels.triton import check
 from membound.kernels.triton.lang import dot, half_of
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.overlap import ask_for, follow, steps_ahead
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 from membound.kernels.triton.widen import nibbles
 
@@ -163,8 +164,8 @@ def int4_products(acc, x_at, here, words_at, scale_at, zero_at, begin, end, colu
 @triton.jit
 def linear_int4_kernel(x, data, scale, zero, out, parts, done, rows, columns, groups, x_stride, size,
                        GROUP: tl.constexpr, LANES: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr,
-                       EVEN: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-                       BLOCK_M: tl.constexpr):  # fmt: skip
+                       EVEN: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+                       OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the pairs of groups)."""
     PART: tl.constexpr = GROUP // LANES
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -173,7 +174,13 @@ def linear_int4_kernel(x, data, scale, zero, out, parts, done, rows, columns, gr
     begin, end = split_range(tl.cdiv(groups, 2), tl.program_id(2))
     # Rows behind the last are read again from the last: no mask on the weights, and their results are not stored.
     row = tl.minimum(n, columns - 1)
-    words_at = data + ((row // PACK_N).to(tl.int64) * groups * PACK_N + row % PACK_N)[:, None] * PART + j[None, :]
+    tile = (row // PACK_N).to(tl.int64) * groups * PACK_N
+    # The words of a tile's rows lie together, group by group: each row asks for as much of them.
+    MINE: tl.constexpr = 2 * AHEAD * PART
+    ask_for(data + (tile + begin * (2 * PACK_N)) * PART + row % PACK_N * MINE,
+            MINE * (data.dtype.element_ty.primitive_bitwidth // 8), AHEAD, begin, end, OVERLAP)  # fmt: skip
+    follow(OVERLAP)
+    words_at = data + (tile + row % PACK_N)[:, None] * PART + j[None, :]
     x_at = x + m[:, None].to(tl.int64) * x_stride + j[None, :]
     zero_at = zero
     if zero is not None:
@@ -198,6 +205,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
     m = x.shape[0]
     machine = machine_for(x)
     config = config or configure("linear_int4", machine, m=m, group=weight.group)
+    ahead = steps_ahead(weight.data, weight.group, k // 2)  # a pair of groups of 4 bits
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -221,6 +229,7 @@ def linear_int4(x: Tensor, weight: Int4Weight, *, splits: int | None = None, con
             EVEN=groups % 2 == 0,
             WIDEN=machine.widening,
             STAGES=config.num_stages,
+            AHEAD=ahead,
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from membound.kernels.triton import check
 from membound.kernels.triton.lang import dot, half_of
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 from membound.kernels.triton.widen import int8_to
 
@@ -86,9 +87,10 @@ class Int8Weight:
 @triton.jit
 def linear_int8_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
                        GROUP: tl.constexpr, PACK_N: tl.constexpr, IN_WORD: tl.constexpr, EVEN: tl.constexpr,
-                       WIDEN: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                       WIDEN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the words of groups)."""
+    follow(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     j = tl.arange(0, GROUP)

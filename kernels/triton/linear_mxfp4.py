@@ -18,6 +18,7 @@ from torch import Tensor
 from membound.kernels.triton import check
 from membound.kernels.triton.lang import dot, power_of_two
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 from membound.kernels.triton.widen import e2m1_to_bf16
 
@@ -88,8 +89,10 @@ class Mxfp4Weight:
 @triton.jit
 def linear_mxfp4_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
                         SIZE: tl.constexpr, PACK_N: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
-                        STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+                        STEP: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,
+                        BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the steps of STEP groups)."""
+    follow(OVERLAP)
     HALF: tl.constexpr = SIZE // 2
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -18,6 +18,7 @@ from torch import Tensor
 from membound.kernels.triton import check
 from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 
 HALF_CHUNK = 32  # groups of which one byte each holds the places in its low bits; the next 32 are in its high bits
@@ -78,9 +79,10 @@ def unpruned_dot(first, second, code, x, acc, PLACE: tl.constexpr):
 
 @triton.jit
 def linear_sparse_kernel(x, values, places, out, parts, done, rows, columns, k_size, chunks, x_stride, size,
-                         EVEN_K: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+                         EVEN_K: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the chunks)."""
+    follow(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     g = tl.arange(0, HALF)

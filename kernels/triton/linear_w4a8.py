@@ -15,6 +15,7 @@ from membound.kernels.triton import check
 from membound.kernels.triton.lang import half_of
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.round_rows import QuantizedSteps
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 
@@ -30,9 +31,10 @@ def step_of(group: int) -> int:
 @triton.jit
 def linear_w4a8_kernel(x, x_scale, data, scale, zero, out, parts, done, rows, columns, groups, steps, k_size, size,
                        GROUP: tl.constexpr, STEP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr,
-                       EVEN: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
+                       EVEN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the pairs of groups)."""
+    follow(OVERLAP)
     HALF: tl.constexpr = GROUP // 2
     SCALE: tl.constexpr = tl.bfloat16 if SCALE_BF16 else tl.float16
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

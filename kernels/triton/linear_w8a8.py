@@ -20,6 +20,7 @@ from membound.kernels.triton.activation import QuantizedRows
 from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_byte import ByteWeight
+from membound.kernels.triton.overlap import ask_for, follow, steps_ahead
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
 from membound.kernels.triton.widen import fp8_to
 
@@ -42,7 +43,8 @@ def fp8_dot(a, b, acc, WIDEN: tl.constexpr):
 @triton.jit
 def linear_w8a8_kernel(x, x_scale, data, scale, out, parts, done, rows, columns, k_size, size,
                        FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr, BY_TOKEN: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+                       AHEAD: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                       BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of k); x has a scale `BY_TOKEN`, or one."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -50,7 +52,10 @@ def linear_w8a8_kernel(x, x_scale, data, scale, out, parts, done, rows, columns,
     begin, end = split_range(tl.cdiv(k_size, BLOCK_K), tl.program_id(2))
     row = tl.minimum(n, columns - 1)
     token = tl.minimum(m, rows - 1)  # what lies behind the last row or token is not stored
-    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
+    row_at = data + row.to(tl.int64) * k_size
+    ask_for(row_at + begin * BLOCK_K, AHEAD * BLOCK_K, AHEAD, begin, end, OVERLAP)
+    follow(OVERLAP)
+    data_at = row_at[:, None] + k[None, :]
     x_at = x + token[:, None].to(tl.int64) * k_size + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if FORMAT == "int8" else tl.float32)
     for step in range(begin, end):
@@ -90,6 +95,7 @@ def linear_w8a8(
     machine = machine_for(x.data)
     config = config or configure("linear_w8a8", machine, m=m)
     block_k = config.tiles["BLOCK_K"]
+    ahead = steps_ahead(weight.data, block_k, k)
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -109,6 +115,7 @@ def linear_w8a8(
             WIDEN=machine.widening,
             EVEN_K=k % block_k == 0,
             BY_TOKEN=int(by_token),
+            AHEAD=ahead,
         )
 
     tiles, steps = (config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]), -(-k // block_k)
@@ -189,9 +196,9 @@ def fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale_at, begin, end, k_
 
 @triton.jit
 def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, parts, done, rows, columns, k_size, blocks, x_stride, size,
-                             WIDEN: tl.constexpr, EVEN_K: tl.constexpr,
-                             SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_N: tl.constexpr,
-                             BLOCK_M: tl.constexpr):  # fmt: skip
+                             WIDEN: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
+                             OVERLAP: tl.constexpr, SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+                             BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the blocks of k); without `x_scale`, x and the products are halves."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -199,7 +206,10 @@ def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, parts, done, rows, co
     begin, end = split_range(blocks, tl.program_id(2))
     row = tl.minimum(n, columns - 1)
     token = tl.minimum(m, rows - 1)
-    data_at = data + row[:, None].to(tl.int64) * k_size + k[None, :]
+    row_at = data + row.to(tl.int64) * k_size
+    ask_for(row_at + begin * SCALE_BLOCK, AHEAD * SCALE_BLOCK, AHEAD, begin, end, OVERLAP)
+    follow(OVERLAP)
+    data_at = row_at[:, None] + k[None, :]
     x_at = x + token[:, None].to(tl.int64) * x_stride + k[None, :]
     x_scale_at = x_scale
     if x_scale is not None:
@@ -238,6 +248,7 @@ def linear_fp8_blocks(
     check.require(dtype in check.HALVES, "dtype", f"is {dtype}, should be torch.bfloat16 or torch.float16")
     machine = machine_for(data)
     config = config or configure("linear_fp8_blocks", machine, m=m)
+    ahead = steps_ahead(weight.data, BLOCK, k)
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -257,6 +268,7 @@ def linear_fp8_blocks(
             config=config,
             WIDEN=machine.widening,
             EVEN_K=k % BLOCK == 0,
+            AHEAD=ahead,
             SCALE_BLOCK=BLOCK,
             STAGES=config.num_stages,
         )

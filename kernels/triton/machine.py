@@ -22,6 +22,14 @@ class Machine:
     multiprocessors: int
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a launch may begin before the one before it has ended, as `overlap` says.
+
+        From sm90 on; not on sm120, where they cannot be captured as a graph (github.com/sgl-project/sglang/pull/18596).
+        """
+        return self.arch.startswith("sm") and 90 <= int(self.arch[2:]) < 120
+
+    @property
     def widening(self) -> Widening:
         """By which instructions codes become halves, as `widen` names them. e4m3 is converted from sm89 on."""
         if not self.arch.startswith("sm"):

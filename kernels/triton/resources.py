@@ -114,6 +114,8 @@ def resources_of(launch: Launch, arch: str) -> Resources:
     if re.search(r"^\s*trap;", compiled.asm["ptx"], re.MULTILINE):
         # What Triton makes, without a word, of a kernel whose accumulators exceed Blackwell's tensor memory.
         raise RuntimeError(f"{launch.name} with {launch.config} compiles to a trap for {arch}")
+    if launch.constants.get("OVERLAP") and reads_early(compiled.asm["ptx"]):
+        raise RuntimeError(f"{launch.name} touches memory for {arch} before the launch before it has ended")
     registers, spilled = _usage(compiled.asm["cubin"], compiled.asm["ptx"])
     widest, waiting = _widest_load(compiled.asm["ptx"]), _waiting_loads(compiled.asm["ttgir"])
     loops = _tiles(compiled.asm["ttgir"])
@@ -182,6 +184,16 @@ def _widest_load(ptx: str) -> int:
     for vector, bits in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.[bufs](\d+) ", ptx):
         widest = max(widest, int(vector or 1) * int(bits) // 8)
     return widest
+
+
+def reads_early(ptx: str) -> bool:
+    """Whether PTX reads or writes global memory before it waits for the launch before, or never waits.
+
+    What a bulk prefetch asks for arrives in the cache only, and stays true to what is written there.
+    """
+    access = r"\b(?:(?:ld|st|atom|red)[\w.:]*\.global|cp\.async\.c[ag]\b|cp\.async\.bulk\.(?!prefetch))"
+    first, wait = re.search(access, ptx), re.search(r"\bgriddepcontrol\.wait\b", ptx)
+    return wait is None or (first is not None and first.start() < wait.start())
 
 
 def _waiting_loads(ttgir: str) -> int:

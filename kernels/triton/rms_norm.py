@@ -13,14 +13,16 @@ from membound.kernels.triton import check
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.lang import quantize_rows
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 WIDEST = 32768  # a row is held in one program's registers
 
 
 @triton.jit
 def rms_norm_kernel(x, residual, weight, out, scale, tokens, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-                    FORMAT: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                    FORMAT: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Each program normalizes BLOCK_R rows."""
+    follow(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK)
     inside = (row[:, None] < tokens) & (column[None, :] < WIDTH)

@@ -15,6 +15,7 @@ from membound.kernels.triton import check
 from membound.kernels.triton.kv_blocks import PER_TOKEN, SCALE_DTYPE, KvBlocks
 from membound.kernels.triton.lang import fp8_from
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 
 @triton.jit
@@ -74,8 +75,9 @@ def rope_store_kernel(q, k, v, cos, sin, positions, slots, out, k_blocks, v_bloc
                       q_stride, k_row_stride, v_row_stride, k_stride, v_stride,
                       HEADS: tl.constexpr, ROTATE: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                       META: tl.constexpr, BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
-                      BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+                      OVERLAP: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """Program (token, BLOCK_H heads of q or of k or of v)."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     Q_TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H

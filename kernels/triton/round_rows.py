@@ -17,6 +17,7 @@ from membound.kernels.triton.activation import STORED, ActivationFormat, Quantiz
 from membound.kernels.triton.lang import quantize_rows, rounded_by
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
+from membound.kernels.triton.overlap import follow
 
 WIDEST = 32768  # a row up to it is held in one program's registers
 PART = 8192  # of a wider one a program holds so much at a time, and reads it again, from the cache
@@ -41,8 +42,9 @@ class QuantizedSteps:
 
 @triton.jit
 def round_rows_kernel(x, out, scale, x_stride, width, spans, SPAN: tl.constexpr, FORMAT: tl.constexpr,
-                      BLOCK: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+                      OVERLAP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Program (token, BLOCK_R of its spans); each span of SPAN columns has a scale of its own."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     j = tl.arange(0, BLOCK)

@@ -14,13 +14,16 @@ from membound.kernels.triton import check
 from membound.kernels.triton.activation import ActivationFormat, QuantizedRows
 from membound.kernels.triton.lang import quantize_rows
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 WIDEST_QUANTIZED = 32768  # a row is held in one program's registers, since its scale depends on all of it
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, scale, stride, WIDTH: tl.constexpr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, scale, stride, WIDTH: tl.constexpr, FORMAT: tl.constexpr, OVERLAP: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
     """Program (token, block of columns)."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 NO_WINDOW = 2**30
 MOST_PARTS = 128  # of a context: about one for each multiprocessor where a step has a single program
@@ -48,8 +49,9 @@ def parts_of(begin, end, splits, SHORTEST: tl.constexpr):
 @triton.jit(do_not_specialize=["window", "rows", "sequences", "splits"])
 def combine_kernel(partial, log_sum, out, query_start, context_len, window, rows, heads, sequences, splits,
                    SHORTEST: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-                   PADDED: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
+                   PADDED: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Program (row, head): the weighted sum of the parts that its sequence really has."""
+    follow(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = row
     queries = 1

@@ -27,6 +27,7 @@ from membound.kernels.triton.attend import (
 )
 from membound.kernels.triton.kv_blocks import BITS, KvBlocks
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.scores import check_scores, shares
 
 LARGEST_TREE = 64
@@ -38,9 +39,10 @@ def verify_attention_kernel(q, tree, out, log_sum, k, v, scales, table, query_st
                             HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                             BLOCK_HALF: tl.constexpr, ROW_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
-                            NARROW: tl.constexpr, SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr,
-                            BLOCK_T: tl.constexpr):  # fmt: skip
+                            NARROW: tl.constexpr, SHORTEST: tl.constexpr, OVERLAP: tl.constexpr,
+                            BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * GROUP + query head."""
+    follow(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(1) // ROW_BLOCKS
