@@ -238,6 +238,7 @@ def ragged_batch(load: Load, device: torch.device) -> RaggedBatch:
         query_start=torch.arange(0, load.sequences * load.new + 1, load.new, dtype=torch.int32).to(device),
         context_len=torch.full((load.sequences,), load.context, dtype=torch.int32).to(device),
         block_table=table.to(device),
+        most_queries=load.new,
     )
 
 
