@@ -14,6 +14,7 @@ from membound.roofline.operators import Operator
 from membound.roofline.parallel import Parallelism
 from membound.roofline.results.result import BOUNDS
 from membound.roofline.shape import Count, StepShape, is_there
+from membound.roofline.stages import slowest_stage
 from membound.roofline.step import step_operators
 from membound.roofline.techniques import BatchOverlap, EngineSetup
 from membound.roofline.times.operator import OperatorTime, Times
@@ -143,8 +144,8 @@ def micro_batch(parallel: Parallelism, shape: StepShape) -> tuple[StepShape, Cou
 
     Each of m micro-batches passes all of the pp stages between two tokens of a sequence. A stage works on one at a
     time, so that a step takes m of its turns, or those of a whole pass where fewer than pp are under way and stages
-    wait: max(m, pp) / pp passes of one micro-batch. A prompt, or the chunk of it that a step has, is in one of them,
-    for which the others wait.
+    wait: max(m, pp) / pp passes of one micro-batch, were stages equal (`in_turns`). A prompt, or the chunk of it that a
+    step has, is in one of them, for which the others wait.
     """
     if parallel.pp == 1:
         return shape, 1.0
@@ -165,11 +166,29 @@ def pipelined_cost(model: ModelSpec, setup: EngineSetup, times: Times, shape: St
     """The cost of a step of a whole replica, whose pipeline has its sequences in micro-batches under way."""
     one, passes = micro_batch(setup.parallel, shape)
     cost = step_cost(model, setup, times, one)
-    if np.all(np.asarray(passes) == 1.0):
+    if setup.parallel.pp == 1:
         return cost
-    return StepCost(
-        tuple(OperatorCost(c.operator.repeated(passes), c.time.repeated(passes)) for c in cost.operators), times
-    )
+    return in_turns(cost, model, setup.parallel, setup.parallel.micro_batches_of(shape.sequences), passes)
+
+
+def in_turns(cost: StepCost, model: ModelSpec, parallel: Parallelism, micro: Count, passes: Count = 1.0) -> StepCost:
+    """So many passes of one of `micro` micro-batches, each at the pace of the slowest stage."""
+    weights = slowest_stage(cost.operators, model.layers, parallel, micro)
+    if weights is None:
+        return cost
+    each = [(item, weight * passes) for item, weight in zip(cost.operators, weights, strict=True)]
+    slowed = (OperatorCost(item.operator.repeated(n), item.time.repeated(n)) for item, n in each)
+    return StepCost(tuple(slowed), cost.times)
+
+
+def uneven_passes(model: ModelSpec, setup: EngineSetup, times: Times, shape: StepShape) -> tuple[StepShape, Count]:
+    """A micro-batch of a step of a replica, and the step's seconds in passes of it alone through all stages."""
+    one, passes = micro_batch(setup.parallel, shape)
+    if setup.parallel.pp == 1:
+        return one, passes
+    cost = step_cost(model, setup, times, one)
+    micro = setup.parallel.micro_batches_of(shape.sequences)
+    return one, passes * in_turns(cost, model, setup.parallel, micro).time_s / cost.time_s
 
 
 def _overlapped(

@@ -12,7 +12,14 @@ from functools import cached_property
 
 import numpy as np
 
-from membound.roofline.cost import StepCost, filling_passes, micro_batch, pipelined_cost, step_cost
+from membound.roofline.cost import (
+    StepCost,
+    filling_passes,
+    micro_batch,
+    pipelined_cost,
+    step_cost,
+    uneven_passes,
+)
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -87,7 +94,7 @@ class Deployment:
 
     def steps_s(self, shape: StepShape) -> Count:
         """Seconds of one step of the replica, or of each of many."""
-        one, passes = micro_batch(self.setup.parallel, shape)
+        one, passes = uneven_passes(self.model, self.setup, self.times, shape)
         return self.pass_s(one) * passes
 
     def step_s(self, shape: StepShape) -> float:

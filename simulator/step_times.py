@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from membound.roofline.cost import StepCost, filling_passes, micro_batch, pipelined_cost, step_cost
+from membound.roofline.cost import StepCost, filling_passes, in_turns, micro_batch, pipelined_cost, step_cost
 from membound.roofline.models import ModelSpec
 from membound.roofline.shape import AMOUNTS, StepShape
 from membound.roofline.techniques import EngineSetup
@@ -79,9 +79,13 @@ class StepTimes:
     def _decode_split(self, shape: StepShape) -> tuple[Column, Any]:
         """Seconds of the device alone, and of waiting for the host, in as many micro-batches as a step is in."""
         one, passes = micro_batch(self.setup.parallel, shape)
-        cost = step_cost(self.model, self.setup, self.times, one)
+        micro = self.setup.parallel.micro_batches_of(shape.sequences)
+        return self._split(step_cost(self.model, self.setup, self.times, one), micro, passes)
+
+    def _split(self, cost: StepCost, micro_batches: Any, passes: Any) -> tuple[Column, Any]:
         waiting_s = waiting_of(cost)
-        return np.asarray((cost.time_s - waiting_s) * passes, dtype=np.float64), waiting_s * passes
+        turns_s = in_turns(cost, self.model, self.setup.parallel, micro_batches).time_s
+        return np.asarray((turns_s - waiting_s) * passes, dtype=np.float64), waiting_s * passes
 
     def _tabulate(self, sequences: int) -> None:
         """Tables of this number of sequences and of those near it, which cost hardly more than one."""
@@ -152,9 +156,7 @@ class StepTimes:
     def split(self, shape: StepShape, micro_batches: float) -> tuple[Column, Any]:
         """Seconds of the device alone, and of waiting for the host, of a step in so many micro-batches."""
         cost = step_cost(self.model, self.setup, self.times, shape.divided(micro_batches))
-        turns = max(micro_batches / self.setup.parallel.pp, 1.0)
-        waiting_s = waiting_of(cost)
-        return np.asarray((cost.time_s - waiting_s) * turns, dtype=np.float64), waiting_s * turns
+        return self._split(cost, micro_batches, max(micro_batches / self.setup.parallel.pp, 1.0))
 
 
 class _Decode:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.cost import pipelined_cost, step_cost
+from membound.roofline.cost import StepCost, pipelined_cost, step_cost
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.operating_point import OperatingPoint
@@ -17,6 +19,7 @@ from membound.roofline.parallel import Parallelism
 from membound.roofline.scenario import parse_scenario
 from membound.roofline.serving import Deployment
 from membound.roofline.shape import StepShape
+from membound.roofline.stages import slowest_stage
 from membound.roofline.techniques import EngineSetup
 from membound.roofline.times.known import times_for
 
@@ -34,6 +37,12 @@ def seconds(batch: float, pp: int, micro_batches: int | None = None) -> float:
     return float(pipelined_cost(LLAMA, setup_of(pp, micro_batches), TIMES, shape).time_s)
 
 
+def turns_s(cost: StepCost, pp: int) -> float:
+    """As many turns of the last stage as there are stages, which has the vocabulary's matrix beside its layers."""
+    head = sum(float(item.total_s) for item in cost.operators if item.operator.name in ("lm_head", "gather_logits"))
+    return float(cost.time_s) + (pp - 1) * head
+
+
 def test_one_micro_batch_passes_all_stages_alone():
     for pp in (2, 4):
         whole = float(step_cost(LLAMA, setup_of(pp), TIMES, StepShape.decode(64.0, 1000.0)).time_s)
@@ -44,15 +53,17 @@ def test_one_micro_batch_passes_all_stages_alone():
 @settings(max_examples=60, deadline=None)
 def test_a_round_takes_a_pass_of_one_micro_batch_or_its_turns_on_a_stage(batch, pp, micro):
     made = min(micro, batch)
-    one = float(step_cost(LLAMA, setup_of(pp), TIMES, StepShape.decode(batch / made, 1000.0)).time_s)
-    assert seconds(float(batch), pp, micro) == pytest.approx(one * max(made / pp, 1.0))
+    one = step_cost(LLAMA, setup_of(pp), TIMES, StepShape.decode(batch / made, 1000.0))
+    expected = turns_s(one, pp) * made / pp if made >= pp else float(one.time_s)
+    assert seconds(float(batch), pp, micro) == pytest.approx(expected)
 
 
 @given(batch=st.integers(1, 1024), pp=st.sampled_from((2, 4, 8)))
 @settings(max_examples=60, deadline=None)
-def test_more_micro_batches_than_one_never_slow_a_step_down_and_gain_at_most_the_stages(batch, pp):
+def test_micro_batches_slow_a_step_down_only_by_the_slowest_stage_and_gain_at_most_the_stages(batch, pp):
     alone, filled = seconds(float(batch), pp, 1), seconds(float(batch), pp)
-    assert filled <= alone * (1 + 1e-9)
+    whole = step_cost(LLAMA, setup_of(pp), TIMES, StepShape.decode(float(batch), 1000.0))
+    assert filled <= turns_s(whole, pp) * (1 + 1e-9)
     assert alone <= pp * filled * (1 + 1e-6)
 
 
@@ -106,8 +117,36 @@ def test_a_prompt_is_in_one_micro_batch_and_the_others_wait_for_it():
         shape = decoding + StepShape.prefill(prompts, 1500.0)
         largest = decoding.divided(4.0) + StepShape.prefill(fullest, 1500.0)
         found = float(pipelined_cost(LLAMA, setup_of(4), TIMES, shape).time_s)
-        expected = float(step_cost(LLAMA, setup_of(4), TIMES, largest).time_s)
-        assert found == pytest.approx(expected, rel=5e-3)
+        assert found == pytest.approx(turns_s(step_cost(LLAMA, setup_of(4), TIMES, largest), 4), rel=5e-3)
+
+
+@given(layers=st.integers(8, 130), pp=st.sampled_from((2, 4, 8)), head_s=st.floats(0.0, 20.0), micro=st.integers(1, 16))
+@settings(max_examples=80, deadline=None)
+def test_a_full_pipeline_moves_at_the_pace_of_its_slowest_stage(layers, pp, head_s, micro):
+    """By hand: the first stages have one layer more where they do not divide, the last one has the head."""
+
+    class Cost(NamedTuple):
+        operator: SimpleNamespace
+        total_s: float
+
+    costs = [Cost(SimpleNamespace(name=name), s) for name, s in (("mlp", float(layers)), ("lm_head", head_s))]
+    weights = slowest_stage(costs, layers, Parallelism(pp=pp), micro)
+    spent = sum(weight * cost.total_s for weight, cost in zip(weights, costs, strict=True))
+    least, more = divmod(layers, pp)
+    if micro < pp:
+        assert spent == pytest.approx(layers + head_s)
+        return
+    slowest = max(least + head_s, least + 1.0 if more else 0.0)
+    first_has_a_head = 0.0 if slowest == least + head_s else head_s  # counted once where others wait for the first
+    assert spent == pytest.approx(pp * slowest + first_has_a_head)
+
+
+def test_equal_stages_take_what_one_device_would():
+    costs = [
+        SimpleNamespace(operator=SimpleNamespace(name=name), total_s=s) for name, s in (("mlp", 8.0), ("host", 1.0))
+    ]
+    assert slowest_stage(costs, 8, Parallelism(pp=4), 4) == [1.0, 1.0]
+    assert slowest_stage(costs, 8, Parallelism(), 4) is None
 
 
 def test_prompts_of_many_steps_at_once_equal_each_alone():

@@ -73,7 +73,9 @@ def test_a_pipeline_helps_a_full_batch_and_not_a_single_sequence(pp):
     assert staged.prefill_s(1, 500) >= H100.prefill_s(1, 500)
     prompts = H100.chunk_tokens  # each fills a step: so many micro-batches, and the last leaves behind the others
     turns = (16 + pp - 1) / pp
-    assert staged.prefill_s(16, prompts) == pytest.approx(turns * staged.prefill_s(1, prompts))
+    alone_s, many_s = staged.prefill_s(1, prompts), staged.prefill_s(16, prompts)
+    # the last stage has the matrix of the vocabulary beside its layers, of which a prompt needs one row
+    assert turns * alone_s <= many_s <= 1.01 * turns * alone_s
 
 
 def test_the_bare_roofs_are_never_slower_than_any_engine():
