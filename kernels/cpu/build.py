@@ -37,7 +37,7 @@ SOURCES = (
     "recurrent.cpp",
     "replay.cpp",
 )
-HEADERS = ("batch.h", "kv.h", "norm.h", "threads.h", "vector.h", "weight.h")
+HEADERS = ("batch.h", "kv.h", "norm.h", "threads.h", "units.h", "vector.h", "weight.h")
 _THIS_PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # Contraction stays off: a compiler that fuses a multiply-add here and not there changes bits between code paths.
 FLAGS = ("-std=c++17", "-O3", _THIS_PROCESSOR, "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")

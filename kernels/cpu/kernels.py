@@ -14,13 +14,17 @@ from membound.kernels.composed import ComposedKernels
 from membound.kernels.cpu import build as cpu_build
 from membound.kernels.cpu.by_head import ByHeadCalls
 from membound.kernels.cpu.latent import LatentCalls
+from membound.kernels.cpu.linear import BF16_FORMATS
 from membound.kernels.cpu.mixture import MixtureCalls
 from membound.kernels.cpu.pointwise import PointwiseCalls
 from membound.kernels.cpu.recurrent import RecurrentCalls
 
 
 class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, PointwiseCalls, ComposedKernels):
-    """The C++ kernels: fp32 activations, weights in every format, K and V in bf16 or quantized."""
+    """The C++ kernels: fp32 activations, weights in every format, K and V in bf16 or quantized.
+
+    Where the processor has units for bf16, what weights in bf16, fp8 and 2:4 are multiplied with is rounded to it.
+    """
 
     name = "cpp"
     activation_dtype = torch.float32
@@ -28,7 +32,7 @@ class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, Pointwi
     emulates_quantized_kv = False
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
-        """With `batch_invariant`, torch's matrix units are left alone, so that every m gives the same bits.
+        """With `batch_invariant`, units for bf16 are left alone: every m gives the same bits, on every processor.
 
         Raises KernelBuildError where the kernels cannot be built.
         """
@@ -47,6 +51,8 @@ class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, Pointwi
     def describe(self) -> str:
         pool = "torch's threads" if cpu_build.openmp_runtime() else "one thread, no OpenMP runtime found"
         text = f"C++ kernels, {32 * self._lanes}-bit vectors, {pool}"
+        if self._rounds_to_bf16:
+            text += f"; tokens in bf16 for weights in {', '.join(BF16_FORMATS)}"
         for format, tokens in self._matrix_unit_tokens.items():
             text += f"; {format} linear of {tokens} tokens and more by torch's bf16 matrix units"
         return text

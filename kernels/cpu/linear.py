@@ -16,8 +16,10 @@ from membound.kernels.base import PackedWeight, WeightFormat
 from membound.kernels.cpu.calls import LibraryCalls, Rows
 from membound.kernels.quantize import TILE_ROWS, Packer
 
-# From so many tokens torch's matrix units (AMX, AVX512-BF16) beat fp32 multiply-adds.
+# From so many tokens torch's matrix units beat what the C++ has: AMX always, AVX512-BF16 where that is without it.
 MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
+# What AVX512-BF16 multiplies with tokens that are rounded to bf16.
+BF16_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "sparse24")
 INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "w4a8", "q4_k", "q6_k")
 FORMATS = ("fp32", "bf16", "fp8", "sparse24", *INTEGER_FORMATS)  # in the order of weight.h
 
@@ -33,7 +35,9 @@ class LinearCalls(LibraryCalls):
         self._linear = self._declare("membound_linear", _LinearArguments)
         self._weights: dict[int, _KnownWeight] = {}
         self._packer = Packer(Arena(), interleaved=self.interleaved)
-        self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if has_bf16_units() and not batch_invariant else {}
+        self._rounds_to_bf16 = bool(self._library.membound_bf16_units()) and not batch_invariant
+        by_torch = torch_has_units(beside_bf16_units=self._rounds_to_bf16) and not batch_invariant
+        self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if by_torch else {}
 
     def batch_invariant_below(self, format: WeightFormat) -> int | None:
         """The number of tokens in a step from which `linear` rounds differently; None means never."""
@@ -104,6 +108,7 @@ class LinearCalls(LibraryCalls):
             weight.group_size or 0,
             weight.data.nbytes // (-(-n // TILE_ROWS) * TILE_ROWS * 4) if coded else 0,
             FORMATS.index(weight.format),
+            self._rounds_to_bf16 and weight.format in BF16_FORMATS,
         )
         units = self._matrix_unit_tokens.get(weight.format)
         forget = partial(self._weights.pop, id(weight))
@@ -120,7 +125,7 @@ class WeightFields(Structure):
     """A packed weight as the C++ sees it (weight.h)."""
 
     _fields_ = [(name, c_void_p) for name in ("data", "scale", "offset", "kept")]
-    _fields_ += [(name, c_int64) for name in ("n", "k", "group", "words", "format")]
+    _fields_ += [(name, c_int64) for name in ("n", "k", "group", "words", "format", "bf16_tokens")]
 
 
 class _KnownWeight(NamedTuple):
@@ -132,7 +137,10 @@ class _KnownWeight(NamedTuple):
     matrix_unit_tokens: int | None
 
 
-def has_bf16_units() -> bool:
-    """Whether torch multiplies bf16 matrices in hardware; elsewhere it emulates them, slower than fp32."""
-    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+def torch_has_units(*, beside_bf16_units: bool) -> bool:
+    """Whether torch multiplies bf16 matrices in hardware, faster than the C++ does with AVX512-BF16 or without.
+
+    Elsewhere it emulates them, slower than fp32.
+    """
+    names = ["_is_amx_tile_supported", *([] if beside_bf16_units else ["_is_avx512_bf16_supported"])]
     return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))

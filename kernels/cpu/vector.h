@@ -353,8 +353,8 @@ template <int COUNT, class Body> INLINE void unroll(Body body) {
     unroll(std::make_integer_sequence<int, COUNT>{}, body);
 }
 
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-INLINE int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Memory of one thread that lives as long as the thread, grown when asked for more.
 struct Scratch {

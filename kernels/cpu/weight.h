@@ -14,6 +14,7 @@ struct PackedWeight {
     int64_t n, k, group;  // group 0: a scale a row
     int64_t words;        // of a row of integers
     int64_t format;
+    int64_t bf16_tokens;  // 1: what it is multiplied with may be rounded to bf16
 };
 
 // x [m, k] times a weight of integers, transposed, to out [m, n].

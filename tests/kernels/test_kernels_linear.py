@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from membound.kernels.cpu.kernels import CpuKernels  # noqa: E402
+from membound.kernels.cpu.linear import BF16_FORMATS  # noqa: E402
 from membound.kernels.quantize import dequantize  # noqa: E402
 from membound.kernels.reference import TorchKernels  # noqa: E402
 
@@ -15,6 +17,15 @@ EIGHT_BIT_INPUTS = ("w8a8", "w4a8")
 FORMATS = st.sampled_from([*EXACT, *CODED])
 WIDTHS = st.one_of(st.integers(1, 40), st.sampled_from([64, 100, 257, 1024, 1025, 2100]))
 SMALLEST_WIDTH = {"sparse24": 16, "int4": 32, "w4a8": 32, "int3": 32, "int2": 32}
+
+
+@pytest.fixture(scope="module")
+def bf16_cpp(cpp):
+    """The kernels as a run has them, where the processor has units for bf16."""
+    kernels = CpuKernels()
+    if "tokens in bf16" not in kernels.describe():
+        pytest.skip("no AVX512-BF16")
+    return kernels
 
 
 def problem(m, n, k, seed):
@@ -298,9 +309,9 @@ def test_large_matrices_go_to_the_matrix_units_only_where_there_are_some(cpp, mo
     from membound.kernels.cpu import kernels as cpu
     from membound.kernels.cpu import linear as cpu_linear
 
-    monkeypatch.setattr(cpu_linear, "has_bf16_units", lambda: False)
+    monkeypatch.setattr(cpu_linear, "torch_has_units", lambda beside_bf16_units: False)
     assert cpu.CpuKernels().batch_invariant_below("bf16") is None
-    monkeypatch.setattr(cpu_linear, "has_bf16_units", lambda: True)
+    monkeypatch.setattr(cpu_linear, "torch_has_units", lambda beside_bf16_units: True)
     kernels = cpu.CpuKernels()
     threshold = kernels.batch_invariant_below("bf16")
     assert threshold and f"bf16 linear of {threshold} tokens" in kernels.describe()
@@ -308,3 +319,32 @@ def test_large_matrices_go_to_the_matrix_units_only_where_there_are_some(cpp, mo
     x, w = problem(300, 16, 32, seed=4)
     by_units, by_vectors = (k.linear(x, k.pack(w, "bf16")) for k in (kernels, cpp))
     assert torch.allclose(by_units, by_vectors, atol=0.2, rtol=0.02)
+
+
+@pytest.mark.parametrize(("amx", "bf16", "own", "torchs"), [(1, 1, 1, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 0, 0)])
+def test_torch_multiplies_where_its_units_are_faster_than_ours(monkeypatch, amx, bf16, own, torchs):
+    from membound.kernels.cpu.linear import torch_has_units
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx), raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(bf16), raising=False)
+    assert torch_has_units(beside_bf16_units=bool(own)) is bool(torchs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(m=st.integers(1, 70), n=st.integers(1, 50), k=WIDTHS, format=st.sampled_from(BF16_FORMATS))
+def test_units_for_bf16_multiply_tokens_that_are_rounded_to_it(bf16_cpp, m, n, k, format):
+    """What is multiplied has 8 bits, so each product is exact; of the sums each rounds once."""
+    x, w = problem(m, n, wide_enough(k, format), seed=n)
+    weight = bf16_cpp.pack(w, format)
+    dense, rounded = dequantize(weight).double(), x.to(torch.bfloat16).double()
+    y = bf16_cpp.linear(x, weight)
+    assert ((y - rounded @ dense.T).abs() <= 2 * (k + 2) * 2**-24 * (rounded.abs() @ dense.abs().T) + 1e-30).all()
+    single = torch.cat([bf16_cpp.linear(row, weight) for row in x.split(1)])
+    assert torch.equal(y, single)
+
+
+def test_units_for_bf16_take_every_number_of_fp8(bf16_cpp, cpp):
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0)
+    w = numbers.repeat(3, 1)
+    y, plain = (kernels.linear(torch.eye(256), kernels.pack(w, "fp8")) for kernels in (bf16_cpp, cpp))
+    assert torch.equal(y, w.T) and torch.equal(plain, w.T)
