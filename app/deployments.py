@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.progress import Progress
 from membound.roofline.scenario import Scenario
 from membound.simulator.planning.deployed import Objective
 from membound.simulator.planning.document import to_json
@@ -21,7 +22,7 @@ def plan_each(
     precisions: Sequence[str],
     objective: Objective,
     disaggregate: bool,
-    progress: Callable[[float, str], None],
+    progress: Progress,
 ) -> dict[str, Any]:
     """The plan on each device alone, with prompts and outputs together and apart, and which of them ranks first.
 

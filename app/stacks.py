@@ -6,13 +6,14 @@ a cache can be quantized, say, on one whose weights are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.progress import Progress, silent
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
 from membound.simulator.costing import ClosedForm, Costing, simulated
@@ -38,7 +39,7 @@ def stack_document(
     context: int,
     metric: GainMetric,
     simulate: bool = False,
-    progress: Callable[[float, str], None] = lambda fraction, message: None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """The analysis of one stack as `membound stack --json` prints it, on `engine` less what is stacked.
 

@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     from membound.runtime.engine import Runtime
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """Tells a job how far its work is, and ends the work where the job was cancelled."""
+
+    context: JobContext
+
+    def progress(self, fraction: float, message: str = "") -> None:
+        self.context.check_cancelled()
+        self.context.progress(fraction, message)
+
+    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
+        self.context.event(kind, payload)
+
+    def check_cancelled(self) -> None:
+        self.context.check_cancelled()
+
+
 def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Measures this machine's roofs and keeps them; the old calibration stays where that fails.
 
@@ -27,15 +44,11 @@ def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     need_torch()
     from membound.runtime.calibration.calibrate import QUICK, calibrate
 
-    def progress(fraction: float, message: str) -> None:
-        context.check_cancelled()
-        context.progress(fraction, message)
-
     device = spec.get("device", "cpu")
     if device == "cuda":
         _need_gpu()
     plan = QUICK if spec.get("quick") else None
-    calibration = calibrate(device=device, threads=spec.get("threads"), progress=progress, plan=plan)
+    calibration = calibrate(device=device, threads=spec.get("threads"), progress=_Watched(context).progress, plan=plan)
     calibration.save(local_calibration_path())
     return {"created": calibration.created, "machine": calibration.machine}
 
@@ -73,23 +86,6 @@ def run_measure(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     return {"run_id": keep_run(context.store, "measure", scenario, result, context.job_id), **result.to_json()}
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """Tells a job how a run at a server goes on, and ends the run where the job was cancelled."""
-
-    context: JobContext
-
-    def progress(self, fraction: float, message: str = "") -> None:
-        self.context.check_cancelled()
-        self.context.progress(fraction, message)
-
-    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
-        self.context.event(kind, payload)
-
-    def check_cancelled(self) -> None:
-        self.context.check_cancelled()
-
-
 def run_simulate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Simulates the scenario and keeps the run."""
     from membound.simulator.run import run
@@ -120,12 +116,8 @@ def run_max_rate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
     scenario = scenario_of(spec)
 
-    def progress(fraction: float, message: str) -> None:
-        context.check_cancelled()
-        context.progress(fraction, message)
-
     try:
-        rate_rps, summary = max_rate(scenario, progress=progress)
+        rate_rps, summary = max_rate(scenario, progress=_Watched(context).progress)
     except MemboundError as error:
         raise uploads.renamed(error) from None
     document = {"max_rate_rps": rate_rps, "summary": summary.model_dump(mode="json")}
@@ -138,12 +130,13 @@ def run_plan(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
 
     scenario = scenario_of(spec)
 
-    def progress(fraction: float, message: str) -> None:
-        context.check_cancelled()
-        context.progress(fraction, message)
-
     document = plan_each(
-        scenario, spec["devices"], spec["precisions"], spec["objective"], spec["disaggregate"], progress
+        scenario,
+        spec["devices"],
+        spec["precisions"],
+        spec["objective"],
+        spec["disaggregate"],
+        _Watched(context).progress,
     )
     return {"run_id": _keep_asked(spec, context, scenario.name, document, {})}
 
@@ -152,10 +145,6 @@ def run_stack(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
     """Costs every subset of the spec's techniques on the scenario's engine and keeps the analysis as one run."""
     from membound.app.stacks import parse_techniques, stack_document
 
-    def progress(fraction: float, message: str) -> None:
-        context.check_cancelled()
-        context.progress(fraction, message)
-
     document = stack_document(
         scenario_of(spec),
         parse_techniques(spec["techniques"]),
@@ -163,7 +152,7 @@ def run_stack(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
         context=spec["context"],
         metric=spec["metric"],
         simulate=spec["simulate"],
-        progress=progress,
+        progress=_Watched(context).progress,
     )
     return {"run_id": _keep_asked(spec, context, "stack", document, {})}
 

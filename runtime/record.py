@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.progress import Progress, silent
 from membound.roofline.reading.files import reason, write_files
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import Scenario
@@ -35,7 +35,7 @@ def record(
     runtime: Runtime,
     scenario: Scenario,
     max_tokens: int,
-    progress: Callable[[float, str], None] = lambda fraction, message: None,
+    progress: Progress = silent,
 ) -> int:
     """Writes each prompt of `texts` with its token ids and `max_tokens` greedy tokens to `output` (JSON lines).
 

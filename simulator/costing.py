@@ -16,6 +16,7 @@ import numpy as np
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.progress import Progress
 from membound.roofline.ratio_error import Timed, kernels_of, ratio_error
 from membound.roofline.results.comparison import bottleneck, metric_value
 from membound.roofline.results.result import Column, RunResult
@@ -152,7 +153,7 @@ class Costing:
         self._workers = workers or Workers("sequential")
         self._found: dict[str, Served | str] = {}
 
-    def ahead(self, scenarios: Sequence[Scenario], progress: Callable[[float, str], None]) -> None:
+    def ahead(self, scenarios: Sequence[Scenario], progress: Progress) -> None:
         """Computes many at a time, so that asking for them later takes no time."""
         unknown = {scenario.digest: scenario for scenario in scenarios}
         tasks = [(self._evaluate, one) for digest, one in unknown.items() if digest not in self._found]

@@ -16,6 +16,7 @@ from operator import call
 from typing import Any, Literal, TypeVar, get_args
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.progress import Progress, silent
 
 Backend = Literal["loky", "threading", "sequential", "ray", "dask"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -23,11 +24,6 @@ MOST_JOBS = 1024
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Progress = Callable[[float, str], None]
-
-
-def silent(fraction: float, message: str) -> None:
-    """Tells nobody how far something is."""
 
 
 @dataclass(frozen=True)

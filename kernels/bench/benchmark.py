@@ -19,6 +19,7 @@ from torch import Tensor
 from membound.kernels.bench.capture import warmed_up
 from membound.kernels.bench.trial import Case, Inputs, Math, Run, Trial
 from membound.kernels.bench.workers import answers, command_of
+from membound.roofline.progress import Progress
 
 ROWS = 30  # each a sample
 FEWEST_ROWS = 3  # where there is no time for so many
@@ -182,7 +183,7 @@ def bench(
     seed: int,
     timer: Timer,
     l2_bytes: int,
-    progress: Callable[[float, str], None],
+    progress: Progress,
 ) -> Iterator[Timed | Failed]:
     """Every case in turn, and beside it the peers that are installed."""
     for done, case in enumerate(cases):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from membound.kernels.bench.pointwise_cases import CASES as POINTWISE
 from membound.kernels.bench.state_cases import CASES as STATE
 from membound.kernels.bench.trial import Case, Inputs, poisoned
 from membound.kernels.bench.workers import answers, command_of
+from membound.roofline.progress import Progress
 
 CASES: tuple[Case, ...] = (*ATTENTION, *LATENT, *LINEAR, *MOE, *POINTWISE, *STATE, *OVERLAP)
 
@@ -37,9 +38,7 @@ class Checked:
         return self.problem is None and self.of_tolerance <= 1.0
 
 
-def check(
-    cases: Sequence[Case], device: torch.device, seed: int, progress: Callable[[float, str], None]
-) -> list[Checked]:
+def check(cases: Sequence[Case], device: torch.device, seed: int, progress: Progress) -> list[Checked]:
     """Every case once; what a kernel raises is its problem, and the others are still checked."""
     found = []
     for done, case in enumerate(cases):

@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from membound.roofline.progress import Progress
 
-def compile_all(arch: str, cases: Sequence[str], progress: Callable[[float, str], None]) -> list[dict[str, Any]]:
+
+def compile_all(arch: str, cases: Sequence[str], progress: Progress) -> list[dict[str, Any]]:
     """One row a launch, in the order of `cases`; of one that does not compile its `problem`."""
     found = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

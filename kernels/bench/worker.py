@@ -20,10 +20,7 @@ from membound.kernels.bench.benchmark import bench, cuda_timer
 from membound.kernels.bench.check import CASES, check
 from membound.kernels.bench.trial import Case
 from membound.kernels.bench.workers import READY
-
-
-def silent(fraction: float, text: str) -> None:
-    """Whoever asked shows the progress."""
+from membound.roofline.progress import silent
 
 
 def row_of(work: str, device: torch.device, seed: int) -> Callable[[Case], Any]:

@@ -21,6 +21,7 @@ from membound.roofline.hardware import hardware_of
 from membound.roofline.hardware.calibration import CACHE_SET_BYTES, BandwidthPoint, Calibration
 from membound.roofline.operators import Operator, linear
 from membound.roofline.precision import PRECISIONS
+from membound.roofline.progress import Progress
 from membound.roofline.times.calibrated import CalibratedTimes
 from membound.runtime.calibration.bandwidth import WORKING_SETS, BandwidthProbe
 from membound.runtime.calibration.host import HostGrid, HostProbe
@@ -36,7 +37,7 @@ from membound.runtime.calibration.operators import (
     attention_amounts,
     fit,
 )
-from membound.runtime.calibration.passes import PATIENCE_S, CalibrationError, Part, Progress, Repeated, repeat
+from membound.runtime.calibration.passes import PATIENCE_S, CalibrationError, Part, Repeated, repeat
 from membound.runtime.calibration.pool import Pool
 from membound.runtime.calibration.stopwatch import Stopwatch
 from membound.runtime.free_memory import free_bytes

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware.calibration import one_state
+from membound.roofline.progress import Progress
 from membound.runtime.calibration.memory_watch import MemoryWatch
 
-Progress = Callable[[float, str], None]
 Values = NDArray[np.float64]
 
 TOLERANCE = 0.20

@@ -14,6 +14,7 @@ import numpy as np
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.models.files import resolve_model
+from membound.roofline.progress import Progress, silent
 from membound.roofline.results.result import Column, RunResult
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.tasks import resolve
@@ -36,14 +37,13 @@ _MOST_SHOWN = 4000  # characters of an answer that are told while the run goes o
 # Of the tokens that were asked for, and of those that prompts should have had.
 _NOTED_SHORTFALL, _NOTED_DIFFERENCE = 0.98, 0.1
 
-Progress = Callable[[float, str], None]
 Event = Callable[[str, Mapping[str, Any]], None]
 
 
 def measure(
     scenario: Scenario,
     endpoint: Endpoint,
-    progress: Progress = lambda fraction, message: None,
+    progress: Progress = silent,
     event: Event = lambda kind, payload: None,
 ) -> RunResult:
     """Sends the scenario's workload to the endpoint in real time, after a warm-up that is not recorded.

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.models import GatedFfn, GroupedQueryAttention, ModelSpec
+from membound.roofline.progress import Progress
 from membound.roofline.speculation.draft_models import one_layer
 from membound.runtime.loading.weights import Weights
 from membound.runtime.rope import rope_tables
@@ -44,9 +45,6 @@ class TrainingPlan:
     seconds: float
     folder: Path
     seed: int = 0
-
-
-Progress = Callable[[float, str], None]
 
 
 def train(

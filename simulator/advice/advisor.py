@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.progress import Progress, silent
 from membound.roofline.results.comparison import UNITS
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric
@@ -111,7 +112,7 @@ def advise(
     simulate: bool = False,
     pairs: bool = True,
     workers: Workers | None = None,
-    progress: Callable[[float, str], None] = lambda fraction, message: None,
+    progress: Progress = silent,
 ) -> Advice:
     """What to do next at the scenario's operating point, or with `batch` sequences under way of `context` tokens each.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 from membound.roofline.errors import MemboundError
+from membound.roofline.progress import Progress, silent
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.simulator.busiest import at_its_busiest
 from membound.simulator.planning.deployed import denser
-from membound.simulator.planning.planner import Progress, demand_of, silent
+from membound.simulator.planning.planner import demand_of
 from membound.simulator.planning.verdict import meets, without_too_long
 
 

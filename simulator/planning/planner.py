@@ -6,13 +6,14 @@ could be cheapest, with fewer replicas until the objective is missed, so that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, catalog, get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.parallel import SINGLE
+from membound.roofline.progress import Progress, silent
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import ClosedLoop, TraceArrivals
@@ -42,11 +43,6 @@ from membound.simulator.planning.verdict import Missed
 from membound.simulator.workers import Workers
 
 PRECISIONS = ("given", "8bit", "4bit")
-Progress = Callable[[float, str], None]
-
-
-def silent(fraction: float, message: str) -> None:
-    """Tells nobody."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from membound.roofline.progress import Progress
 from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric, Technique
 from membound.simulator.costing import Costing, Served
@@ -75,7 +76,7 @@ class StackingGame:
             self._served[subset] = self._costing.served(self.scenario(subset))
         return self._served[subset]
 
-    def ahead(self, most_factorial: int, progress: Callable[[float, str], None]) -> None:
+    def ahead(self, most_factorial: int, progress: Progress) -> None:
         """Computes what will be asked for at once: all subsets where they are few, else those of two or less."""
         every = range(len(self.techniques))
         largest = len(every) if len(every) <= most_factorial else 2

@@ -8,7 +8,7 @@ each in the whole gain (Shapley, A value for n-person games, 1953: its mean cont
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.progress import Progress, silent
 from membound.roofline.reading.meant import setting_meant, technique_meant
 from membound.roofline.reading.nearest import did_you_mean
 from membound.roofline.reading.problems import one_sentence
@@ -265,7 +266,7 @@ def stack(
     metric: GainMetric | None = None,
     simulate: bool = False,
     workers: Workers | None = None,
-    progress: Callable[[float, str], None] = lambda fraction, message: None,
+    progress: Progress = silent,
 ) -> list[Stack]:
     """The stacking analysis of a scenario at each of its points, or at the given batches and contexts."""
     chosen = chosen_techniques(scenario, techniques)

@@ -14,13 +14,14 @@ from typing import Any
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
+from membound.roofline.progress import Progress, silent
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import Scenario
 from membound.simulator.deployment import deployment_of
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.steady import Steady, load_of, refuse_what_only_runs_show
 from membound.simulator.sweeping.axes import at, check
-from membound.simulator.workers import Progress, Workers, silent
+from membound.simulator.workers import Workers
 
 MOST_POINTS = 1_000_000
 
