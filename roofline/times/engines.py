@@ -116,10 +116,10 @@ def get_profile(name: str) -> EngineProfile:
 _EAGER_WAY = {
     "graphs": "eager",
     "sglang": "eager",
-    **dict.fromkeys(("vllm", "vllm-0.13", "vllm-0.6"), "vllm-eager"),
+    **dict.fromkeys(("vllm", "vllm-0.13", "vllm-0.6", "vllm-0.5"), "vllm-eager"),
 }
 # Which profile an engine's name in a table means: the first whose pattern matches, and whose version or year does.
-_VLLM_GRAPHS, _VLLM_V1, _VLLM_ASYNCHRONOUS, _TGI_GRAPHS = (0, 3), (0, 7), (0, 14), (1, 4)
+_VLLM_GRAPHS, _VLLM_HOST, _VLLM_V1, _VLLM_ASYNCHRONOUS, _TGI_GRAPHS = (0, 3), (0, 6), (0, 7), (0, 14), (1, 4)
 # Engines whose point is that the host's processor and memory take part.
 _ON_THE_HOST = re.compile(r"ktransformers|powerinfer|flexgen|zero[- ]inference|fiddler|petals|hybridllm")
 
@@ -135,11 +135,11 @@ def profile_of_engine(
 ) -> EngineProfile:
     """The profile of an engine as a table names it; the eager one where `eager` and the engine's own is not.
 
-    vLLM is four engines: eager until 2023 (0.2), captured with a synchronous scheduler until 0.6, rewritten from 0.7,
-    and with a scheduler that works beside the device by default from 0.14 (January 2026), before where it is told so
-    (`asynchronous`). TensorRT-LLM's first releases have a profile of their own, and so have runs without a server
-    (`offline`), which send no tokens to anybody, and Text Generation Inference before it captured graphs (1.4, from
-    memory). An engine that no profile is of has the general one. Raises
+    vLLM is five engines: eager until 2023 (0.2), captured with a synchronous scheduler until 0.6, whose host took most
+    of the time until 0.5, rewritten from 0.7, and with a scheduler that works beside the device by default from 0.14
+    (January 2026), before where it is told so (`asynchronous`). TensorRT-LLM's first releases have a profile of their
+    own, and so have runs without a server (`offline`), which send no tokens to anybody, and Text Generation Inference
+    before it captured graphs (1.4, from memory). An engine that no profile is of has the general one. Raises
     MemboundError for one that computes a part of the model on the host.
     """
     profile = get_profile(_profile_name(engine.lower(), version.lower(), year, asynchronous))
@@ -175,6 +175,7 @@ def _vllm(number: tuple[int, int] | None, year: float | None, asynchronous: bool
     """vLLM by its version, or by the year of the run where no version is stated."""
     for name, until, last_year in (
         ("vllm-2023", _VLLM_GRAPHS, 2023),
+        ("vllm-0.5", _VLLM_HOST, 2023),
         ("vllm-0.6", _VLLM_V1, 2024),
         ("vllm-0.13", _VLLM_ASYNCHRONOUS, 2025),
     ):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from membound.roofline.bursts import Burst
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
@@ -38,6 +39,10 @@ GGUF_MXFP4 = (
     *((part, get_precision("q8_0")) for part in ("attention", "embedding", "lm_head")),
     ("router", get_precision("fp32")),
 )
+# The share of a request's output for whose cache there must be room where it starts. On average requests are half way.
+# TensorRT-LLM starts none whose whole output does not fit (`GUARANTEED_NO_EVICT`, the default capacity scheduler policy
+# in its documents).
+_RESERVED = dict.fromkeys(("tensorrt-llm", "tensorrt-llm-offline", "tensorrt-llm-0"), 1.0)
 # Rows that a round of speculation verifies for a sequence, at most.
 _MOST_ROWS = 1024.0
 _MEASURED_BATCH = "measured average batch"
@@ -136,7 +141,7 @@ def case_of(row: Row) -> StepCase:
     if "range ratio 0.8" in row.text("notes"):
         prompt, output = 0.9 * prompt, 0.9 * output
     steady = "online" in row.text("flags") or "queueing" in row.text("flags") or "concurrency" in row.text("notes")
-    batch = _batch(row, deployment, replicas, prompt + output / 2.0)
+    batch = _batch(row, deployment, replicas, prompt + _RESERVED.get(profile.name, 0.5) * output)
     return StepCase(row, deployment, replicas, batch, prompt, output, row.text("metric"), steady)
 
 
@@ -292,9 +297,16 @@ def _throughput(case: StepCase) -> float:
     """Output tokens a second of all replicas."""
     requests = _requests(case.row)
     if requests is not None and case.row.text("batch_or_concurrency") in statements.AS_MANY_AS_FIT:
-        return _rate_of_waves(case, requests)
+        return _rate_of_burst(case, requests) if case.lengths_vary else _rate_of_waves(case, requests)
     load = case.load if case.steady or "batch_unknown" in case.flags or "dataset_lengths" in case.flags else case.static
     return case.replicas * load.output_tokens_per_s
+
+
+def _rate_of_burst(case: StepCase, requests: float) -> float:
+    """Output tokens a second of so many requests that are all there at once and end one by one."""
+    lengths = case.prompt_tokens, case.output_tokens
+    burst = Burst(case.deployment, requests / case.replicas, case.batch, *lengths)
+    return case.replicas * burst.output_tokens_per_s
 
 
 def _rate_of_waves(case: StepCase, requests: float) -> float:

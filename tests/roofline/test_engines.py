@@ -30,6 +30,7 @@ def step_s(shape=None, **changes):
     [
         ("vLLM", "0.16.0", 2026, "vllm"),
         ("vLLM", "vLLM 0.6.3", 2024, "vllm-0.6"),
+        ("vLLM", "0.5.4", 2024, "vllm-0.5"),
         ("vLLM", "vLLM (2023, authors mod)", 2023, "vllm-2023"),
         ("vLLM", "", 2023, "vllm-2023"),
         ("TensorRT-LLM", "1.1.0rc2", 2025, "tensorrt-llm"),

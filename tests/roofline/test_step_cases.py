@@ -69,3 +69,23 @@ def test_files_of_gpt_oss_have_the_size_that_llama_cpp_prints(tmp_path: Path, mo
     (case,) = cases(tmp_path, {"engine": "llama.cpp", "model": model, "weight_dtype": "mxfp4"})
     held = weights_bytes(case.deployment.model, case.deployment.setup)
     assert held / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+def test_requests_whose_outputs_vary_empty_the_engine_one_by_one(tmp_path: Path) -> None:
+    run = {"batch_or_concurrency": "max", "input_len": 220, "output_len": 200, "metric": "throughput_tok_s_total"}
+    equal, varied = cases(
+        tmp_path, *(run | {"notes": "requests 300", "flags": flags} for flags in ("", "dataset_lengths"))
+    )
+    assert varied.predict() < 0.7 * equal.predict()
+
+
+def test_tensorrt_llm_starts_no_request_whose_whole_output_does_not_fit(tmp_path: Path) -> None:
+    run = {"batch_or_concurrency": "max", "input_len": 100, "output_len": 9900, "metric": "throughput_tok_s_total"}
+    known = {"act_dtype": "bf16", "kv_dtype": "bf16"}
+    engines = ("vLLM", "0.16"), ("TensorRT-LLM", "0.14"), ("TensorRT-LLM", "1.2")
+    shares, *whole = cases(
+        tmp_path, *(run | known | {"engine": engine, "engine_version": version} for engine, version in engines)
+    )
+    for case in whole:
+        assert case.batch == case.deployment.largest_batch(10_000.0)
+    assert shares.batch == shares.deployment.largest_batch(5050.0)
