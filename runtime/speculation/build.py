@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from membound.kernels.base import Kernels
@@ -47,6 +47,10 @@ class DraftHost:
     block_size: int
     load: Callable[[Scenario], Decoder]
 
+    def outer_weights(self) -> Weights:
+        """The model's, without its layers, where its decoder computes: they were loaded on the host."""
+        return replace(self.weights, layers=()).to(self.decoder.device)
+
 
 def undividable_drafts(scenario: Scenario) -> str | None:
     """Why a scenario that divides its model cannot draft as it asks, in one sentence; None where it can."""
@@ -89,14 +93,14 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
         cache = decoder.new_cache(host.num_blocks, host.block_size)
         return ModelProposer(decoder, cache, host.block_size, drafts.gamma, choose)
     if isinstance(drafts, MedusaDrafts):
-        heads = MedusaHeads(_head(scenario, drafts, spec), host.weights.lm_head, host.decoder.kernels)
+        heads = MedusaHeads(_head(scenario, drafts, spec), host.outer_weights().lm_head, host.decoder.kernels)
         _check_depth("heads", drafts, len(heads.residuals))
         return MedusaProposer(heads, drafts.gamma, drafts.tokens)
     if isinstance(drafts, EagleDrafts):
-        layer = FeatureHead(_head(scenario, drafts, spec), spec, host.weights, host.decoder.kernels)
+        layer = FeatureHead(_head(scenario, drafts, spec), spec, host.outer_weights(), host.decoder.kernels)
         return EagleProposer(layer, host.num_blocks, host.block_size, drafts.gamma, drafts.tokens)
     if isinstance(drafts, MtpDrafts):
-        module = FeatureHead(_mtp_module(scenario, spec), spec, host.weights, host.decoder.kernels, dense=False)
+        module = FeatureHead(_mtp_module(scenario, spec), spec, host.outer_weights(), host.decoder.kernels, dense=False)
         return EagleProposer(module, host.num_blocks, host.block_size, drafts.gamma, drafts.gamma)
     raise AssertionError(f"nothing drafts as {drafts.kind}")
 
