@@ -50,11 +50,12 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
         count, mixer, ffn = group.count / parallel.pp, group.attention, group.ffn
         for _, n, k in mixer.linears(model.hidden, parallel.tp):
             add("attention", n, k, count, formats)
-        if isinstance(mixer, LatentAttention) and setup.absorbed_mla:
-            # Halves of kv_b that are unpacked once, in 16 bits, for decode; kv_b itself stays for prompts.
-            heads = mixer.heads_on_gpu(parallel.tp)
-            for _, n, k in mixer.absorbed_linears():
-                parts["attention"] += plan.plain.matrix_bytes(heads * n, k) * count
+        for part in group.mixers:
+            if isinstance(part, LatentAttention) and setup.absorbed_mla:
+                # Halves of kv_b that are unpacked once, in 16 bits, for decode; kv_b itself stays for prompts.
+                heads = part.heads_on_gpu(parallel.tp)
+                for _, n, k in part.absorbed_linears():
+                    parts["attention"] += plan.plain.matrix_bytes(heads * n, k) * count
         for name, n, k in ffn.linears(model.hidden, parallel.tp):
             routing = "router" if name == "router" else "shared_experts"
             add(routing if isinstance(ffn, MoeFfn) else "ffn", n, k, count, formats)
@@ -116,11 +117,10 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
     divided = parallel.pp * parallel.cp
     by_window: dict[int | None, float] = {}
     states = 0.0
-    for group in model.groups():
-        mixer = group.attention
+    for count, mixer in ((group.count, mixer) for group in model.groups() for mixer in group.mixers):
         if mixer.kv_elements_on_gpu(parallel.tp):
             format, budget = plan.kv_of(sliding=mixer.window is not None), setup.budget_of(mixer.kind)
-            layers = group.count / divided
+            layers = count / divided
             seen = _shorter(mixer.window, budget.tokens if budget is not None and budget.evicts else None)
             each = cached_token_bytes(mixer, format, parallel.tp)
             by_window[seen] = by_window.get(seen, 0.0) + each * layers
@@ -131,7 +131,7 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
             if budget is not None and isinstance(mixer, GroupedQueryAttention) and not budget.evicts:
                 by_window[seen] += page_bytes(mixer, parallel.tp) / budget.page * layers
         state = mixer.state_elements_on_gpu(parallel.tp) * mixer.state_bits / 8
-        states += group.count * (state + 2.0 * mixer.conv_elements / parallel.tp) / parallel.pp
+        states += count * (state + 2.0 * mixer.conv_elements / parallel.tp) / parallel.pp
     if index := model.index_bytes_per_token:
         by_window[None] = by_window.get(None, 0.0) + index / divided
     return CacheTerms(tuple((each, window) for window, each in by_window.items()), states)

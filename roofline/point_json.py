@@ -76,7 +76,8 @@ def _odd_sizes(point: OperatingPoint) -> Iterator[str]:
             f"matrices with sizes that are no multiple of {ALIGNED} ({listed}) were not measured: their times are "
             "inferred from aligned ones, and kernels that pad them or load them piecewise take longer"
         )
-    dims = {group.attention.head_dim for group in point.model.groups() if hasattr(group.attention, "head_dim")}
+    mixers = (mixer for group in point.model.groups() for mixer in group.mixers)
+    dims = {mixer.head_dim for mixer in mixers if hasattr(mixer, "head_dim")}
     if odd := sorted(dim for dim in dims if dim % WARP):
         listed = ", ".join(str(dim) for dim in odd)
         yield (
@@ -125,8 +126,8 @@ def _layers_json(groups: tuple[LayerGroup, ...]) -> list[dict[str, Any]]:
     return [
         {
             "count": group.count,
-            "attention": group.attention.kind,
-            "window": group.attention.window,
+            "attention": " + ".join(mixer.kind for mixer in group.mixers),
+            "window": next((mixer.window for mixer in group.mixers if mixer.window is not None), None),
             "ffn": group.ffn.kind,
         }
         for group in groups

@@ -15,6 +15,7 @@ from membound.roofline.memory import cached_token_bytes, page_bytes
 from membound.roofline.mixture import mixture_operators
 from membound.roofline.models import LinearShape, ModelSpec
 from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention, SparseIndexer
+from membound.roofline.models.base import TokenMixer
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.layers import LayerGroup
 from membound.roofline.operators import (
@@ -90,14 +91,16 @@ class _Step(StepContext):
         return made
 
     def _mixer(self, group: LayerGroup, prefix: str) -> list[Operator]:
-        mixer = group.attention
+        return [operator for mixer in group.mixers for operator in self._one_mixer(mixer, group.count, prefix)]
+
+    def _one_mixer(self, mixer: TokenMixer, count: int, prefix: str) -> list[Operator]:
         if isinstance(mixer, GroupedQueryAttention):
-            return self._gqa(mixer, group.count, prefix)
+            return self._gqa(mixer, count, prefix)
         if isinstance(mixer, LatentAttention):
-            return self._mla(mixer, group.count, prefix)
+            return self._mla(mixer, count, prefix)
         if mixer.kind == "none":
             return []
-        return self._recurrent(group, prefix)
+        return self._recurrent(mixer, count, prefix)
 
     def _gqa(self, a: GroupedQueryAttention, count: int, prefix: str) -> list[Operator]:
         t, w, tp = self.tokens, self.width, self.parallel.tp
@@ -305,20 +308,20 @@ class _Step(StepContext):
             tiles=tiles,
         )
 
-    def _recurrent(self, group: LayerGroup, prefix: str) -> list[Operator]:
+    def _recurrent(self, mixer: TokenMixer, count: int, prefix: str) -> list[Operator]:
         """Linears, then one update of the state a token: 5 FLOPs and, for each sequence, a read and a write of it.
 
         A state has no tokens to divide: each device of context parallelism has all of it, and of a prompt they gather
         what each one's tokens make of it.
         """
         t, tp = self.tokens, self.parallel.tp
-        mixer, count = group.attention, group.count
         state = mixer.state_elements_on_gpu(tp)
         made = [
             self.linear(f"{prefix}{name}", count, t, n, k, "attention")
             for name, n, k in mixer.linears(self.model.hidden, tp)
         ]
         state_bytes = state * mixer.state_bits / 8 + 2.0 * mixer.conv_elements / tp
+        share = state / mixer.state_elements if mixer.state_elements else 1.0 / tp
         made.append(
             Operator(
                 f"{prefix}state",
@@ -326,7 +329,7 @@ class _Step(StepContext):
                 count,
                 flops=5.0 * state * t,
                 kv_bytes=2.0 * state_bytes * self.shape.sequences,
-                activation_bytes=4.0 * t * (state / max(mixer.state_elements, 1)) * self.model.hidden * self.width,
+                activation_bytes=4.0 * t * share * self.model.hidden * self.width,
                 elements=t,
                 sequences=self.shape.sequences,
                 mixer=mixer.kind,
@@ -356,8 +359,8 @@ class _Step(StepContext):
 
 
 def _inputs(linears: tuple[LinearShape, ...]) -> int:
-    """Inputs of the matrix that gives a layer's output."""
-    return next(k for name, _, k in linears if name in ("o", "out_proj", "down"))
+    """Inputs of the matrices that give a layer's output."""
+    return sum(k for name, _, k in linears if name in ("o", "out_proj", "down"))
 
 
 def step_weight_bytes(model: ModelSpec, setup: EngineSetup, tokens: float = 1.0) -> float:

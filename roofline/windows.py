@@ -13,8 +13,7 @@ def windows_of(model: ModelSpec, setup: EngineSetup) -> tuple[int, ...]:
     A layer's own window, what a sparse indexer chooses, and the budget of a cache that does not keep or read all.
     """
     found: set[int] = set()
-    for group in model.groups():
-        mixer = group.attention
+    for mixer in (mixer for group in model.groups() for mixer in group.mixers):
         window, budget = mixer.window, setup.budget_of(mixer.kind)
         if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
             window = mixer.indexer.top_k

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from membound.roofline.models import GroupedQueryAttention, LatentAttention, ModelError, ModelSpec
 from membound.runtime.blocks.ffn import ACTIVATIONS
 
+_UNCOMPUTED = ("lightning", "kda", "short_conv", "parallel")
+
 
 def decoder_problem(spec: ModelSpec) -> str | None:
     """The first part of a model that the decoder does not compute, in one sentence; None for one that it does."""
@@ -31,7 +33,7 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
 
     for group in spec.groups():
         mixer, ffn = group.attention, group.ffn
-        if mixer.kind == "lightning":
+        if mixer.kind in _UNCOMPUTED:
             yield wrong("attention", mixer.kind, "of another kind")
         if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
             yield wrong("attention.indexer", "present", "absent")

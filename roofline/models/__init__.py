@@ -7,7 +7,17 @@ from membound.roofline.models.checkpoint import Checkpoint
 from membound.roofline.models.ffn import ChannelMix, DenseFfn, FeedForward, GatedFfn, MoeFfn, NoFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer, LayerGroup, LayerOverride
 from membound.roofline.models.names import normalise_name
-from membound.roofline.models.recurrent import GatedDeltaNet, LightningAttention, Mamba1, Mamba2, Rwkv6, Rwkv7
+from membound.roofline.models.recurrent import (
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LightningAttention,
+    Mamba1,
+    Mamba2,
+    Rwkv6,
+    Rwkv7,
+    ShortConv,
+)
+from membound.roofline.models.side_by_side import ParallelMixers
 from membound.roofline.models.spec import Llama3RopeScaling, ModelSpec, OtherRopeScaling
 
 __all__ = [
@@ -21,6 +31,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedFfn",
     "GroupedQueryAttention",
+    "KimiDeltaAttention",
     "LatentAttention",
     "Layer",
     "LayerGroup",
@@ -36,8 +47,10 @@ __all__ = [
     "NoFfn",
     "NoMixer",
     "OtherRopeScaling",
+    "ParallelMixers",
     "Rwkv6",
     "Rwkv7",
+    "ShortConv",
     "SparseIndexer",
     "TokenMixer",
     "catalog",

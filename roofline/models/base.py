@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -36,6 +36,13 @@ class TokenMixer(Protocol):
     """
 
     @property
+    def parts(self) -> tuple[TokenMixer, ...]:
+        """The mixers that it consists of: itself, or those that stand side by side."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
     def window(self) -> int | None:
         """How many tokens back it sees; None: all of them."""
 
@@ -66,7 +73,15 @@ class TokenMixer(Protocol):
         """`state_elements` of one GPU of `tp`."""
 
 
-class WithoutState:
+class Single:
+    """A mixer that stands alone."""
+
+    @property
+    def parts(self) -> tuple[Self]:
+        return (self,)
+
+
+class WithoutState(Single):
     """A mixer that keeps a KV cache and nothing else."""
 
     @property
@@ -85,7 +100,7 @@ class WithoutState:
         return 0
 
 
-class WithoutKv:
+class WithoutKv(Single):
     """A mixer that keeps a state of constant size and no KV cache."""
 
     @property

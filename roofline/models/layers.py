@@ -9,23 +9,12 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, field_validator
 
-from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention, NoMixer
-from membound.roofline.models.base import Frozen
+from membound.roofline.models.attention import NoMixer
+from membound.roofline.models.base import Frozen, TokenMixer
 from membound.roofline.models.ffn import ChannelMix, DenseFfn, GatedFfn, MoeFfn, NoFfn
-from membound.roofline.models.recurrent import GatedDeltaNet, LightningAttention, Mamba1, Mamba2, Rwkv6, Rwkv7
+from membound.roofline.models.side_by_side import ParallelMixers, SingleMixer
 
-Attention = Annotated[
-    GroupedQueryAttention
-    | LatentAttention
-    | Mamba1
-    | Mamba2
-    | Rwkv6
-    | Rwkv7
-    | GatedDeltaNet
-    | LightningAttention
-    | NoMixer,
-    Field(discriminator="kind"),
-]
+Attention = Annotated[SingleMixer | ParallelMixers | NoMixer, Field(discriminator="kind")]
 Ffn = Annotated[GatedFfn | DenseFfn | MoeFfn | ChannelMix | NoFfn, Field(discriminator="kind")]
 
 
@@ -43,6 +32,11 @@ class LayerGroup:
     count: int
     attention: Attention
     ffn: Ffn
+
+    @property
+    def mixers(self) -> tuple[TokenMixer, ...]:
+        """What mixes the tokens of one of them: one mixer, or several side by side."""
+        return self.attention.parts
 
 
 class LayerOverride(Frozen):

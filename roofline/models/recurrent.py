@@ -219,6 +219,83 @@ class GatedDeltaNet(WithoutKv, Frozen):
         return self.conv_width * self.conv_channels + 2 * self.value_heads + self.value_head_dim
 
 
+class KimiDeltaAttention(WithoutKv, Frozen):
+    """Linear attention with the delta rule and a decay for each channel (Kimi Linear, arXiv 2510.26692).
+
+    A state of head_dim x head_dim a head; decay and output gate come through projections of rank `head_dim`.
+    """
+
+    kind: Literal["kda"] = "kda"
+    heads: PositiveInt
+    head_dim: PositiveInt
+    conv_width: PositiveInt = 4
+    state_bits: StateBits = 32
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def state_elements(self) -> int:
+        return self.width * self.head_dim
+
+    def state_elements_on_gpu(self, tp: int) -> int:
+        return split(self.heads, tp, "heads") * self.head_dim**2
+
+    @property
+    def conv_elements(self) -> int:
+        """q, k and v pass the convolution."""
+        return (self.conv_width - 1) * 3 * self.width
+
+    def linears(self, hidden: int, tp: int = 1) -> tuple[LinearShape, ...]:
+        """The way into the low ranks is whole on each GPU, that of the learning rate of each head is not."""
+        heads = split(self.heads, tp, "heads")
+        width = heads * self.head_dim
+        return (
+            LinearShape("qkv", 3 * width, hidden),
+            LinearShape("gates_a", 2 * self.head_dim + heads, hidden),
+            LinearShape("gates_b", 2 * width, self.head_dim),
+            LinearShape("o", hidden, width),
+        )
+
+    def vectors(self, hidden: int) -> int:
+        """The convolution, A of each head, the bias of dt of each channel, the gated norm over a head."""
+        return self.conv_width * 3 * self.width + self.heads + self.width + self.head_dim
+
+
+class ShortConv(WithoutKv, Frozen):
+    """A gated short convolution (LFM2): each of `channels` looks at its last `conv_width` inputs, and nothing else."""
+
+    kind: Literal["short_conv"] = "short_conv"
+    channels: PositiveInt
+    conv_width: PositiveInt = 3
+    bias: bool = False
+
+    @property
+    def state_elements(self) -> int:
+        return 0
+
+    @property
+    def state_bits(self) -> int:
+        return 0
+
+    def state_elements_on_gpu(self, tp: int) -> int:
+        return 0
+
+    @property
+    def conv_elements(self) -> int:
+        return (self.conv_width - 1) * self.channels
+
+    def linears(self, hidden: int, tp: int = 1) -> tuple[LinearShape, ...]:
+        """The two gates and the convolution's input, then the way out."""
+        channels = split(self.channels, tp, "channels")
+        return LinearShape("in_proj", 3 * channels, hidden), LinearShape("out_proj", hidden, channels)
+
+    def vectors(self, hidden: int) -> int:
+        biases = 4 * self.channels + hidden if self.bias else 0
+        return self.conv_width * self.channels + biases
+
+
 class LightningAttention(WithoutKv, Frozen):
     """Linear attention with fixed decay and a gated output (MiniMax-M1): a state of head_dim x head_dim a head."""
 

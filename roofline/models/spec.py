@@ -140,7 +140,7 @@ class ModelSpec(Frozen):
     @property
     def mixer_kinds(self) -> frozenset[str]:
         """The kinds of its layers' token mixers."""
-        return frozenset(group.attention.kind for group in self.groups())
+        return frozenset(mixer.kind for group in self.groups() for mixer in group.mixers)
 
     def layer_linears(self) -> tuple[LinearShape, ...]:
         """The linears of one layer in the order of the forward pass, fused as engines do; for equal layers only."""
@@ -163,7 +163,7 @@ class ModelSpec(Frozen):
     @property
     def index_bytes_per_token(self) -> int:
         """Bytes of sparse attention's index keys that one token leaves in all layers."""
-        indexers = ((group.count, getattr(group.attention, "indexer", None)) for group in self.groups())
+        indexers = ((group.count, getattr(mixer, "indexer", None)) for group in self.groups() for mixer in group.mixers)
         return sum(count * indexer.key_bytes_per_token for count, indexer in indexers if indexer is not None)
 
     @property
@@ -172,7 +172,7 @@ class ModelSpec(Frozen):
         return sum(
             group.count * (mixer.state_elements * mixer.state_bits + 16 * mixer.conv_elements) / 8
             for group in self.groups()
-            for mixer in (group.attention,)
+            for mixer in group.mixers
         )
 
     @property

@@ -32,7 +32,7 @@ class Formats:
         activations = plan.activations.name
         if plan.activations.width == 16 and activation_bytes == 4.0:
             activations = "fp32"
-        windows = any(group.attention.window is not None for group in model.groups())
+        windows = any(mixer.window is not None for group in model.groups() for mixer in group.mixers)
         return cls(
             weights=plan.weights.name,
             activations=activations,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from membound.roofline.models.base import ModelError
-from membound.roofline.models.huggingface import classic, dense, hybrid, mixture
+from membound.roofline.models.huggingface import classic, dense, hybrid, mixed, mixture
 from membound.roofline.models.huggingface.facts import Config
 from membound.roofline.models.huggingface.quantization import read_quantization
 from membound.roofline.models.spec import ModelSpec, build
 
-FAMILIES = dense.FAMILIES | classic.FAMILIES | mixture.FAMILIES | hybrid.FAMILIES
+FAMILIES = dense.FAMILIES | classic.FAMILIES | mixture.FAMILIES | hybrid.FAMILIES | mixed.FAMILIES
 
 # `model_type` where it is not the architecture in lower case, for a config that names no architecture
 _MODEL_TYPES = {

@@ -82,7 +82,9 @@ class Config:
 
     @property
     def max_context(self) -> int:
-        return self.count("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+        return self.count(
+            "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length"
+        )
 
     @property
     def window(self) -> int | None:
@@ -165,7 +167,7 @@ def stack(attention: Fields | Sequence[Fields], ffn: Fields | Sequence[Fields], 
 
 
 def _hashable(fields: Fields) -> Fields:
-    return {key: str(value) if isinstance(value, dict) else value for key, value in fields.items()}
+    return {key: str(value) if isinstance(value, dict | tuple | list) else value for key, value in fields.items()}
 
 
 def rope(c: Config) -> Fields:

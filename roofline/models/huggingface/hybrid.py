@@ -12,7 +12,7 @@ from membound.roofline.models.huggingface.mixture import sparse_steps
 UNLIMITED_CONTEXT = 1 << 20
 
 
-def _state_bits(c: Config, *keys: str) -> int:
+def state_bits(c: Config, *keys: str) -> int:
     """The precision of the state: fp32 unless the config says otherwise."""
     return 32 if str(c.get(*keys, default="float32")) == "float32" else 16
 
@@ -41,7 +41,8 @@ def mamba1(c: Config) -> Fields:
     return _recurrent_model(c, _mamba1(c), {"kind": "none"}, tie_embeddings=tied)
 
 
-def _mamba2(c: Config, heads: int, head_dim: int) -> Fields:
+def mamba2_mixer(c: Config, heads: int, head_dim: int) -> Fields:
+    """A Mamba-2 mixer of so many heads, in any of the names that families have for its facts."""
     return {
         "kind": "mamba2",
         "heads": heads,
@@ -49,7 +50,7 @@ def _mamba2(c: Config, heads: int, head_dim: int) -> Fields:
         "d_state": c.count("ssm_state_size", "state_size", "d_state", "mamba_d_state", default=128),
         "groups": c.count("n_groups", "ngroups", "mamba_n_groups", default=1),
         "conv_width": c.count("conv_kernel", "d_conv", "mamba_d_conv", default=4),
-        "state_bits": _state_bits(c, "mamba_ssm_cache_dtype"),
+        "state_bits": state_bits(c, "mamba_ssm_cache_dtype"),
         "bias": c.flag("use_bias", "mamba_proj_bias"),
     }
 
@@ -63,7 +64,7 @@ def mamba2(c: Config) -> Fields:
     multiple = own.count("pad_vocab_size_multiple", default=1)
     return _recurrent_model(
         c,
-        _mamba2(own, heads, head_dim),
+        mamba2_mixer(own, heads, head_dim),
         {"kind": "none"},
         vocab=-(-own.count("vocab_size") // multiple) * multiple,
         tie_embeddings=own.get("tie_word_embeddings", "tie_embeddings", default=True),
@@ -139,7 +140,7 @@ def nemotron_h(c: Config) -> Fields:
         raise c.unsupported("hybrid_override_pattern", "it must have one of M, *, - and E for each layer")
     bias, none = c.flag("attention_bias"), {"kind": "none"}
     mixers = {
-        "M": _mamba2(c, c.count("mamba_num_heads"), c.count("mamba_head_dim")),
+        "M": mamba2_mixer(c, c.count("mamba_num_heads"), c.count("mamba_head_dim")),
         "*": gqa(c, qkv_bias=bias, o_bias=bias),
     }
     ffns: dict[str, Fields] = {
@@ -177,7 +178,7 @@ def qwen3_next(c: Config) -> Fields:
         "key_head_dim": c.count("linear_key_head_dim"),
         "value_head_dim": c.count("linear_value_head_dim"),
         "conv_width": c.count("linear_conv_kernel_dim", default=4),
-        "state_bits": _state_bits(c, "mamba_ssm_dtype"),
+        "state_bits": state_bits(c, "mamba_ssm_dtype"),
     }
     every = c.count("full_attention_interval", default=4)
     usual = ["full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(c.layers)]

@@ -9,7 +9,8 @@ from membound.roofline.models.huggingface.dense import qwen_windows
 from membound.roofline.models.huggingface.facts import Config, Fields, gqa, model, windowed
 
 
-def _experts(c: Config, **changes: Any) -> Fields:
+def routed(c: Config, **changes: Any) -> Fields:
+    """A mixture of experts as most families name it."""
     return {
         "kind": "moe",
         "experts": c.count("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
@@ -33,13 +34,13 @@ def _gated(c: Config, *keys: str) -> Fields:
 
 
 def mixtral(c: Config) -> Fields:
-    return model(c, windowed(gqa(c), c.windows(pattern=True)), _experts(c, intermediate=c.count("intermediate_size")))
+    return model(c, windowed(gqa(c), c.windows(pattern=True)), routed(c, intermediate=c.count("intermediate_size")))
 
 
 def qwen2_moe(c: Config) -> Fields:
     """Qwen1.5-MoE, Qwen2-57B-A14B: a shared expert behind a gate, biases of q, k and v."""
     shared = c.get("shared_expert_intermediate_size", default=0)
-    experts = _experts(c, shared_intermediate=shared, shared_gate=bool(shared))
+    experts = routed(c, shared_intermediate=shared, shared_gate=bool(shared))
     attention = gqa(c, qkv_bias=c.flag("qkv_bias", default=True))
     return model(c, windowed(attention, qwen_windows(c)), sparse_steps(c, experts))
 
@@ -47,7 +48,7 @@ def qwen2_moe(c: Config) -> Fields:
 def qwen3_moe(c: Config) -> Fields:
     bias = c.flag("attention_bias")
     attention = gqa(c, qkv_bias=bias, o_bias=bias, qk_norm=True, head_dim=c.count("head_dim", default=128))
-    return model(c, windowed(attention, qwen_windows(c)), sparse_steps(c, _experts(c)))
+    return model(c, windowed(attention, qwen_windows(c)), sparse_steps(c, routed(c)))
 
 
 def sparse_steps(c: Config, experts: Fields) -> list[Fields]:
@@ -58,7 +59,7 @@ def sparse_steps(c: Config, experts: Fields) -> list[Fields]:
     ]
 
 
-def _dense_first(c: Config, experts: Fields) -> list[Fields]:
+def dense_first(c: Config, experts: Fields) -> list[Fields]:
     """DeepSeek's layers: the first ones dense, then experts in every `moe_layer_freq`-th (or where a list says so)."""
     frequency, types = c.get("moe_layer_freq", default=1), c.layer_list("mlp_layer_types")
     if types:
@@ -71,20 +72,22 @@ def _dense_first(c: Config, experts: Fields) -> list[Fields]:
     return [experts if mark else _gated(c) for mark in sparse]
 
 
-def _shared(c: Config) -> int:
-    return int(c.get("n_shared_experts", default=0)) * c.count("moe_intermediate_size")
+def shared_width(c: Config) -> int:
+    """The width of all shared experts, each as wide as a routed one."""
+    return int(c.get("n_shared_experts", "num_shared_experts", default=0)) * c.count("moe_intermediate_size")
 
 
 def deepseek(c: Config) -> Fields:
     """DeepSeek V2, V3, V3.2, Kimi K2, GLM-5: latent attention, dense layers first, shared experts."""
     usual = "noaux_tc" if c.architecture == "DeepseekV3ForCausalLM" else None
     balanced = c.get("topk_method", default=usual) == "noaux_tc"
-    experts = _experts(c, shared_intermediate=_shared(c), router_bias=balanced)
-    return model(c, _latent(c), _dense_first(c, experts))
+    experts = routed(c, shared_intermediate=shared_width(c), router_bias=balanced)
+    return model(c, latent(c), dense_first(c, experts))
 
 
-def _latent(c: Config) -> list[Fields]:
-    latent: Fields = {
+def latent(c: Config) -> list[Fields]:
+    """Latent attention as DeepSeek names it, one a layer, which differ in their indexers."""
+    attention: Fields = {
         "kind": "mla",
         "heads": c.heads,
         "q_lora_rank": c.get("q_lora_rank"),
@@ -94,21 +97,21 @@ def _latent(c: Config) -> list[Fields]:
         "v_head_dim": c.count("v_head_dim"),
     }
     if c.get("index_topk") is None:
-        return [latent] * c.layers
+        return [attention] * c.layers
     indexer = {"heads": c.count("index_n_heads"), "head_dim": c.count("index_head_dim"), "top_k": c.count("index_topk")}
     types = c.layer_list("indexer_types") or ["full"] * c.layers
-    return [latent | {"indexer": indexer | {"shared": kind == "shared"}} for kind in types]
+    return [attention | {"indexer": indexer | {"shared": kind == "shared"}} for kind in types]
 
 
 def deepseek_moe(c: Config) -> Fields:
     """DeepSeekMoE-16B (V1): usual attention."""
-    return model(c, gqa(c), _dense_first(c, _experts(c, shared_intermediate=_shared(c))))
+    return model(c, gqa(c), dense_first(c, routed(c, shared_intermediate=shared_width(c))))
 
 
 def glm4_moe(c: Config) -> Fields:
     """GLM-4.5 and later: grouped-query attention with biases of q, k and v, dense layers first."""
     attention = gqa(c, qkv_bias=c.flag("attention_bias"), qk_norm=c.flag("use_qk_norm"))
-    return model(c, attention, _dense_first(c, _experts(c, shared_intermediate=_shared(c), router_bias=True)))
+    return model(c, attention, dense_first(c, routed(c, shared_intermediate=shared_width(c), router_bias=True)))
 
 
 def gpt_oss(c: Config) -> Fields:
@@ -116,7 +119,7 @@ def gpt_oss(c: Config) -> Fields:
     bias = c.flag("attention_bias", default=True)
     attention = gqa(c, qkv_bias=bias, o_bias=bias, sinks=True)
     windows = c.windows([index % 2 == 0 for index in range(c.layers)])
-    experts = _experts(c, intermediate=c.count("intermediate_size"), router_bias=True, expert_bias=True)
+    experts = routed(c, intermediate=c.count("intermediate_size"), router_bias=True, expert_bias=True)
     return model(c, windowed(attention, windows), experts)
 
 
@@ -126,7 +129,7 @@ def llama4(c: Config) -> Fields:
     step = c.count("interleave_moe_layer_step", default=1)
     sparse = c.get("moe_layers") or range(step - 1, c.layers, step)
     width = c.count("intermediate_size")
-    experts = _experts(c, intermediate=width, shared_intermediate=width)
+    experts = routed(c, intermediate=width, shared_intermediate=width)
     ffns = [experts if index in sparse else _gated(c, "intermediate_size_mlp") for index in range(c.layers)]
     return model(c, windowed(gqa(c), c.windows([bool(mark) for mark in pattern])), ffns)
 
@@ -135,7 +138,7 @@ def phi_moe(c: Config) -> Fields:
     """Phi-3.5-MoE: layer norms and biases in attention."""
     bias = c.flag("attention_bias")
     attention = gqa(c, qkv_bias=bias, o_bias=bias)
-    experts = _experts(c, intermediate=c.count("intermediate_size"))
+    experts = routed(c, intermediate=c.count("intermediate_size"))
     head_bias = c.flag("lm_head_bias")
     return model(c, windowed(attention, c.windows(pattern=True)), experts, norm="layer", lm_head_bias=head_bias)
 
@@ -144,7 +147,7 @@ def dbrx(c: Config) -> Fields:
     """DBRX: the facts stand in `attn_config` and `ffn_config`."""
     inner = Config(c.need("ffn_config"), f"ffn_config of {c.name}", c.architecture)
     attention_facts = Config(c.need("attn_config"), f"attn_config of {c.name}", c.architecture)
-    experts = _experts(inner, intermediate=inner.count("ffn_hidden_size"))
+    experts = routed(inner, intermediate=inner.count("ffn_hidden_size"))
     attention = gqa(c, kv_heads=attention_facts.count("kv_n_heads"))
     theta = attention_facts.get("rope_theta", default=10000.0)
     return model(c, attention, experts, norm="layer_without_bias", rope_theta=theta)
@@ -155,27 +158,27 @@ def minimax_m2(c: Config) -> Fields:
     over = "heads" if c.get("qk_norm_type") == "per_layer" else "head"
     attention = gqa(c, qk_norm=c.flag("use_qk_norm"), qk_norm_over=over)
     shared = c.get("shared_intermediate_size", default=0)
-    experts = _experts(c, shared_intermediate=shared, router_bias=c.flag("use_routing_bias"))
+    experts = routed(c, shared_intermediate=shared, router_bias=c.flag("use_routing_bias"))
     mtp = c.get("num_mtp_modules", default=0) if c.flag("use_mtp") else 0
     fraction = c.count("rotary_dim", default=c.head_dim) / c.head_dim
     return model(c, attention, experts, mtp_layers=mtp, rotary_fraction=fraction)
 
 
 def olmoe(c: Config) -> Fields:
-    return model(c, gqa(c, qk_norm=True, qk_norm_over="heads"), _experts(c))
+    return model(c, gqa(c, qk_norm=True, qk_norm_over="heads"), routed(c))
 
 
 def granite_moe(c: Config) -> Fields:
     bias = c.flag("attention_bias")
     shared = c.get("shared_intermediate_size", default=0)
-    return model(c, gqa(c, qkv_bias=bias, o_bias=bias), _experts(c, shared_intermediate=shared))
+    return model(c, gqa(c, qkv_bias=bias, o_bias=bias), routed(c, shared_intermediate=shared))
 
 
 def ernie_moe(c: Config) -> Fields:
     """ERNIE 4.5: dense layers first, shared experts as wide as routed ones."""
     bias = c.flag("use_bias")
     shared = int(c.get("moe_num_shared_experts", default=0)) * c.count("moe_intermediate_size")
-    experts = _experts(c, shared_intermediate=shared, router_bias=c.flag("moe_use_aux_free", default=True))
+    experts = routed(c, shared_intermediate=shared, router_bias=c.flag("moe_use_aux_free", default=True))
     first, last = c.get("moe_layer_start_index", default=0), c.get("moe_layer_end_index", default=-1)
     last = c.layers - 1 if last < 0 else last
     ffns = [experts if first <= index <= last else _gated(c) for index in range(c.layers)]
@@ -196,7 +199,7 @@ def mimo_v2(c: Config) -> Fields:
     }
     marks = c.layer_list("hybrid_layer_pattern") or [0] * c.layers
     attentions = [windowed_layer if mark else full for mark in marks]
-    return model(c, attentions, _dense_first(c, _experts(c, router_bias=c.get("topk_method") == "noaux_tc")))
+    return model(c, attentions, dense_first(c, routed(c, router_bias=c.get("topk_method") == "noaux_tc")))
 
 
 def gemma4(c: Config) -> Fields:
@@ -216,7 +219,7 @@ def gemma4(c: Config) -> Fields:
     attentions = [local | {"window": window} if window else full for window in windows]
     ffn = _gated(c)
     if c.flag("enable_moe_block"):
-        ffn = _experts(c, shared_intermediate=ffn["intermediate"])
+        ffn = routed(c, shared_intermediate=ffn["intermediate"])
     tied = c.get("tie_word_embeddings", default=True)
     return model(c, attentions, ffn, norms_per_layer=4, tie_embeddings=tied)
 
