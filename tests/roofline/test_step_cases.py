@@ -81,7 +81,7 @@ def test_requests_whose_outputs_vary_empty_the_engine_one_by_one(tmp_path: Path)
 
 def test_tensorrt_llm_starts_no_request_whose_whole_output_does_not_fit(tmp_path: Path) -> None:
     run = {"batch_or_concurrency": "max", "input_len": 100, "output_len": 9900, "metric": "throughput_tok_s_total"}
-    known = {"act_dtype": "bf16", "kv_dtype": "bf16"}
+    known = {"model": "Qwen3-8B", "act_dtype": "bf16", "kv_dtype": "bf16"}
     trt = {"engine": "TensorRT-LLM"}
     whole = {"engine_version": "0.14"} | trt, {"engine_version": "1.2"} | trt
     shares = {"engine": "vLLM", "engine_version": "0.16"}, {"source": "mlperf_v4.1", "engine_version": "0.14"} | trt
