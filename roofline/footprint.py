@@ -5,26 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from membound.roofline.memory import MEMORY_SHARE, CacheTerms, cache_terms, weights_bytes
+from membound.roofline.engine_memory import EngineLimits, EngineMemory, padding_bytes
+from membound.roofline.memory import CacheTerms, cache_terms, weights_bytes
 from membound.roofline.models import ModelSpec
 from membound.roofline.techniques import EngineSetup
-from membound.roofline.times.engines import get_profile
-
-# What engines that capture graphs need beside weights and caches: the graphs, activations, the libraries' own; of a
-# small device a smaller part (assumed), as its batches and graphs are smaller too. Without graphs what is not used of
-# the device is enough: the vLLM of 2023 gave 12 of 40 GiB to the cache beside OPT-13B, which with the weights are nine
-# tenths (Kwon et al., SOSP 2023, table 1, from memory).
-RESERVED_BYTES = 2e9
-RESERVED_SHARE = 1 / 16
-
-
-def cache_room(memory_bytes: float, profile: str, activation_bytes: float = 0.0) -> float:
-    """Bytes of a device that weights and caches may take together in an engine of a profile.
-
-    Activations are among what it reserves, as far as that goes.
-    """
-    reserved = min(RESERVED_BYTES, RESERVED_SHARE * memory_bytes) if get_profile(profile).graphs else 0.0
-    return memory_bytes * MEMORY_SHARE - max(reserved, activation_bytes)
 
 
 @dataclass(frozen=True)
@@ -36,26 +20,34 @@ class Footprint:
 
     weights_bytes: float
     cache: CacheTerms
-    profile: str
+    engine: EngineMemory
     drafter_weights_bytes: float = 0.0
     ranks: int = 1
 
     @classmethod
-    def of(cls, model: ModelSpec, setup: EngineSetup) -> Footprint:
-        """Raises MemboundError where the model cannot have the set-up's drafter."""
-        weights, cache, ranks = weights_bytes(model, setup), cache_terms(model, setup), setup.parallel.dp
+    def of(cls, model: ModelSpec, setup: EngineSetup, limits: EngineLimits | None = None) -> Footprint:
+        """In an engine of these limits, which is what it reserves for.
+
+        Raises MemboundError where the model cannot have the set-up's drafter.
+        """
+        weights = weights_bytes(model, setup) + padding_bytes(model, setup)
+        cache, engine, ranks = cache_terms(model, setup), EngineMemory.of(model, setup, limits), setup.parallel.dp
         if setup.drafts is None:
-            return cls(weights, cache, setup.profile, ranks=ranks)
+            return cls(weights, cache, engine, ranks=ranks)
         # Only set-ups that draft import what drafters cost.
         from membound.roofline.speculation.drafters import drafter_of
 
         drafter = drafter_of(model, setup.drafts, replace(setup, drafts=None))
         own = drafter.weights_bytes()
-        return cls(weights + own, cache + drafter.cache_terms(), setup.profile, own, ranks)
+        return cls(weights + own, cache + drafter.cache_terms(), engine, own, ranks)
 
     def room(self, memory_bytes: float) -> float:
         """Bytes that the weights leave for caches; below 0 where they do not fit."""
-        return cache_room(memory_bytes, self.profile) - self.weights_bytes
+        return self.usable_bytes(memory_bytes) - self.weights_bytes
+
+    def usable_bytes(self, memory_bytes: float, activation_bytes: float = 0.0) -> float:
+        """Bytes of a device that weights and caches may take together, beside so many activations."""
+        return self.engine.usable_bytes(memory_bytes, activation_bytes)
 
     def sequence_bytes(self, tokens: float) -> float:
         """Bytes of the caches of one sequence on each device of its rank."""
@@ -63,5 +55,10 @@ class Footprint:
 
     def sequences(self, memory_bytes: float, tokens: float) -> float:
         """Sequences of so many tokens whose caches fit, whole ones on each rank; 0 where the weights do not."""
-        each = self.sequence_bytes(tokens)
-        return self.ranks * max(0.0, self.room(memory_bytes) // each) if each > 0 else math.inf
+        each, most = self.sequence_bytes(tokens), math.inf
+        if each > 0:
+            most = max(0.0, self.room(memory_bytes) // each)
+        if seat := self.engine.seat_bytes:  # limited by nothing but memory, each takes rows of logits too
+            beside = self.room(memory_bytes) + self.engine.spared_bytes
+            most = min(most, max(0.0, beside // (each + seat)))
+        return self.ranks * most

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from membound.roofline.applicable import check_applicable
 from membound.roofline.cost import StepCost, pipelined_cost
 from membound.roofline.divisible import check_parallel
+from membound.roofline.engine_memory import EngineLimits, padding_bytes
 from membound.roofline.errors import MemboundError
-from membound.roofline.footprint import Footprint, cache_room
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec, get_hardware
 from membound.roofline.memory import MemoryBreakdown, MemoryTerms, activation_terms, weights_by_part
 from membound.roofline.models import ModelSpec
@@ -94,6 +95,7 @@ class OperatingPoint:
     gamma: int = USUAL_GUESSES
     drafting: str | None = None
     speculation: Speculation | None = None
+    limits: EngineLimits | None = None
 
     @classmethod
     def of(cls, scenario: Scenario, *, batch: int, context: int, phase: str) -> OperatingPoint:
@@ -129,7 +131,7 @@ class OperatingPoint:
             )
         check_parallel(model, setup)
         check_applicable(model, setup)
-        return cls(model, hardware, setup, known, batch, context, gamma, drafting, speculation)
+        return cls(model, hardware, setup, known, batch, context, gamma, drafting, speculation, scenario.limits)
 
     @cached_property
     def times(self) -> Times:
@@ -229,13 +231,14 @@ class OperatingPoint:
 
     @cached_property
     def _footprint(self) -> Footprint:
-        return Footprint.of(self.model, self.setup)
+        return Footprint.of(self.model, self.setup, self.limits)
 
     @property
     def weights_by_part(self) -> dict[str, float]:
-        """Bytes of weights on one device by part of the model, and those of a drafter."""
+        """Bytes of weights on one device by part of the model, those of a drafter, and what experts are padded by."""
         parts, drafter = weights_by_part(self.model, self.setup), self._footprint.drafter_weights_bytes
-        return parts | {"drafter": drafter} if drafter else parts
+        more = {"drafter": drafter, "padding": padding_bytes(self.model, self.setup)}
+        return parts | {part: held for part, held in more.items() if held}
 
     def _memory(self, batch: int, context: int) -> MemoryBreakdown:
         new, rows = (context, 1) if self.phase == "prefill" else (1 + self.drafts, 1 + self.drafts)
@@ -266,7 +269,7 @@ class OperatingPoint:
 
     def _usable_beside(self, held: MemoryBreakdown) -> float:
         activations = held.activation_bytes
-        return cache_room(self.hardware.memory_bytes, self.setup.profile, activations) + activations
+        return self._footprint.usable_bytes(self.hardware.memory_bytes, activations) + activations
 
     def _beyond_bytes(self, batch: int, context: int) -> float:
         """Bytes by which a step exceeds the memory; below 0 where it fits."""
@@ -278,11 +281,13 @@ class OperatingPoint:
         if self.fits:
             return ""
         activations, fewer = self.memory.activation_bytes, self.largest_batch()
+        memory_bytes = self.hardware.memory_bytes
 
         def beside(held: Footprint) -> float:
-            return held.sequence_bytes(float(self.context)) * self._batch_of_rank + activations
+            more = held.usable_bytes(memory_bytes) - held.usable_bytes(memory_bytes, activations)
+            return held.sequence_bytes(float(self.context)) * self._batch_of_rank + more
 
-        more = remedies(self.model, self.setup, self.usable_bytes, beside).removeprefix("; give ")
+        more = remedies(self.model, self.setup, memory_bytes, beside, self.limits).removeprefix("; give ")
         return " or ".join(filter(None, (f"a batch of at most {fewer:,}" if fewer else "", more)))
 
     @property

@@ -20,6 +20,7 @@ from membound.roofline.cost import (
     step_cost,
     uneven_passes,
 )
+from membound.roofline.engine_memory import EngineLimits
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.models import ModelSpec
@@ -74,10 +75,15 @@ class Deployment:
     def times(self) -> Times:
         return RoofTimes(self.hardware) if self.ideal else times_for(self.hardware, self.setup.profile)
 
+    @property
+    def limits(self) -> EngineLimits | None:
+        """The largest step that the engine prepares for; None where nobody says."""
+        return None
+
     @cached_property
     def footprint(self) -> Footprint:
         """What the replica holds on each of its devices."""
-        return Footprint.of(self.model, self.setup)
+        return Footprint.of(self.model, self.setup, self.limits)
 
     @property
     def interleaved(self) -> float:

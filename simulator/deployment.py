@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from membound.roofline.cost import StepCost, micro_batch, step_cost
+from membound.roofline.engine_memory import EngineLimits
 from membound.roofline.errors import MemboundError
 from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import HardwareSpec
@@ -71,7 +72,11 @@ class SpeculatingDeployment(Deployment):
     def footprint(self) -> Footprint:
         """With the drafter that speculates here, or with none."""
         drafts = None if self.speculation is None else self.speculation.drafts
-        return Footprint.of(self.model, replace(self.setup, drafts=drafts))
+        return Footprint.of(self.model, replace(self.setup, drafts=drafts), self.limits)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return EngineLimits(self.seats / self.setup.parallel.dp, float(self.chunk_tokens))
 
     def with_batch_that_fits(self, batch: float, context: float) -> float:
         return min(super().with_batch_that_fits(batch, context), self.seats)

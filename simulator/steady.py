@@ -13,7 +13,6 @@ from functools import cached_property
 
 from membound.roofline.cost import StepCost
 from membound.roofline.errors import MemboundError
-from membound.roofline.footprint import cache_room
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.remedies import remedies
@@ -69,9 +68,9 @@ class Steady:
         context, model = self._whole_context, self.deployment.model
         if self.deployment.largest_batch(context) >= 1.0:
             return
-        held, memory = self.deployment.footprint.weights_bytes / 2**30, self.deployment.hardware.memory_bytes
-        room = cache_room(memory, self.deployment.setup.profile)
-        advice = remedies(model, self.deployment.setup, room, lambda held: held.sequence_bytes(context))
+        deployment, memory = self.deployment, self.deployment.hardware.memory_bytes
+        held, room = deployment.footprint.weights_bytes / 2**30, deployment.footprint.usable_bytes(memory)
+        advice = remedies(model, deployment.setup, memory, lambda held: held.sequence_bytes(context), deployment.limits)
         raise MemboundError(
             f"'{self.deployment.model.name}' does not fit on '{self.deployment.hardware.name}': its weights take "
             f"{held:.1f} GiB of the {room / 2**30:.1f} GiB that weights and caches may take of its "

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 
+from membound.roofline.engine_memory import EngineLimits
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import published_formats
@@ -151,6 +152,11 @@ class Scenario(Part):
             return self.engine.max_num_seqs
         kind = {"local": "cpu", "local-gpu": "gpu"}.get(self.hardware) or get_hardware(self.hardware).kind
         return SEATS_ON_CPU if kind == "cpu" else SEATS_ON_GPU * self.parallel.dp
+
+    @property
+    def limits(self) -> EngineLimits:
+        """The largest step that the engine prepares for, of each data-parallel rank."""
+        return EngineLimits(self.seats / self.parallel.dp, float(self.engine.max_batched_tokens))
 
     @property
     def digest(self) -> str:

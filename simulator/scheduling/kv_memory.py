@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.footprint import Footprint, cache_room
+from membound.roofline.footprint import Footprint
 from membound.roofline.memory import CacheTerms
 from membound.roofline.models import ModelSpec
 from membound.roofline.remedies import remedies
@@ -53,8 +53,8 @@ def kv_memory(
     """
     engine, setup = scenario.engine, scenario.setup
     reach = longest or reach or model.max_context
-    held, room = Footprint.of(model, setup), cache_room(memory_bytes, setup.profile)
-    spare = held.room(memory_bytes)
+    held = Footprint.of(model, setup, scenario.limits)
+    room, spare = held.usable_bytes(memory_bytes), held.room(memory_bytes)
     token_bytes, fixed_bytes = _growth(held.cache, reach)
 
     def least_cache(held: Footprint) -> float:
@@ -67,7 +67,7 @@ def kv_memory(
             f"model '{model.name}' does not fit: its weights take {held.weights_bytes / 2**30:.1f} GiB{drafter} of the "
             f"{room / 2**30:.1f} GiB that weights and caches may take of the {memory_bytes / 2**30:.1f} GiB of "
             f"'{scenario.hardware}'"
-            f"{remedies(model, setup, room, least_cache)}"
+            f"{remedies(model, setup, memory_bytes, least_cache, scenario.limits)}"
         )
     block_bytes = token_bytes * engine.block_size
     seats, fixed_blocks, ranks = scenario.seats, 0, setup.parallel.dp

@@ -12,6 +12,7 @@ from membound.roofline.chosen_experts import distinct_experts, missing_experts
 from membound.roofline.cost import step_cost
 from membound.roofline.divisible import check_parallel
 from membound.roofline.errors import MemboundError
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
 from membound.roofline.models import get_model
@@ -109,9 +110,10 @@ def test_a_model_without_experts_is_refused():
 
 
 def test_an_offload_that_does_not_fit_is_answered_with_the_most_experts_that_do():
-    setup, room = EngineSetup(expert_storage=ExpertStorage(4, "host")), 30 * 2**30
-    said = remedies(MIXTRAL, setup, room, lambda held: 0.0)
+    setup, memory = EngineSetup(expert_storage=ExpertStorage(4, "host")), 36 * 2**30
+    said = remedies(MIXTRAL, setup, memory, lambda held: 0.0)
+    room = Footprint.of(MIXTRAL, setup).usable_bytes(memory)
     cached = int(re.search(r"expert_offload (\d+) cached_experts", said)[1])
     held = [weights_bytes(MIXTRAL, EngineSetup(expert_storage=ExpertStorage(n, "host"))) for n in (cached, cached + 1)]
     assert held[0] <= room < held[1]
-    assert "expert_offload" not in remedies(MIXTRAL, EngineSetup(), room, lambda held: 0.0)
+    assert "expert_offload" not in remedies(MIXTRAL, EngineSetup(), memory, lambda held: 0.0)

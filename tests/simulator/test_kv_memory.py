@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from membound.roofline.errors import MemboundError
-from membound.roofline.footprint import Footprint, cache_room
+from membound.roofline.footprint import Footprint
 from membound.roofline.hardware import get_hardware
 from membound.roofline.hardware.links import HOST_COPY_SHARE
-from membound.roofline.memory import kv_bytes, weights_bytes
+from membound.roofline.memory import kv_bytes
 from membound.roofline.models.files import resolve_model
 from membound.roofline.operating_point import OperatingPoint
 from membound.roofline.scenario import Scenario, parse_scenario
@@ -66,7 +66,7 @@ def test_blocks_and_what_sequences_take_besides_fill_the_memory(model, hardware)
     """As many sequences of the full context as the blocks hold take no more bytes than there are, and nearly all."""
     chosen, spec = scenario(model, hardware, max_num_seqs=1_000_000), resolve_model(model)
     memory = kv_memory(chosen, spec, get_hardware(hardware).memory_bytes)
-    spare = cache_room(get_hardware(hardware).memory_bytes, chosen.setup.profile) - weights_bytes(spec, chosen.setup)
+    spare = Footprint.of(spec, chosen.setup, chosen.limits).room(get_hardware(hardware).memory_bytes)
     context = spec.max_context
     one = float(kv_bytes(spec, chosen.setup, float(context), 1.0))
     fitting = min(memory.num_blocks // memory.pools()[0].blocks_for(context), memory.seats)
@@ -134,7 +134,7 @@ def test_a_drafter_takes_the_place_of_sequences(drafts):
         seated("Llama-3.1-8B", "H100-SXM5", total)[0]
         - seated("Llama-3.1-8B", "H100-SXM5", total, drafting.techniques)[0]
     )
-    room = cache_room(get_hardware("H100-SXM5").memory_bytes, plain.setup.profile)
+    room = alone.usable_bytes(get_hardware("H100-SXM5").memory_bytes)
     expected = (room - alone.weights_bytes) / alone.sequence_bytes(total)
     expected -= (room - both.weights_bytes) / both.sequence_bytes(total)
     assert lost == pytest.approx(expected, abs=1)
