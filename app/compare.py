@@ -9,9 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from membound.app.disturbed import ELSEWHERE, STALLED, badness, comparable, problem_of
+from membound.app.listener import Listener
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.comparison import Comparison, Quality, baseline_row, variant_row
 from membound.roofline.results.result import RunResult
@@ -34,16 +35,6 @@ REPEATED_SHARE = {STALLED: 0.2, ELSEWHERE: 0.5}
 PATIENCE_S = 10.0  # before a run, until memory is as calibrated
 WAITED_SHARE = 0.5  # of the time that the runs took, for all that is waited
 FOR_GOOD = 6  # runs elsewhere in a row: nothing is repeated or waited for until a run is as calibrated again
-
-
-class Listener(Protocol):
-    """Is told how far a long run is, and says whether to stop. A worker's JobContext is one."""
-
-    def progress(self, fraction: float, message: str = "") -> None: ...
-
-    def event(self, kind: str, payload: Mapping[str, Any]) -> None: ...
-
-    def check_cancelled(self) -> None: ...
 
 
 @dataclass(frozen=True)

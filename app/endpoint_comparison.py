@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from membound.app.compare import ComparisonResult, Listener
+from membound.app.compare import ComparisonResult
+from membound.app.listener import Listener
 from membound.app.text import digits, seconds
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from membound.app.compare import ComparisonResult, LiveObserver, compare
 from membound.app.keeping import keep_comparison, keep_run
+from membound.app.machine import calibrate_machine, machine_for
 from membound.app.room import make_room
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import HardwareSpec, is_local, local_hardware
-from membound.roofline.home import local_calibration_path
+from membound.roofline.hardware import HardwareSpec
 from membound.roofline.scenario import Scenario, scenario_of_text
 
 if TYPE_CHECKING:
@@ -37,19 +37,13 @@ class _Watched:
 
 
 def run_calibrate(spec: dict[str, Any], context: JobContext) -> dict[str, Any]:
-    """Measures this machine's roofs and keeps them; the old calibration stays where that fails.
-
-    A `quick` one measures no more than what a first look needs.
-    """
-    need_torch()
-    from membound.runtime.calibration.calibrate import QUICK, calibrate
-
-    device = spec.get("device", "cpu")
-    if device == "cuda":
-        _need_gpu()
-    plan = QUICK if spec.get("quick") else None
-    calibration = calibrate(device=device, threads=spec.get("threads"), progress=_Watched(context).progress, plan=plan)
-    calibration.save(local_calibration_path())
+    """Measures this machine's roofs and keeps them; the old calibration stays where that fails."""
+    calibration = calibrate_machine(
+        spec.get("device", "cpu"),
+        spec.get("threads"),
+        quick=bool(spec.get("quick")),
+        progress=_Watched(context).progress,
+    )
     return {"created": calibration.created, "machine": calibration.machine}
 
 
@@ -219,37 +213,3 @@ def scenario_of(spec: dict[str, Any]) -> Scenario:
     if not isinstance(text, str):
         raise MemboundError("the job has no field 'scenario' with a scenario's YAML text")
     return scenario_of_text(text)
-
-
-def machine_for(scenario: Scenario) -> tuple[HardwareSpec, Runtime]:
-    """This machine and a runtime on it, with the threads that it was calibrated with.
-
-    Raises MemboundError where the scenario is for another machine, and where torch is missing.
-    """
-    if not is_local(scenario.hardware):
-        raise MemboundError(
-            f"field 'hardware' is '{scenario.hardware}', but only 'local' and 'local-gpu' can be measured here; "
-            "use `membound simulate` for other devices"
-        )
-    need_torch()
-    from membound.runtime.engine import Runtime
-
-    hardware = local_hardware(scenario.hardware)
-    calibration = hardware.calibration
-    device = "cuda" if calibration and calibration.kind == "gpu" else "cpu"
-    return hardware, Runtime(device, threads=calibration.threads if calibration else None)
-
-
-def _need_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise MemboundError(f"torch {torch.__version__} finds no GPU on this machine; measure the roofs of its CPU")
-
-
-def need_torch() -> None:
-    """Raises MemboundError with what to do where torch is not installed."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MemboundError("torch is not installed, and measuring needs it; run `make setup TORCH=cpu`") from None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from membound.roofline.cost import StepCost
 from membound.roofline.errors import MemboundError
@@ -297,13 +298,35 @@ def _crossing(over: Callable[[float], float], most: float) -> float:
     return high
 
 
-def usual_step(scenario: Scenario) -> tuple[int, int]:
-    """Sequences of a decode step under the scenario's own load, as many as memory and seats hold, and tokens that it
-    attends to for each. Raises MemboundError where the engine cannot serve it, or it is a cluster's."""
+class UsualStep(NamedTuple):
+    """A step to look at where nobody says which: sequences, tokens of each, and whose they are."""
+
+    batch: int
+    context: int
+    whose: str
+
+
+def usual_step(scenario: Scenario, phase: str = "decode") -> UsualStep:
+    """The step that a scenario's own load makes usual: as many sequences as arrive, and as memory and seats hold.
+
+    In prefill it is one prompt; and one request where the engine cannot serve its load, or where it is a cluster's,
+    whose replicas have parts of it.
+    """
+    lengths = Lengths.of(scenario.workload)
+    if phase == "prefill":
+        return UsualStep(1, max(1, round(lengths.prompt_tokens)), "one prompt of the scenario")
+    try:
+        return _loaded_step(scenario)
+    except MemboundError:  # of a model that does not fit, say, which the step itself explains better
+        return UsualStep(1, max(1, round(lengths.context)), "one request of the scenario")
+
+
+def _loaded_step(scenario: Scenario) -> UsualStep:
+    """Raises MemboundError where the engine cannot serve the load, or it is a cluster's."""
     if scenario.cluster is not None:
         raise MemboundError("field 'cluster' names replicas, each of which has a part of the load")
     deployment = deployment_of(scenario, resolve_model(scenario.model), get_hardware(scenario.hardware))
     load = load_of(scenario, deployment, at_busiest=True)
     steady = Steady(deployment, load)
     steady.check()
-    return max(1, round(steady.batch)), max(1, round(load.lengths.context))
+    return UsualStep(max(1, round(steady.batch)), max(1, round(load.lengths.context)), "the scenario's own load")

@@ -13,6 +13,7 @@ from membound.app.commands.terminal import JsonOption, measuring, print_result
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
+    from membound.roofline.hardware.calibration import Calibration
     from membound.roofline.scenario import Scenario
 
 
@@ -52,7 +53,7 @@ def calibrate(
 
 def ensure_calibrated(scenario: Scenario) -> None:
     """Measures this machine first where a scenario is to be measured on it and nobody has."""
-    from membound.app.tasks import need_torch
+    from membound.app.machine import need_torch
     from membound.roofline.hardware import LOCAL_GPU, is_local
     from membound.roofline.home import local_calibration_path
     from membound.roofline.models.files import resolve_model
@@ -70,9 +71,8 @@ def ensure_calibrated(scenario: Scenario) -> None:
         _calibrate(None, "cuda" if scenario.hardware == LOCAL_GPU else "cpu")
 
 
-def _calibrate(threads: int | None, device: str = "cpu", quick: bool = False) -> Any:
-    from membound.app.tasks import need_torch
-    from membound.roofline.home import local_calibration_path
+def _calibrate(threads: int | None, device: str = "cpu", quick: bool = False) -> Calibration:
+    from membound.app.machine import calibrate_machine, need_torch
 
     cores = usable_cores()
     if threads is not None and threads > cores:
@@ -87,15 +87,9 @@ def _calibrate(threads: int | None, device: str = "cpu", quick: bool = False) ->
         takes = "half a minute" if quick else "two to three minutes"
         listener.progress(0.0, f"loading torch; what follows takes {takes} on a quiet machine")
         need_torch()
-        from membound.runtime.calibration.calibrate import QUICK
-        from membound.runtime.calibration.calibrate import calibrate as run_calibrate
-
         if device == "cuda":
             kernels.need_gpu()
-        plan = QUICK if quick else None
-        calibration = run_calibrate(device=device, threads=threads, progress=listener.progress, plan=plan)
-    calibration.save(local_calibration_path())
-    return calibration
+        return calibrate_machine(device, threads, quick=quick, progress=listener.progress)
 
 
 def _calibrate_from(table: Path, device: str | None) -> dict[str, Any]:

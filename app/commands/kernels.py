@@ -146,7 +146,7 @@ def resources(
     as_json: JsonOption = False,
 ) -> None:
     """Registers, spills and shared memory of every kernel, compiled ahead of time."""
-    from membound.app.tasks import need_torch
+    from membound.app.machine import need_torch
 
     need_torch()
     _need_triton()
@@ -196,7 +196,7 @@ def _need_triton() -> None:
 
 def _device(*, interpreted: bool) -> Any:
     """The device to run on; raises MemboundError with what to do where there is none."""
-    from membound.app.tasks import need_torch
+    from membound.app.machine import need_torch
 
     need_torch()
     import torch

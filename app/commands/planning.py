@@ -333,8 +333,6 @@ def _only_of_the_scenario(given: dict[str, Any]) -> None:
 
 def _write_points(path: Path, points: Sequence[Swept]) -> None:
     """One row a point: its values, the columns of its summary, and the reason where there is none."""
-    from membound.simulator.sweeping.sweep import flat
-
-    rows: list[dict[str, Any]] = [p.values | flat(p.summary or {}) | {"reason": p.reason} for p in points]
+    rows = [point.row for point in points]
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "reason"))
     write_rows(path, [*columns, "reason"], rows)

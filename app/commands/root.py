@@ -37,7 +37,7 @@ from membound.app.commands.usage import UsageError, misused
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
-    from membound.roofline.scenario import Scenario
+    pass
 
 app = typer.Typer(
     name="membound",
@@ -114,9 +114,14 @@ def predict(
     """
     from membound.app.reports import operating_point as report
     from membound.roofline.operating_point import OperatingPoint
+    from membound.simulator.steady import usual_step
 
     chosen = scenario_of(scenario, set_, hardware)
-    batch, context, notes = _step_asked(chosen, batch, context, phase)
+    notes = []
+    if batch is None or context is None:
+        usual = usual_step(chosen, phase)
+        batch, context = batch or usual.batch, context or usual.context
+        notes.append(f"batch {batch} at context {context} is by {usual.whose}; --batch and --context ask about others")
     point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
     document = {"scenario": chosen.model_dump(mode="json"), **point.to_json(), "notes": notes}
     if (drafts := chosen.setup.drafts) is not None and phase != "verify":
@@ -125,26 +130,6 @@ def predict(
             "`membound stack` and `membound simulate` look at; --phase verify is the step that checks the drafts"
         ]
     print_result(document, as_json, report.operating_point, answered=document["memory"]["fits"])
-
-
-def _step_asked(scenario: Scenario, batch: int | None, context: int | None, phase: str) -> tuple[int, int, list[str]]:
-    """Batch and context of a step, where not given those of the scenario's load, and a note that says so."""
-    if batch is not None and context is not None:
-        return batch, context, []
-    from membound.simulator.load import Lengths
-    from membound.simulator.steady import usual_step
-
-    lengths, whose = Lengths.of(scenario.workload), "the scenario's own load"
-    if phase == "prefill":
-        found, whose = (1, max(1, round(lengths.prompt_tokens))), "one prompt of the scenario"
-    else:
-        try:
-            found = usual_step(scenario)
-        except MemboundError:  # of a model that does not fit, say, which the step itself explains better
-            found, whose = (1, max(1, round(lengths.context))), "one request of the scenario"
-    batch, context = batch or found[0], context or found[1]
-    said = f"batch {batch} at context {context} is by {whose}; --batch and --context ask about others"
-    return batch, context, [said]
 
 
 def validate(
@@ -186,7 +171,7 @@ def record(
     tokens: Annotated[int, typer.Option(min=1, help="tokens to record for each prompt")] = 128,
 ) -> None:
     """Record what a model writes after each prompt: the content that simulations replay."""
-    from membound.app.tasks import need_torch
+    from membound.app.machine import need_torch
 
     written = output or prompts.with_suffix(".jsonl")
     check_output("option --output", written, [prompts, scenario])

@@ -45,18 +45,13 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Discrete-event run of the scenario in virtual time."""
+    from membound.app import api
     from membound.app.reports import run as run_report
-    from membound.app.reports.drafts import drafting
-    from membound.simulator.drafting import with_best_drafts
-    from membound.simulator.run import run
 
     log = _phase_log(timeline, from_, to)
     asked = scenario_of(scenario, set_, hardware)
     check_output("option --timeline", timeline, [scenario, asked.model_dump(mode="json")])
-    chosen, parameters = with_best_drafts(asked)
-    result = run(chosen, observer=log)
-    if parameters is not None and not parameters.get("replayed"):
-        result.provenance.notes.append(drafting(parameters))
+    result = api.simulate(asked, observer=log)
     _write_timeline(result, log, timeline, from_, to)
     answered = result.summary.completed > 0
     print_result(run_report.with_energy(result.to_json()), as_json, run_report.run, answered=answered)
@@ -78,9 +73,9 @@ def measure(
     from membound.app.compare import LiveObserver
     from membound.app.home import membound_home
     from membound.app.keeping import keep_run
+    from membound.app.machine import machine_for
     from membound.app.reports import run as run_report
     from membound.app.store import Store
-    from membound.app.tasks import machine_for
 
     server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
     log = _phase_log(timeline, from_, to)
@@ -128,9 +123,9 @@ def compare(
     from membound.app.compare import compare as run_compare
     from membound.app.home import membound_home
     from membound.app.keeping import keep_comparison
+    from membound.app.machine import machine_for
     from membound.app.reports import comparison as report
     from membound.app.store import Store
-    from membound.app.tasks import machine_for
 
     server = endpoint_of(endpoint, endpoint_model, api_key_env, endpoint_timeout)
     chosen = scenario_of(scenario, set_)

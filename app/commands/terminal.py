@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from membound.app.listener import ProgressListener
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
@@ -68,30 +69,14 @@ def _tell_namesake(hardware: str) -> None:
         )
 
 
-class TerminalListener:
-    """Shows how far the work is; never asks to stop, because Ctrl-C does."""
-
-    def __init__(self, show: Callable[[float, str], None]) -> None:
-        self.show = show
-
-    def progress(self, fraction: float, message: str = "") -> None:
-        self.show(fraction, message)
-
-    def event(self, kind: str, payload: Mapping[str, Any]) -> None:
-        pass
-
-    def check_cancelled(self) -> None:
-        pass
-
-
 @contextmanager
-def progress(quiet_s: float = 1.0) -> Iterator[TerminalListener]:
+def progress(quiet_s: float = 1.0) -> Iterator[ProgressListener]:
     """A bar on standard error while the block runs; where that is no terminal, a line a stage and every ten seconds.
 
     Nothing is said of what is done within `quiet_s`.
     """
     if sys.stderr is None or not sys.stderr.isatty():
-        yield TerminalListener(_Lines(time.monotonic, quiet_s).show)
+        yield ProgressListener(_Lines(time.monotonic, quiet_s).show)
         return
     from rich.console import Console
     from rich.progress import (
@@ -107,7 +92,7 @@ def progress(quiet_s: float = 1.0) -> Iterator[TerminalListener]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), *times)
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
-        yield TerminalListener(lambda fraction, message: bar.update(task, completed=fraction, description=message))
+        yield ProgressListener(lambda fraction, message: bar.update(task, completed=fraction, description=message))
 
 
 class _Lines:
@@ -130,7 +115,7 @@ class _Lines:
 
 
 @contextmanager
-def measuring(holder: str) -> Iterator[TerminalListener]:
+def measuring(holder: str) -> Iterator[ProgressListener]:
     """The bar of a measurement, which waits until no other one runs on this machine."""
     from membound.app.jobs import measurement_slot
 

@@ -17,7 +17,7 @@ from membound.app.commands.terminal import JsonOption, SetOption, print_result, 
 from membound.roofline.errors import MemboundError
 
 if TYPE_CHECKING:
-    from membound.app.commands.terminal import TerminalListener
+    from membound.app.listener import Listener
     from membound.runtime.speculation.corpus import Text
 
 TEXT_TOKENS = 160
@@ -41,7 +41,7 @@ def train_draft(
     as_json: JsonOption = False,
 ) -> None:
     """Train Medusa heads and an EAGLE head for a model on text that it writes itself."""
-    from membound.app.tasks import need_torch
+    from membound.app.machine import need_torch
 
     if kind not in (*KINDS, "both"):
         raise MemboundError(f"option --kind is '{kind}'; give medusa, eagle or both")
@@ -73,7 +73,7 @@ def _train(
     folder: Path,
     threads: int | None,
     seed: int,
-    listener: TerminalListener,
+    listener: Listener,
 ) -> dict[str, Any]:
     from membound.runtime.engine import Runtime
     from membound.runtime.speculation.corpus import SHARD, Corpus

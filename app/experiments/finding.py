@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from membound.app.compare import Listener
+    from membound.app.listener import Listener
     from membound.roofline.hardware import HardwareSpec
     from membound.runtime.engine import Runtime
 

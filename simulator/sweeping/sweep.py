@@ -34,6 +34,11 @@ class Swept:
     summary: dict[str, Any] | None
     reason: str | None
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The point as a row of a table: its values, the columns of its summary, and the reason."""
+        return self.values | flat(self.summary or {}) | {"reason": self.reason}
+
 
 def parse_axis(text: str) -> tuple[str, list[Any]]:
     """`path=a,b,c` as the path and its values, each read as YAML; raises MemboundError otherwise."""
