@@ -26,6 +26,7 @@ from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.build import bounds_of, build_scheduler, run_result
 from membound.simulator.scheduling.client import Client, client_for
 from membound.simulator.scheduling.loop import serve
+from membound.simulator.scheduling.prefix import Span, count_of
 from membound.simulator.scheduling.recorder import Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 
@@ -86,7 +87,7 @@ class _Handover:
     computed_s: float | None = None
     source_rank: int = 0
     own_blocks: int = 0  # that it has there, beside those of the prefix cache
-    shared: list[int] = field(default_factory=list)  # hashes of these
+    shared: list[Span] = field(default_factory=list)  # which are these
 
     def hold(self, prompt: Sequence, now_s: float) -> None:
         """`prompt` is computed; its blocks were just given back, and are taken again."""
@@ -96,10 +97,10 @@ class _Handover:
         of.admitted_s, of.first_token_s, of.last_token_s = prompt.admitted_s, prompt.first_token_s, prompt.last_token_s
         self.source_rank = prompt.rank
         pool = self._pool
-        hashes = came.prefix.block_hashes(pool.block_size, came.prompt_tokens).tolist() if came.prefix else []
+        prefix = came.prefix.spans(pool.block_size, came.prompt_tokens) if came.prefix else []
         blocks = pool.blocks_for(came.prompt_tokens)
-        self.shared = hashes[: pool.hold(blocks, hashes)]
-        self.own_blocks = blocks - len(self.shared)
+        self.shared = pool.hold(blocks, prefix)
+        self.own_blocks = blocks - count_of(self.shared)
 
     def give_back(self) -> None:
         """It has crossed."""

@@ -11,6 +11,7 @@ import simpy
 from membound.simulator.run import DeployedScenario
 from membound.simulator.scheduling.build import bounds_of, build_scheduler
 from membound.simulator.scheduling.loop import Waits, serve
+from membound.simulator.scheduling.prefix import Span
 from membound.simulator.scheduling.recorder import NAN, Observer, Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.scheduler import Scheduler
@@ -76,7 +77,7 @@ class Replica:
         self.group = group
         self.deployment = deployment
         self.state: State = "starting"
-        self.step_tokens = deployment.scenario.engine.max_batched_tokens
+        self.step_tokens = deployment.scenario.step_tokens
         self.failures = 0
         self.recorder = ReplicaRecorder(
             observer, bounds_of(deployment.model, deployment.scenario.setup, deployment.times)
@@ -108,17 +109,17 @@ class Replica:
         """Whether it could never serve `request`."""
         return self.scheduler.refusal(request) is not None
 
-    def cached_blocks(self, hashes: list[int]) -> int:
+    def cached_blocks(self, prefix: list[Span]) -> int:
         """How many of a prompt's blocks, from the first on, would be found here in a prefix cache, a rank's at best."""
         scheduler, begun = self.scheduler, self._begun
-        if scheduler.pool.cache is None or not hashes:
+        if scheduler.pool.cache is None or not prefix:
             return 0
         if begun is not None and any(
             scheduler.decoders.growth_over(1, begun.outcome.steps, rank) > pool.free
             for rank, pool in enumerate(scheduler.pools)
         ):
             self.catch_up()  # steps that are over may have taken memory from the cache
-        found = [pool.cache.found(hashes) for pool in scheduler.pools if pool.cache is not None]
+        found = [pool.cache.found(prefix) for pool in scheduler.pools if pool.cache is not None]
         return max(here + there for here, _, there in found)
 
     def serves(self, now_s: float) -> None:

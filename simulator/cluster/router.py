@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from membound.roofline.scenario.cluster import DEFAULT_LOAD_BOUND, Cluster
+from membound.simulator.scheduling.prefix import Span
 from membound.simulator.scheduling.request import Request
 
 
@@ -21,7 +22,7 @@ class Candidate(Protocol):
     unanswered_tokens: int
     step_tokens: int
 
-    def cached_blocks(self, hashes: list[int]) -> int:
+    def cached_blocks(self, prefix: list[Span]) -> int:
         """How many of a prompt's blocks, from the first on, its prefix cache holds."""
 
 
@@ -86,13 +87,13 @@ class PrefixAware:
         self.block_size = block_size
 
     def choose(self, request: Request, replicas: Items[Candidate]) -> int:
-        hashes: list[int] = []
+        prefix: list[Span] = []
         if request.prefix is not None:
-            hashes = request.prefix.block_hashes(self.block_size, request.prompt_tokens).tolist()
+            prefix = request.prefix.spans(self.block_size, request.prompt_tokens)
         bound = self.load_bound * sum(replica.unanswered_tokens for replica in replicas) / len(replicas)
 
         def worth(index: int) -> tuple[int, int]:
-            return replicas[index].cached_blocks(hashes), -replicas[index].unanswered_tokens
+            return replicas[index].cached_blocks(prefix), -replicas[index].unanswered_tokens
 
         near = [i for i, one in enumerate(replicas) if one.unanswered_tokens <= bound + one.step_tokens]
         return max(near, key=worth)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from membound.simulator.scheduling.prefix import BlockName, Span, blocks_of, leading
 from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.request import Sequence
 
-HostName = tuple[str, int]
+HostName = tuple[str, int | BlockName]
 
 
 class OutOfBlocks(Exception):
@@ -58,16 +59,17 @@ class BlockPool:
             self.free += self.cache.evict(blocks - self.free)
         self.free -= blocks
 
-    def hold(self, blocks: int, prefix: list[int]) -> int:
-        """Takes `blocks` blocks whose content is here, those of the hashes `prefix` that the cache has as one more
-        user; returns how many of the hashes they are."""
+    def hold(self, blocks: int, prefix: list[Span]) -> list[Span]:
+        """Takes `blocks` blocks whose content is here, those of `prefix` that the cache has as one more user; returns
+        these."""
         if self.cache is None:
             self.take(blocks)
-            return 0
+            return []
         found, _, _ = self.cache.found(prefix)
-        self.cache.use(prefix[:found])
+        shared = leading(prefix, found)
+        self.cache.use(shared)
         self.take(blocks - found)
-        return found
+        return shared
 
     def give(self, blocks: int) -> None:
         """Takes blocks back."""
@@ -97,7 +99,7 @@ class Movements(NamedTuple):
 class BlockTables:
     """Which blocks each sequence holds, by number: what an engine that computes needs besides their count.
 
-    A block that the prefix cache knows by the hash of its tokens may be held by many sequences or by none, and is free
+    A block that the prefix cache knows by the name of its tokens may be held by many sequences or by none, and is free
     when the cache evicts it. Blocks that are taken for a sequence whatever its length (`fixed_blocks`) come last.
     """
 
@@ -106,8 +108,8 @@ class BlockTables:
         self.block_size = block_size
         self.fixed_blocks = fixed_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._of_hash: dict[int, int] = {}
-        self._named: dict[int, int] = {}  # the hash of each block that has one
+        self._of_name: dict[BlockName, int] = {}
+        self._named: dict[int, BlockName] = {}  # the name of each block that has one
         self._awaited: dict[int, list[tuple[int, int | HostName]]] = {}
         self._saved: list[tuple[int, HostName]] = []
         self._filled: list[Fill] = []
@@ -140,26 +142,27 @@ class BlockTables:
         self._saved, self._filled, self._dropped = [], [], {}
         return movements
 
-    def block_of(self, name: int) -> int:
-        """The block that the prefix cache knows by a hash."""
-        return self._of_hash[name]
+    def block_of(self, name: BlockName) -> int:
+        """The block that the prefix cache knows by a name."""
+        return self._of_name[name]
 
-    def share(self, sequence: Sequence, here: list[int], there: list[int], copied: int | None) -> None:
-        """`sequence`, which holds nothing yet, begins with the blocks of the hashes `here`.
+    def share(self, sequence: Sequence, here: list[BlockName], there: list[BlockName], copied: int | None) -> None:
+        """`sequence`, which holds nothing yet, begins with the blocks of the names `here`.
 
-        Those behind them are filled from the host, by the hashes `there`, and the next from the block `copied`.
+        Those behind them are filled from the host, by the names `there`, and the next from the block `copied`.
         """
         assert not sequence.blocks, "blocks are shared before others are taken"
-        sequence.blocks += [self._of_hash[name] for name in here]
+        sequence.blocks += [self._of_name[name] for name in here]
         sources: list[int | HostName] = [("prefix", name) for name in there]
         sources += [] if copied is None else [copied]
         if sources:
             self._awaited[sequence.id] = list(enumerate(sources, start=len(here)))
 
-    def name(self, sequence: Sequence, index: int, name: int) -> None:
-        """The prefix cache knows block `index` of `sequence` by a hash from now on."""
+    def name(self, sequence: Sequence, name: BlockName) -> None:
+        """The prefix cache knows the block of `sequence` at the index of `name` by it from now on."""
+        _, index = name
         block = sequence.blocks[index]
-        self._of_hash[name], self._named[block] = block, name
+        self._of_name[name], self._named[block] = block, name
         self._dropped["prefix", name] = None
 
     @staticmethod
@@ -184,16 +187,16 @@ class BlockTables:
         self._awaited[sequence.id] = list(enumerate(names))
         self._dropped |= dict.fromkeys(names)
 
-    def evicted(self, name: int, to_host: bool) -> None:
+    def evicted(self, name: BlockName, to_host: bool) -> None:
         """The prefix cache gives up a block, whose content goes to the host or is lost."""
-        block = self._of_hash.pop(name)
+        block = self._of_name.pop(name)
         del self._named[block]
         self._free.append(block)
         if to_host:
             self._saved.append((block, ("prefix", name)))
             self._dropped.pop(("prefix", name), None)
 
-    def forgotten(self, name: int) -> None:
+    def forgotten(self, name: BlockName) -> None:
         """The prefix cache gives up a block on the host."""
         self._dropped["prefix", name] = None
 
@@ -202,7 +205,7 @@ class BlockTables:
         own = [block for sequence in sequences for block in sequence.blocks if block not in self._named]
         everything = sorted([*own, *self._named, *self._free])
         assert everything == list(range(self.num_blocks)), "a block was lost or is held twice"
-        assert {block: name for name, block in self._of_hash.items()} == self._named, "a block has two names"
+        assert {block: name for name, block in self._of_name.items()} == self._named, "a block has two names"
         for sequence in sequences:
             shared = {self._named[block] for block in sequence.blocks if block in self._named}
-            assert shared == set(sequence.cached), "a sequence holds another's block"
+            assert shared == set(blocks_of(sequence.cached)), "a sequence holds another's block"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from membound.simulator.scheduling.blocks import BlockPool, BlockTables
+from membound.simulator.scheduling.prefix import blocks_of, count_of
 from membound.simulator.scheduling.request import Sequence
 from membound.simulator.scheduling.reservation import Reserving
 
@@ -27,19 +28,17 @@ class Holdings:
         if pool.cache is None or prefix is None:
             return
         # What it found there it already uses; what others have meanwhile put there stays its own, a second time.
-        begun = len(sequence.cached)
-        hashes = prefix.block_hashes(pool.block_size, sequence.computed, begun).tolist()
-        for index, name in enumerate(hashes, begun):
-            if pool.cache.add(name):
-                sequence.cached.append(name)
-                if self.tables is not None:
-                    self.tables.name(sequence, index, name)
+        added = pool.cache.add(prefix.spans(pool.block_size, sequence.computed, count_of(sequence.cached)))
+        sequence.cached += added
+        if self.tables is not None:
+            for name in blocks_of(added):
+                self.tables.name(sequence, name)
 
     def release(self, sequence: Sequence, held: int) -> None:
         """Gives up all its blocks; those that can be found again stay in the prefix cache."""
         self.share(sequence)
         pool = self.pools[sequence.rank]
-        pool.give(held - len(sequence.cached))
+        pool.give(held - count_of(sequence.cached))
         if pool.cache is not None:
             pool.cache.leave(sequence.cached)
             sequence.cached = []

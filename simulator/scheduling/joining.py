@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from membound.simulator.scheduling.decoders import Decoders
 from membound.simulator.scheduling.holdings import Holdings
 from membound.simulator.scheduling.policies import Batching, Order
+from membound.simulator.scheduling.prefix import Span, between, blocks_of, count_of, leading
 from membound.simulator.scheduling.request import Sequence, Work
 from membound.simulator.scheduling.waiting import WaitingLine
 
@@ -119,14 +120,14 @@ class Joining:
         if sequence.loaded:
             return self._resume(sequence, rank)
         here = idle = there = computed = last = 0
-        hashes: list[int] = []
+        spans: list[Span] = []
         if cache is not None and sequence.request.prefix is not None:
-            hashes = sequence.request.prefix.block_hashes(pool.block_size, sequence.tokens).tolist()
+            spans = sequence.request.prefix.spans(pool.block_size, sequence.tokens)
             # The last token must be computed to emit the next one: a block that it fills is not shared but copied.
             last = (sequence.tokens - 1) // pool.block_size
-            here, idle, there = cache.found(hashes[:last])
+            here, idle, there = cache.found(leading(spans, last))
             computed = (here + there) * pool.block_size
-            if here + there == last < len(hashes) and cache.has(hashes[last]):
+            if here + there == last < count_of(spans) and cache.has((spans[-1].id, last)):
                 computed = sequence.tokens - 1
         cut = room == self.max_batched_tokens and self.batching.cuts_long_prompts
         if self.batching.whole_prompts and sequence.tokens - computed > room and not cut:
@@ -137,11 +138,13 @@ class Joining:
         self.line.leave()
         sequence.rank = rank
         if cache is not None:
-            cache.use(hashes[:here])
-            sequence.cached = hashes[:here]
+            sequence.cached = leading(spans, here)
+            cache.use(sequence.cached)
             if self.tables is not None:
-                copied = self.tables.block_of(hashes[last]) if computed > (here + there) * pool.block_size else None
-                self.tables.share(sequence, hashes[:here], hashes[here : here + there], copied)
+                copies = computed > (here + there) * pool.block_size
+                copied = self.tables.block_of((spans[-1].id, last)) if copies else None
+                moved = between(spans, here, here + there)
+                self.tables.share(sequence, blocks_of(sequence.cached), blocks_of(moved), copied)
             self.moved_blocks[rank] += there
             self.cached_tokens += computed
             if sequence.cached_tokens is None:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+# A block by the id of its last token's segment, and by its index in the sequence.
+BlockName = tuple[int, int]
+
+
+class Span(NamedTuple):
+    """Blocks `first` to `end - 1` of a sequence, all of whose last tokens are of the segment `id`."""
+
+    id: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +27,7 @@ class PrefixChain:
 
     `ids[j]` stands for all tokens from the first to the end of segment j, not for the segment alone: two sequences
     with the same id hold the same tokens up to there. So identity costs a few numbers a request, whatever its length,
-    and gives block hashes at any block size. Mooncake's hash ids are such ids, with segments of 512 tokens.
+    and names blocks at any block size. Mooncake's hash ids are such ids, with segments of 512 tokens.
     A chain may cover the output too, so that the next turn finds the answer of this one.
     """
 
@@ -26,17 +39,42 @@ class PrefixChain:
         """Tokens that the chain identifies."""
         return self.ends[-1] if self.ends else 0
 
-    def block_hashes(self, block_size: int, tokens: int | None = None, first: int = 0) -> NDArray[np.uint64]:
-        """The 64-bit hash of each full block of the first `tokens` tokens (of all that are identified), from the block
-        of index `first` on.
+    def spans(self, block_size: int, tokens: int | None = None, first: int = 0) -> list[Span]:
+        """The full blocks of the first `tokens` tokens (of all that are identified), from that of index `first` on.
 
-        Equal hashes at the same index mean that the sequences are equal from their first token to that block's last.
+        A block belongs to the segment of its last token. Blocks of the same id and index hold the same tokens, from the
+        sequence's first one on.
         """
         full = min(self.tokens, self.tokens if tokens is None else tokens) // block_size
-        index = np.arange(first, full, dtype=np.int64)
-        last_token = (index + 1) * block_size - 1
-        segment = np.searchsorted(np.asarray(self.ends, dtype=np.int64), last_token, side="right")
-        return _mixed(np.asarray(self.ids, dtype=np.uint64)[segment], index.astype(np.uint64))
+        spans, begin = [], first
+        for id, end in zip(self.ids, self.ends, strict=True):
+            until = min(end // block_size, full)
+            if until > begin:
+                spans.append(Span(id, begin, until))
+                begin = until
+                if until == full:
+                    break
+        return spans
+
+
+def leading(spans: list[Span], blocks: int) -> list[Span]:
+    """The first so many blocks of spans that follow each other from block 0 on."""
+    return between(spans, 0, blocks)
+
+
+def between(spans: list[Span], first: int, end: int) -> list[Span]:
+    """Blocks `first` to `end - 1` of spans that follow each other."""
+    return [Span(id, max(a, first), min(b, end)) for id, a, b in spans if a < end and b > first]
+
+
+def blocks_of(spans: Iterable[Span]) -> list[BlockName]:
+    """Each block of some spans."""
+    return [(id, index) for id, first, end in spans for index in range(first, end)]
+
+
+def count_of(spans: Iterable[Span]) -> int:
+    """How many blocks some spans have."""
+    return sum([end - first for _, first, end in spans])
 
 
 def _mixed(ids: NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -2,123 +2,154 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Protocol
+
+from membound.simulator.scheduling.block_runs import BlockRuns
+from membound.simulator.scheduling.prefix import BlockName, Span, blocks_of
 
 
 class Keeper(Protocol):
     """Keeps the content of the cache's blocks, where there is any."""
 
-    def evicted(self, name: int, to_host: bool) -> None:
+    def evicted(self, name: BlockName, to_host: bool) -> None:
         """A block on the device is given up; its content goes to the host or is lost."""
 
-    def forgotten(self, name: int) -> None:
+    def forgotten(self, name: BlockName) -> None:
         """A block on the host is given up."""
 
 
 class PrefixCache:
-    """Blocks by the hash of all tokens up to their end, each with the number of sequences that use it.
+    """Blocks by what all tokens up to their end are, each with the number of sequences that use it.
 
     A block that nobody uses stays until its memory is needed: the one that was used longest ago goes first, and of a
     sequence its last block, so that what is left can still be found. Where the host has room for `host_blocks`, blocks
     go there first and are lost only from there. Source: the block hashes of vLLM and the LRU of SGLang's RadixAttention
     (Zheng et al., NeurIPS 2024), which keep the same blocks.
+
+    Blocks are named by spans, and kept as runs of neighbours that are used alike, so that a prompt costs as much as it
+    has parts, however long they are.
     """
 
     def __init__(self, host_blocks: int = 0) -> None:
         self.host_blocks = host_blocks
         self.keeper: Keeper | None = None
-        self._users: dict[int, int] = {}
-        self._unused: OrderedDict[int, None] = OrderedDict()
-        self._host: OrderedDict[int, None] = OrderedDict()
+        self.unused = 0  # blocks that nobody uses, whose memory can be had
+        self.used = 0  # blocks that somebody uses
+        self._device = BlockRuns()
+        self._host = BlockRuns()
+        self._on_host = 0
         self.evicted = 0
         self.repeated = 0  # uses of blocks beyond the first of each
 
-    @property
-    def unused(self) -> int:
-        """Blocks that nobody uses, whose memory can be had."""
-        return len(self._unused)
-
-    @property
-    def used(self) -> int:
-        """Blocks that somebody uses."""
-        return len(self._users) - len(self._unused)
-
-    def has(self, name: int) -> bool:
+    def has(self, name: BlockName) -> bool:
         """Whether a block exists on the device."""
-        return name in self._users
+        return self._device.has(*name)
 
-    def found(self, hashes: list[int]) -> tuple[int, int, int]:
+    def found(self, spans: Sequence[Span]) -> tuple[int, int, int]:
         """How many leading blocks exist on the device, how many of them nobody uses, how many follow on the host.
 
         Host blocks are looked for only behind those of the device.
         """
-        users, unused = self._users, self._unused
-        here = idle = 0
-        for name in hashes:
-            if name not in users:
-                break
-            here += 1
-            idle += name in unused
-        there = 0
-        if self._host:
-            for name in hashes[here:]:
-                if name not in self._host:
+        here = idle = there = 0
+        on_host = False
+        for id, first, end in spans:
+            at = first
+            if not on_host:
+                held, unused = self._device.leading(Span(id, first, end))
+                here, idle, at = here + held, idle + unused, first + held
+                on_host = at < end
+            if on_host:
+                if not self._on_host:
                     break
-                there += 1
+                kept, _ = self._host.leading(Span(id, at, end))
+                there += kept
+                if at + kept < end:
+                    break
         return here, idle, there
 
-    def use(self, hashes: list[int]) -> None:
+    def use(self, spans: Sequence[Span]) -> None:
         """One more sequence uses blocks that exist on the device."""
-        users, unused = self._users, self._unused
-        for name in hashes:
-            if users[name]:
-                self.repeated += 1
-            else:
-                del unused[name]
-            users[name] += 1
+        for span in spans:
+            for run in self._device.within(span):
+                if run.users:
+                    self.repeated += len(run)
+                else:
+                    self._device.dequeue(run)
+                    self.unused -= len(run)
+                    self.used += len(run)
+                run.users += 1
+            self._device.join_used(span.id)
 
-    def add(self, name: int) -> bool:
-        """A block in use becomes one of the cache, with one user; False where the cache has one like it."""
-        if name in self._users:
-            return False
-        self._users[name] = 1
-        self._host.pop(name, None)
-        return True
+    def add(self, spans: Sequence[Span]) -> list[Span]:
+        """Blocks in use become ones of the cache, with one user, but those of which it has one like it.
 
-    def leave(self, hashes: list[int]) -> None:
+        Returns the added.
+        """
+        added = []
+        for span in spans:
+            for gap in self._device.gaps(span):
+                self._device.insert(gap, 1)
+                self.used += gap.end - gap.first
+                added.append(gap)
+                if self._on_host:
+                    for run in self._host.within(gap):
+                        self._on_host -= len(run)
+                        self._host.remove(run)
+            self._device.join_used(span.id)
+        return added
+
+    def leave(self, spans: Sequence[Span]) -> None:
         """A sequence no longer uses its blocks; the last of them will be evicted first."""
-        users, unused = self._users, self._unused
-        for name in reversed(hashes):
-            users[name] = left = users[name] - 1
-            if left:
-                self.repeated -= 1
-            else:
-                unused[name] = None
+        for span in reversed(spans):
+            for run in reversed(self._device.within(span)):
+                run.users -= 1
+                if run.users:
+                    self.repeated -= len(run)
+                else:
+                    self.unused += len(run)
+                    self.used -= len(run)
+                    self._device.enqueue(run)
+            self._device.join_used(span.id)
 
     def evict(self, blocks: int) -> int:
         """Gives up `blocks` blocks that nobody uses, those of longest ago first, and returns how many."""
-        for _ in range(blocks):
-            name, _ = self._unused.popitem(last=False)
-            del self._users[name]
+        left = blocks
+        while left:
+            given = self._device.pop(left)
+            left -= given.end - given.first
             if self.keeper is not None:
-                self.keeper.evicted(name, to_host=self.host_blocks > 0)
+                for name in reversed(blocks_of([given])):
+                    self.keeper.evicted(name, to_host=self.host_blocks > 0)
             if self.host_blocks:
-                self._host[name] = None
-                if len(self._host) > self.host_blocks:
-                    lost, _ = self._host.popitem(last=False)
-                    if self.keeper is not None:
-                        self.keeper.forgotten(lost)
+                self._host.insert(given, 0)
+                self._on_host += given.end - given.first
+                self._lose()
+        self.unused -= blocks
         self.evicted += blocks
         return blocks
 
-    def check_integrity(self, sequences: list[list[int]]) -> None:
-        """Asserts that users are counted rightly, given the hashes that each sequence uses."""
-        users = dict.fromkeys(self._users, 0)
-        for hashes in sequences:
-            for name in hashes:
+    def _lose(self) -> None:
+        """Gives up what the host has no room for."""
+        while (beyond := self._on_host - self.host_blocks) > 0:
+            lost = self._host.pop(beyond)
+            self._on_host -= lost.end - lost.first
+            if self.keeper is not None:
+                for name in reversed(blocks_of([lost])):
+                    self.keeper.forgotten(name)
+
+    def check_integrity(self, sequences: Sequence[Sequence[Span]]) -> None:
+        """Asserts that users are counted rightly, given the blocks that each sequence uses."""
+        held = {name: run.users for run in self._device for name in blocks_of([Span(run.id, run.first, run.end)])}
+        users = dict.fromkeys(held, 0)
+        for spans in sequences:
+            for name in blocks_of(spans):
                 users[name] += 1
-        assert users == self._users, "a block's users are miscounted"
+        assert users == held, "a block's users are miscounted"
         assert self.repeated == sum(count - 1 for count in users.values() if count), "repeated uses are miscounted"
-        assert set(self._unused) == {name for name, count in users.items() if not count}, "unused blocks are miscounted"
-        assert not set(self._host) & set(self._users), "a block is on the host and on the device"
+        assert self.unused == sum(not count for count in users.values()), "unused blocks are miscounted"
+        assert self.used == len(users) - self.unused, "used blocks are miscounted"
+        assert self.unused == sum(map(len, self._device.queue)), "an unused block is not in the queue"
+        on_host = {name for run in self._host for name in blocks_of([Span(run.id, run.first, run.end)])}
+        assert len(on_host) == self._on_host <= max(self.host_blocks, 0), "blocks on the host are miscounted"
+        assert not on_host & set(users), "a block is on the host and on the device"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from membound.roofline.shape import shape_sums
 from membound.roofline.tiles import tiles_of
 from membound.roofline.within import sums_within
-from membound.simulator.scheduling.prefix import PrefixChain
+from membound.simulator.scheduling.prefix import PrefixChain, Span
 
 Status = Literal["waiting", "running", "completed", "rejected", "failed"]
 
@@ -104,7 +104,7 @@ class Sequence:
         self.priority = 0
         self.deadline_s = math.inf
         self.blocks: list[int] = []  # ids, where somebody needs them
-        self.cached: list[int] = []  # hashes of the blocks that it shares with the prefix cache
+        self.cached: list[Span] = []  # blocks that it shares with the prefix cache
         self.cached_tokens: int | None = None  # of its prompt, found there when it first joined
         self.rank = 0  # the data-parallel rank that holds its K and V
         self.swapped_blocks = 0  # on the host

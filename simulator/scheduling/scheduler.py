@@ -19,6 +19,7 @@ from membound.simulator.scheduling.guessing import NO_GUESSES, ModelledDrafter, 
 from membound.simulator.scheduling.holdings import Holdings
 from membound.simulator.scheduling.joining import Joining
 from membound.simulator.scheduling.policies import Admission, Batching, Everybody, FirstCome, Order
+from membound.simulator.scheduling.prefix import count_of
 from membound.simulator.scheduling.request import Draft, Outcome, Request, Sequence, Step, Work
 from membound.simulator.scheduling.reservation import Reserving
 from membound.simulator.scheduling.waiting import WaitingLine
@@ -300,7 +301,7 @@ class Scheduler:
             here = [sequence for sequence in self.running if sequence.rank == rank]
             assert len(here) <= self._joining.seats_of_rank, "a rank has more sequences than seats"
             shared = 0 if pool.cache is None else pool.cache.used + pool.cache.unused
-            held = sum(self._blocks(sequence) - len(sequence.cached) for sequence in here)
+            held = sum(self._blocks(sequence) - count_of(sequence.cached) for sequence in here)
             guessed = self._draft_blocks[rank] if self._draft_blocks else 0
             guessed += sum(each.reserved_blocks for each in self._joining.reserved.values() if each.rank == rank)
             assert held + guessed + shared == pool.used, "a block was lost or is counted twice"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from membound.simulator.deployment import deployment_of
 from membound.simulator.run import deploy, run
 from membound.simulator.scheduling.build import build_scheduler
 from membound.simulator.scheduling.kv_memory import kv_memory
+from membound.simulator.scheduling.prefix import PrefixChain, blocks_of, leading
 from membound.simulator.scheduling.prefix_cache import PrefixCache
 from membound.simulator.scheduling.request import Request
 
@@ -344,28 +346,84 @@ def test_more_blocks_than_fit_are_refused_and_so_is_a_prefix_cache_of_states():
         run(scenario("gemma-3-12b", prefix_caching=True))
 
 
-@settings(max_examples=60)
+class RememberedBlocks:
+    """A prefix cache that keeps every block by itself, in the order in which they go."""
+
+    def __init__(self, host_blocks):
+        self.host_blocks = host_blocks
+        self.users, self.unused, self.host = {}, {}, {}
+        self.lost = []
+
+    def found(self, blocks):
+        here = list(itertools.takewhile(self.users.__contains__, blocks))
+        there = list(itertools.takewhile(self.host.__contains__, blocks[len(here) :]))
+        return len(here), sum(block in self.unused for block in here), len(there)
+
+    def use(self, blocks):
+        for block in blocks:
+            self.unused.pop(block, None)
+            self.users[block] += 1
+
+    def add(self, blocks):
+        added = [block for block in blocks if block not in self.users]
+        self.users |= dict.fromkeys(added, 1)
+        for block in added:
+            self.host.pop(block, None)
+        return added
+
+    def leave(self, blocks):
+        for block in reversed(blocks):
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.unused[block] = None
+
+    def evict(self, count):
+        for _ in range(count):
+            block = next(iter(self.unused))
+            del self.unused[block], self.users[block]
+            self.lost.append(block)
+            if self.host_blocks:
+                self.host[block] = None
+            if len(self.host) > self.host_blocks:
+                del self.host[next(iter(self.host))]
+
+
+# What sequences may say, as segments: they share beginnings, and an id need not begin at the same block in all.
+CONVERSATIONS = st.sampled_from([(1,), (1, 2), (1, 2, 3), (1, 4), (5, 2), (5,), (6, 3, 2)])
+
+
+@settings(max_examples=300)
 @given(
-    moves=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6), st.integers(0, 2)), max_size=40),
-    host=st.integers(0, 4),
+    moves=st.lists(
+        st.tuples(CONVERSATIONS, st.lists(st.integers(1, 5), min_size=3, max_size=3), st.integers(0, 3)), max_size=40
+    ),
+    host=st.integers(0, 6),
 )
-def test_a_cache_counts_users_and_gives_up_the_oldest_ends_first(moves, host):
-    """Against a model that remembers everything: chains of hashes, in use by some sequences, evicted at random."""
-    cache = PrefixCache(host)
-    users: list[list[int]] = []
-    for family, length, action in moves:
-        chain = [family * 100 + i for i in range(length)]
-        if action == 0:
-            here, _, _ = cache.found(chain)
-            cache.use(chain[:here])
-            users.append(chain[:here] + [name for name in chain[here:] if cache.add(name)])
-        elif action == 1 and users:
-            cache.leave(users.pop(family % len(users)))
-        elif cache.unused:
-            cache.evict(min(cache.unused, length))
+def test_a_cache_of_runs_is_one_that_keeps_every_block_by_itself(moves, host):
+    cache, reference = PrefixCache(host), RememberedBlocks(host)
+    evicted = []
+    cache.keeper = SimpleNamespace(evicted=lambda name, to_host: evicted.append(name), forgotten=lambda name: None)
+    users = []
+    for ids, lengths, action in moves:
+        chain = PrefixChain(ids, tuple(itertools.accumulate(lengths[: len(ids)])))
+        spans = chain.spans(1)
+        blocks = blocks_of(spans)
+        if action <= 1:
+            here, _, _ = cache.found(spans)
+            held = leading(spans, here)
+            cache.use(held)
+            reference.use(blocks_of(held))
+            added = cache.add(chain.spans(1, None, here))
+            assert blocks_of(added) == reference.add(blocks[here:])
+            users.append(held + added)
+        elif action == 2 and users:
+            left = users.pop(lengths[0] % len(users))
+            cache.leave(left)
+            reference.leave(blocks_of(left))
+        elif action == 3 and cache.unused:
+            cache.evict(count := min(cache.unused, lengths[0]))
+            reference.evict(count)
         cache.check_integrity(users)
-        for family_seen in range(4):
-            chain = [family_seen * 100 + i for i in range(6)]
-            here, idle, there = cache.found(chain)
-            assert idle <= here and here + there <= 6
-            assert not any(cache.has(name) for name in chain[here : here + 1])
+        assert (cache.found(spans), cache.unused) == (reference.found(blocks), len(reference.unused))
+        assert evicted == reference.lost
+        assert all(cache.has(block) == (block in reference.users) for block in blocks)

@@ -15,7 +15,7 @@ from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.client import client_for
 from membound.simulator.scheduling.loop import serve
 from membound.simulator.scheduling.policies import ContinuousBatching
-from membound.simulator.scheduling.prefix import PrefixChain
+from membound.simulator.scheduling.prefix import PrefixChain, blocks_of
 from membound.simulator.scheduling.recorder import Recorder
 from membound.simulator.scheduling.request import Outcome, Request, Sequence, Step
 from membound.simulator.scheduling.scheduler import Scheduler
@@ -103,8 +103,8 @@ def test_turns_and_groups_follow_their_distributions():
 
 
 def shared(first: PrefixChain, second: PrefixChain, block_size: int) -> int:
-    hashes = zip(first.block_hashes(block_size).tolist(), second.block_hashes(block_size).tolist(), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], hashes))
+    blocks = zip(blocks_of(first.spans(block_size)), blocks_of(second.spans(block_size)), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], blocks))
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 512])
@@ -125,7 +125,7 @@ def test_blocks_are_shared_exactly_as_far_as_the_tokens_are(block_size):
     cut=st.integers(0, 7),
     block_size=st.integers(1, 40),
 )
-def test_a_hash_stands_for_all_tokens_up_to_its_block(segments, cut, block_size):
+def test_the_name_of_a_block_stands_for_all_tokens_up_to_its_block(segments, cut, block_size):
     """Two chains with a common beginning share its full blocks and, since all later ids differ, nothing else."""
     ids = tuple(segment[0] for segment in segments)
     ends = tuple(itertools.accumulate(segment[1] for segment in segments))
@@ -134,12 +134,12 @@ def test_a_hash_stands_for_all_tokens_up_to_its_block(segments, cut, block_size)
     chain = PrefixChain(ids, ends)
     until = ends[common - 1] if common else 0
     assert shared(chain, other, block_size) == until // block_size
-    equal = chain.block_hashes(block_size) == other.block_hashes(block_size)
-    assert equal.sum() == until // block_size
-    assert len(np.unique(chain.block_hashes(block_size))) == ends[-1] // block_size
-    np.testing.assert_array_equal(
-        chain.block_hashes(block_size, until), chain.block_hashes(block_size)[: until // block_size]
-    )
+    blocks = blocks_of(chain.spans(block_size))
+    assert len(set(blocks) & set(blocks_of(other.spans(block_size)))) == until // block_size
+    assert [index for _, index in blocks] == list(range(ends[-1] // block_size))
+    assert blocks_of(chain.spans(block_size, until)) == blocks[: until // block_size]
+    assert blocks_of(chain.spans(block_size, None, cut)) == blocks[cut:]
+    assert all(id == ids[np.searchsorted(ends, (index + 1) * block_size - 1, side="right")] for id, index in blocks)
 
 
 @pytest.mark.parametrize("arrivals", [POISSON, {"kind": "closed_loop", "concurrency": 4, "think": SESSIONS["think"]}])

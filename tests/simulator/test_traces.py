@@ -12,6 +12,7 @@ import pytest
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario.workload import TraceFile, Workload
+from membound.simulator.scheduling.prefix import BlockName, blocks_of
 from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.scheduling.workload.traces import read_trace
 
@@ -270,11 +271,11 @@ def test_the_mooncake_trace_reuses_the_share_of_blocks_that_was_computed_for_it(
     """36.6 % of the prompt's blocks hit an infinite cache: facts/simulator-notes.md section 5."""
     requests = replay(real("mooncake_conversation_trace.jsonl"))
     assert len(requests) == 12_031
-    seen: set[int] = set()
+    seen: set[BlockName] = set()
     hit = total = 0
     for request in requests:
-        hashes = request.prefix.block_hashes(512).tolist()
-        hit += sum(1 for _ in itertools.takewhile(seen.__contains__, hashes))
+        blocks = blocks_of(request.prefix.spans(512))
+        hit += sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
         total += request.prompt_tokens / 512
-        seen.update(hashes)
+        seen.update(blocks)
     assert hit / total == pytest.approx(0.366, abs=0.015)
