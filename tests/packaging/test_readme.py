@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from membound.roofline.validation.tables import END_TO_END_COLUMNS
-from membound.simulator.scheduling.workload.traces import FORMATS
+from membound.simulator.scheduling.workload.trace_formats import FORMATS
 
 READMES = ("README.md", "README.zh-CN.md")
 
