@@ -37,7 +37,7 @@ _NAMES = {
 
 _OF_THE_OBJECTIVE = ("goodput_rps", "slo_attainment")
 # What is read of a note before any number is.
-_WARNINGS = ("overloaded", "turned away", "waited for a seat")
+_WARNINGS = ("overloaded", "turned away", "waited for a seat", "batches are static")
 
 
 _SHARES = ("slo_attainment", "kv_utilization", "kv_waste", "prefix_hit_rate", "acceptance_rate")
@@ -93,7 +93,27 @@ def run(document: dict[str, Any]) -> RenderableType:
             table.add_row(named, _number(name, value))
     warnings = [note for note in provenance["notes"] if any(word in note for word in _WARNINGS)]
     others = [note for note in provenance["notes"] if note not in warnings]
-    return Group(_verdict(document), *warnings, table, *_cluster(document.get("cluster")), *others)
+    classes = _classes(document.get("classes", []))
+    return Group(_verdict(document), *warnings, table, *classes, *_cluster(document.get("cluster")), *others)
+
+
+def _classes(classes: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """How each service class was served."""
+    if not classes:
+        return
+    table = Table(title="by service class", box=None, pad_edge=False)
+    for column in ("class", "served", "TTFT p50", "p99", "TPOT p50", "p99", "preempted", "in time"):
+        table.add_column(column, justify="left" if column == "class" else "right", no_wrap=column != "class")
+    for one in classes:
+        times_s = [one[name][share] for name in ("ttft_s", "tpot_s") for share in ("p50", "p99")]
+        table.add_row(
+            one["name"],
+            f"{one['completed']:,} of {one['requests']:,}",
+            *("" if time_s is None else text.seconds(time_s) for time_s in times_s),
+            f"{one['preemptions']:,}",
+            f"{one['slo_attainment']:.1%}",
+        )
+    yield table
 
 
 def _objective(document: dict[str, Any]) -> str:

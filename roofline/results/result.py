@@ -143,4 +143,8 @@ class RunResult:
         }
         if self.acceptance_by_position:
             document["acceptance_by_position"] = list(self.acceptance_by_position)
+        from membound.roofline.results.classes import summaries_of_classes  # which is made of metrics of results
+
+        if classes := summaries_of_classes(self.scenario, self.requests):
+            document["classes"] = [one.model_dump(mode="json") for one in classes]
         return document if self.cluster is None else document | {"cluster": self.cluster.model_dump(mode="json")}

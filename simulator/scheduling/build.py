@@ -76,7 +76,7 @@ def build_scheduler(
         batching,
         pool,
         memory.seats,
-        engine.max_batched_tokens,
+        scenario.step_tokens,
         drafter or modelled,
         AdaptiveLength(setup.drafts) if setup.drafts is not None and setup.drafts.adaptive else None,
         others=tuple(others),
@@ -160,7 +160,7 @@ def _classify(scenario: Scenario) -> Classify | None:
 
 def _seconds_per_token(scenario: Scenario, model: ModelSpec, times: Times) -> float:
     """Seconds of prefill for each token of a full step: no engine is faster."""
-    tokens = float(min(scenario.engine.max_batched_tokens, model.max_context))
+    tokens = float(min(scenario.step_tokens, model.max_context))
     together = float(scenario.setup.parallel.dp * scenario.setup.parallel.most_micro_batches)
     full = StepShape.prefill(together, tokens)
     return float(pipelined_cost(model, scenario.setup, times, full).time_s) / (together * tokens)
@@ -174,6 +174,27 @@ def bounds_of(model: ModelSpec, setup: EngineSetup, times: Times) -> Bounds:
         return {bound: np.broadcast_to(share, np.shape(shape.tokens)) for bound, share in shares.items()}
 
     return bounds
+
+
+def usual_limits_said(scenario: Scenario) -> Iterator[str]:
+    """Which limits of its engine a scenario leaves to the profile, whose default they then are."""
+    engine = scenario.engine
+    unnamed = {"max_num_seqs": scenario.seats, "max_batched_tokens": scenario.step_tokens}
+    said = [f"engine.{field} {value}" for field, value in unnamed.items() if getattr(engine, field) is None]
+    if said:
+        yield f"limits that nobody names are those of engine profile '{engine.profile}': {', '.join(said)}"
+
+
+def _static_said(scenario: Scenario) -> Iterator[str]:
+    """That batches are static because nothing was said, of an engine that is known to batch otherwise."""
+    engine = scenario.engine
+    usual = get_profile(engine.profile).batching
+    if engine.batching is None and usual is not None and scenario.setup.policy == "static":
+        yield (
+            "batches are static, each served until its last request has ended, since no technique says otherwise; the "
+            f"engine of profile '{engine.profile}' batches continuously: add continuous_batching to techniques, or "
+            f"engine.batching: {usual}"
+        )
 
 
 def waited_for_a_seat(requests: Mapping[str, Column], seats: int) -> Column:
@@ -245,6 +266,8 @@ def run_result(
         covered = covered_said(scenario.workload.arrivals, float(np.max(requests["arrival_s"])))
         provenance.notes.extend([] if covered is None else [covered])
     provenance.notes.extend(_backlog_said(scenario.workload, requests))
+    provenance.notes.extend(_static_said(scenario))
+    provenance.notes.extend(usual_limits_said(scenario))
     if scenario.cluster is None and scenario.engine.disaggregation is None:
         provenance.notes.extend(_seats_said(scenario.seats, requests, steps))
     summary = summarize(

@@ -120,6 +120,23 @@ def test_priority_serves_the_urgent_first_and_ageing_lets_nobody_starve():
     assert first_come.summary.completed == strict.summary.completed == ageing.summary.completed == 1200
 
 
+def test_a_run_tells_how_each_class_was_served():
+    strict = overloaded(order="priority", ageing_s=1e6)
+    urgent, patient = strict.to_json()["classes"]
+    summary, table = strict.summary, strict.requests
+    assert [urgent["name"], patient["name"]] == [one["name"] for one in CLASSES]
+    for field in ("requests", "completed", "preemptions"):
+        assert urgent[field] + patient[field] == getattr(summary, field)
+    assert urgent["ttft_s"]["p99"] < patient["ttft_s"]["p50"], "whoever is urgent does not wait for the others"
+    shares = [one["completed"] / summary.completed for one in (urgent, patient)]
+    means_s = [one["ttft_s"]["mean"] for one in (urgent, patient)]
+    assert np.dot(shares, means_s) == pytest.approx(summary.ttft_s.mean)
+    for index, (one, told) in enumerate(zip(CLASSES, (urgent, patient), strict=True)):
+        ttft_s = (table["first_token_s"] - table["arrival_s"])[table["service_class"] == index]
+        assert told["slo_attainment"] == pytest.approx(np.mean(ttft_s <= one["ttft_s"]))
+    assert "classes" not in run(scenario(120.0, 12)).to_json()
+
+
 def test_deadlines_are_met_more_often_by_those_orders_that_look_at_them():
     """Bursts that the engine can serve within the patient's deadlines, but not all within the urgent ones'."""
     met = {}

@@ -209,6 +209,21 @@ def test_a_note_says_how_many_waited_for_a_seat_and_only_where_seats_bind():
     assert not said(12)
 
 
+@pytest.mark.parametrize(
+    ("engine", "techniques", "told"),
+    [
+        ({"profile": "vllm"}, (), True),
+        ({"profile": "vllm"}, (ContinuousBatching(),), False),
+        ({"profile": "vllm", "batching": "chunked_prefill"}, (), False),
+        ({"profile": "vllm", "batching": "static"}, (), False),  # it was asked for
+        ({}, (), False),
+    ],
+)
+def test_static_batches_that_nobody_asked_of_an_engine_that_has_none_are_told(engine, techniques, told) -> None:
+    notes = run(scenario(engine=engine).with_techniques(techniques)).provenance.notes
+    assert any("batches are static" in note for note in notes) == told
+
+
 @pytest.mark.parametrize("device", ["H100-SXM5", "H200-SXM", "MI300X"])
 def test_a_run_is_as_sure_as_one_of_its_steps_is(device: str) -> None:
     one = scenario(hardware=device).with_techniques((ContinuousBatching(),))
