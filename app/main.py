@@ -38,6 +38,7 @@ export default ({ data }) => {
 """
 
 st.set_page_config(page_title="membound", page_icon=str(ASSETS / "favicon.png"), layout="wide")
+st.logo(str(ASSETS / "logo.svg"), size="large")
 st.html(ASSETS / "page.css")
 
 

@@ -49,7 +49,6 @@ class Gain:
     high: float
     measured: float | None = None
     spread: float | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,7 @@ def gains_figure(gains: Sequence[Gain], t: Translate) -> go.Figure:
             "array": [gain.high - gain.predicted for gain in rows],
             "arrayminus": [gain.predicted - gain.low for gain in rows],
         },
-        hovertext=[
-            f"{gain.title}: {text.gain(gain.predicted)} ({gain.low:.2f}–{gain.high:.2f}) {gain.note}" for gain in rows
-        ],
+        hovertext=[f"{gain.title}: {text.gain(gain.predicted)} ({gain.low:.2f}–{gain.high:.2f})" for gain in rows],
         hoverinfo="text",
     )
     done = [(index, gain, gain.measured) for index, gain in enumerate(rows) if gain.measured is not None]

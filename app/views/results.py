@@ -22,6 +22,9 @@ from membound.app.views.served_result import served_result
 from membound.app.views.session import language, store, translate
 from membound.roofline.results.comparison import Comparison
 
+# The grid measures the cells of its first rows alone, and cut the longer verdicts of others.
+VERDICT_WIDTH = 130
+
 
 def rows_of(documents: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     """Comparison rows; a later one replaces an earlier one of the same technique and point."""
@@ -61,7 +64,8 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
             )
     st.dataframe(tables.baseline_table(baselines, t), hide_index=True, key=f"{key}_baselines")
     if gains:
-        st.dataframe(tables.gains_table(gains, t), hide_index=True, key=f"{key}_table")
+        verdict = {t("column.verdict"): st.column_config.Column(width=VERDICT_WIDTH)}
+        st.dataframe(tables.gains_table(gains, t), hide_index=True, key=f"{key}_table", column_config=verdict)
     st.caption(t("results.legend"))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import streamlit as st
 
 from membound.app import jobs
+from membound.app.figures.comparison import technique_title
+from membound.app.i18n import Translate
 from membound.app.records import Job
 from membound.app.views import history, results, states, tour
 from membound.app.views.console import console
@@ -52,13 +54,14 @@ def _measure(job: Job | None) -> None:
     with st.container(border=True):
         st.header(t("start.measure_title"))
         whole = load_scenario(SCENARIO)
-        st.markdown(t("start.measure_intro", model=whole.model, techniques=len(whole.techniques)))
+        titles = t("sign.list").join(technique_title(technique.name, t) for technique in whole.techniques)
+        st.markdown(t("start.measure_intro", model=whole.model, techniques=titles, users=USERS))
         if job is not None and job.active:
             console(job.id)
             return
         seen = job is not None and job.state == "done"
         with st.container(horizontal=True, vertical_alignment="center"):
-            first, all_of_it = first_look(whole), t("start.measure_whole", points=len(list(whole.points())))
+            first, all_of_it = first_look(whole), t("start.measure_whole", users=_users_of(whole, t))
             _button("measure", t("start.measure_again" if seen else "start.measure"), first, primary=not seen)
             _button("measure_whole", all_of_it, whole, primary=seen)
         if this_machine() is None and has_torch():
@@ -72,6 +75,11 @@ def _button(key: str, label: str, scenario: Scenario, *, primary: bool) -> None:
     if st.button(label, key=key, type="primary" if primary else "secondary", disabled=not has_torch()):
         show_job(jobs.submit(store(), "compare", {"scenario": scenario.to_yaml()}))
         st.rerun()
+
+
+def _users_of(scenario: Scenario, t: Translate) -> str:
+    """The numbers of users that a scenario sweeps over."""
+    return t("sign.list").join(str(changed["workload.arrivals.concurrency"]) for changed in scenario.sweep)
 
 
 def first_look(whole: Scenario) -> Scenario:

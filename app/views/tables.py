@@ -137,10 +137,10 @@ def gains_table(rows: Sequence[Comparison], t: Translate) -> pd.DataFrame:
             t("column.measured"): _measured_gain(row),
             t("column.error"): _error(row),
             t("column.verdict"): f"{VERDICT_MARKS[row.verdict]} {t(f'verdict.{row.verdict}')}",
+            t("column.quality"): _quality(row, t),
             t("column.bottleneck"): " → ".join(
                 dict.fromkeys(bound_words(bound, t) for bound in (row.bottleneck_before, row.bottleneck_after))
             ),
-            t("column.quality"): _quality(row, t),
         }
         for row in rows
     )

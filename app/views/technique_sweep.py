@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -16,7 +17,6 @@ from membound.app.figures.comparison import technique_title
 from membound.app.i18n import Translate
 from membound.app.views import background, fields, linked
 from membound.app.views.charts import chart
-from membound.app.views.choices import some_techniques
 from membound.app.views.engine_choice import conditions
 from membound.app.views.measured import Measured
 from membound.app.views.said import said
@@ -86,9 +86,8 @@ def ask_ahead(choice: EngineChoice) -> None:
         linked.seed("over", linked.one_of(AXES), AXES[0]),
         linked.seed("drafts", linked.one_of(DRAFTS), DRAFTS[0]),
     )
-    names = linked.seed("sweep", linked.some_of(TECHNIQUES), list(_usual(choice)))
-    if names:
-        _asked(choice, axis, drafts, names[:MOST_SWEPT])
+    if names := linked.seed("sweep", _drawable, list(_usual(choice))):
+        _asked(choice, axis, drafts, names)
 
 
 def _asked(choice: EngineChoice, axis: str, drafts: str, names: list[str]) -> list[Future[list[dict[str, Effect]]]]:
@@ -102,12 +101,29 @@ def _usual(choice: EngineChoice) -> list[str]:
 
 
 def _swept(choice: EngineChoice, t: Translate) -> list[str]:
-    """Which techniques are drawn over the axis; as many as have a style of their own."""
-    help = t("techniques.swept_help", most=MOST_SWEPT)
-    chosen = some_techniques("sweep", TECHNIQUES, _usual(choice), t("techniques.swept"), help, t)
-    if len(chosen) > MOST_SWEPT:
-        st.caption(t("techniques.too_many", most=MOST_SWEPT))
-    return chosen[:MOST_SWEPT]
+    """Which techniques are drawn over the axis; as many as have a style of their own.
+
+    A list that shows what is chosen only: a button for each of all techniques is drawn anew with every control of the
+    page.
+    """
+    usual = list(_usual(choice))
+    linked.seed("sweep", _drawable, usual)
+    chosen: list[str] = st.multiselect(
+        t("techniques.swept"),
+        list(TECHNIQUES),
+        key="sweep",
+        persist_state="session",
+        max_selections=MOST_SWEPT,
+        format_func=lambda name: technique_title(name, t),
+        help=t("techniques.swept_help", most=MOST_SWEPT),
+    )
+    linked.keep("sweep", usual)
+    return list(chosen)
+
+
+def _drawable(held: Any) -> list[str]:
+    """Reads techniques, each once and as many as can be drawn at once."""
+    return list(dict.fromkeys(linked.some_of(TECHNIQUES)(held) or ()))[:MOST_SWEPT]
 
 
 def _curve(
@@ -193,11 +209,11 @@ def _sweep_table(curves: Sequence[figures.Curve], axis: str, t: Translate) -> pd
 
 def experts_read(choice: EngineChoice, t: Translate) -> None:
     """How soon a batch reads all experts: from then on they are as a dense model's weights."""
-    st.header(t("techniques.experts"))
     ffn = next(iter(choice.model.mixtures), None)
     if ffn is None:
         st.caption(t("techniques.no_experts", model=choice.model_name))
         return
+    st.header(t("techniques.experts"))
     plain = [share_of_experts(ffn, batch) for batch in BATCHES]
     verify = [share_of_experts(ffn, batch * (1 + GUESSES)) for batch in BATCHES]
     now = share_of_experts(ffn, choice.batch)

@@ -154,13 +154,12 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
         comparable = near is not None and near.row.metric == choice.metric
         rows.append(
             figures.Gain(
-                title=labelled(effect.technique, t),
+                title=f"{labelled(effect.technique, t)}{t('advisor.on') if _has(choice, name) else ''}",
                 predicted=gain,
                 low=gain / (1 + effect.error),
                 high=gain * (1 + effect.error),
                 measured=near.row.measured if near is not None and comparable else None,
                 spread=near.row.spread if near is not None and comparable else None,
-                note=t("techniques.has_it") if _has(choice, name) else "",
             )
         )
     if not rows:

@@ -35,6 +35,7 @@ from membound.app.store import Store
 from membound.app.tasks import run_stack
 from membound.app.views import background
 from membound.app.views.measured import measured_gains, nearest
+from membound.app.views.technique_sweep import MOST_SWEPT
 from membound.app.views.verdicts import verdict_of
 from membound.app.worker import TASKS
 from membound.roofline.errors import MemboundError
@@ -265,9 +266,16 @@ def test_a_technique_that_cannot_be_swept_is_one_sentence(store: Store) -> None:
     assert "has no module for multi-token prediction" in at.warning[0].value
 
 
+def test_a_link_sweeps_each_technique_once_and_no_more_than_can_be_told_apart(store: Store) -> None:
+    at = open_page("techniques", sweep=",".join(("eagle", *TECHNIQUES)))
+    assert not at.exception
+    swept = at.multiselect(key="sweep").value
+    assert swept[0] == "eagle" and len(swept) == len(set(swept)) == MOST_SWEPT
+
+
 def test_an_empty_sweep_says_what_to_do(store: Store) -> None:
     at = open_page("techniques")
-    at.pills(key="sweep").set_value([]).run()
+    at.multiselect(key="sweep").set_value([]).run()
     assert not at.exception and T("techniques.none_swept") in words_of(at)
 
 
