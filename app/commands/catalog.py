@@ -79,6 +79,8 @@ _ENGINES = {
     "vllm": "vLLM from 0.14 on (chunks of prompts, a scheduler that works ahead), and before with --async-scheduling",
     "vllm-eager": "vLLM with enforce_eager: no CUDA graphs",
     "vllm-0.13": "vLLM from 0.7 to 0.13: chunks of prompts, the device waits for the scheduler",
+    "vllm-0.13-offline": "vLLM from 0.7 to 0.13 without a server: all requests at once",
+    "vllm-0.6-offline": "vLLM 0.6 without a server: all requests at once",
     "vllm-0.5": "vLLM 0.3 to 0.5, of 2024, whose host takes most of the time",
     "vllm-0.6": "vLLM 0.6, of 2024",
     "vllm-2023": "vLLM as it first was, in 2023",

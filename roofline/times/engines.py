@@ -78,6 +78,7 @@ class EngineProfile(BaseModel):
 _FILLING: dict[str, Filling] = {
     "vllm": "chunked_prefill",
     "vllm-0.13": "chunked_prefill",
+    "vllm-0.13-offline": "chunked_prefill",
     "vllm-eager": "chunked_prefill",
     "sglang": "prefill_first",
 }
@@ -112,6 +113,8 @@ def get_profile(name: str) -> EngineProfile:
     raise MemboundError(f"engine profile '{name}' is unknown; {hint}")
 
 
+# Engines in which a sequence costs what its server does for each of its tokens, and less where there is none.
+_SENDS_TOKENS = ("tensorrt-llm", "vllm-0.13", "vllm-0.6")
 # What engines become that are told not to capture graphs.
 _EAGER_WAY = {
     "graphs": "eager",
@@ -145,7 +148,7 @@ def profile_of_engine(
     profile = get_profile(_profile_name(engine.lower(), version.lower(), year, asynchronous))
     if eager and profile.name in _EAGER_WAY:
         return get_profile(_EAGER_WAY[profile.name])
-    return get_profile("tensorrt-llm-offline") if offline and profile.name == "tensorrt-llm" else profile
+    return get_profile(f"{profile.name}-offline") if offline and profile.name in _SENDS_TOKENS else profile
 
 
 def _profile_name(engine: str, version: str, year: float | None, asynchronous: bool) -> str:

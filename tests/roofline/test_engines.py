@@ -67,6 +67,10 @@ def test_a_run_without_a_server_has_a_profile_of_its_own_where_the_server_costs_
     served, alone = profile_of_engine("TensorRT-LLM", "1.2"), profile_of_engine("TensorRT-LLM", "1.2", offline=True)
     assert (served.name, alone.name) == ("tensorrt-llm", "tensorrt-llm-offline")
     assert alone.sequence_s < served.sequence_s and (alone.gap_s, alone.step_s) == (served.gap_s, served.step_s)
+    for version in ("0.6.3", "0.10.0"):
+        served, alone = profile_of_engine("vLLM", version), profile_of_engine("vLLM", version, offline=True)
+        assert alone.sequence_s < served.sequence_s and (alone.gap_s, alone.step_s) == (served.gap_s, served.step_s)
+        assert alone.batching == served.batching
     assert profile_of_engine("TensorRT-LLM", "0.9", offline=True).name == "tensorrt-llm-0"
     assert profile_of_engine("vLLM", "0.16", offline=True).name == "vllm"
 
