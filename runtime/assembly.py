@@ -179,7 +179,7 @@ def assemble(
             rehearsed(as_one), decoder.spec, times, memory, content_known=True, numbered_blocks=True, drafter=proposer
         )
         again = sampler_of(scenario, decoders.device, decoders.kernels)
-        limits = memory.seats, scenario.engine.max_batched_tokens, decoder.spec.max_context
+        limits = memory.seats, scenario.step_tokens, decoder.spec.max_context
         unheard = TorchExecutor(decoder, kv, block_size, again, WallClock(), graphs, proposer)
         rehearse(rehearsal_of(requests, *limits), warm, unheard)
     if isinstance(decoder, Decoder):

@@ -115,7 +115,7 @@ def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) 
         model,
         hardware,
         replace(setup, policy="static" if batching.name == "static" else "continuous"),
-        chunk_tokens=engine.max_batched_tokens,
+        chunk_tokens=scenario.step_tokens,
         speculation=checked_speculation(scenario, model),
         seats=float(scenario.seats),
         batching=batching,
@@ -125,7 +125,7 @@ def deployment_of(scenario: Scenario, model: ModelSpec, hardware: HardwareSpec) 
 def with_room_for(scenario: Scenario, lengths: Lengths) -> Scenario:
     """The scenario with steps that hold the longest request of other lengths than its own, where prompts are whole."""
     engine, longest = scenario.engine, math.ceil(lengths.longest)
-    if longest <= engine.max_batched_tokens or not batching_of(engine, scenario.setup).whole_prompts:
+    if longest <= scenario.step_tokens or not batching_of(engine, scenario.setup).whole_prompts:
         return scenario
     return scenario.with_value("engine.max_batched_tokens", longest)
 

@@ -103,7 +103,7 @@ def deploy(scenario: Scenario, hardware: HardwareSpec | None = None) -> tuple[De
     if longest is None and any(window for _, window in Footprint.of(model, scenario.setup).cache.per_token):
         reach = longest_request(scenario.workload, model.max_context)
     memory = kv_memory(scenario, model, times.hardware.memory_bytes, longest, reach)
-    step_times = StepTimes(model, scenario.setup, times, memory.seats, scenario.engine.max_batched_tokens)
+    step_times = StepTimes(model, scenario.setup, times, memory.seats, scenario.step_tokens)
     content = content_for(scenario, content_known)
     return DeployedScenario(scenario, model, times, memory, step_times, content, content_known), requests
 
@@ -166,7 +166,7 @@ def _with_watch(observer: Observer | None, watch: Watch) -> Observer:
 def provenance(deployment: DeployedScenario, steps: Mapping[str, Column]) -> Provenance:
     """Who made the numbers of a simulated run, and how far off the steps may be that it was made of."""
     hardware = deployment.times.hardware
-    notes = [f"{hardware.name}: {hardware.source}"]
+    notes = [f"data sheet of {hardware.name}: {hardware.source}"]
     if len(steps["time_s"]):
         notes.append(certainty_of(deployment.model, deployment.scenario.setup, deployment.times, steps).said)
     return Provenance(

@@ -16,10 +16,6 @@ Reservation = Literal["pow2", "oracle"]
 Allocator = Literal["paged", "buddy"]
 
 DEFAULT_AGEING_S = 30.0
-# Of a scheduler, which is one of each dp rank. vLLM's get_batch_defaults (vllm/engine/arg_utils.py) sets 256 for a GPU,
-# and more only for the largest memories; mini-sglang's page "Server options" has 256 for --max-running-requests.
-SEATS_ON_GPU = 256
-SEATS_ON_CPU = 16
 
 
 class ServiceClass(Part):
@@ -83,9 +79,11 @@ class Engine(Part):
         None,
         ge=1,
         le=1_000_000,
-        description="sequences in one step at most, of all dp ranks together; the usual ones of the hardware else",
+        description="sequences in one step at most, of all dp ranks together; the profile's own on the hardware else",
     )
-    max_batched_tokens: int = Field(4096, ge=1, le=10**8, description="tokens in one step at most, of each dp rank")
+    max_batched_tokens: int | None = Field(
+        None, ge=1, le=10**8, description="tokens in one step at most, of each dp rank; the profile's own else"
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens in a KV block")
     num_blocks: int | None = Field(
         None, ge=1, le=1_000_000_000, description="KV blocks of all dp ranks; from memory where it is not given"

@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validat
 
 from membound.roofline.engine_memory import EngineLimits
 from membound.roofline.errors import MemboundError
-from membound.roofline.hardware import get_hardware
-from membound.roofline.models.files import published_formats
+from membound.roofline.hardware import HardwareSpec, get_hardware
+from membound.roofline.models.files import published_formats, resolve_model
 from membound.roofline.parallel import SINGLE, Parallelism
 from membound.roofline.part import Part
 from membound.roofline.reading.files import expanded, is_file, is_folder, is_pipe, read_pipe, read_text
@@ -24,12 +24,16 @@ from membound.roofline.reading.nearest import did_you_mean, nearest, nearest_fir
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.reading.problems import kind_of, one_sentence, shown
 from membound.roofline.scenario.cluster import Cluster
-from membound.roofline.scenario.engine import SEATS_ON_CPU, SEATS_ON_GPU, Engine
+from membound.roofline.scenario.engine import Engine
+from membound.roofline.scenario.usual_limits import seats_that_pay, usual_limits
 from membound.roofline.scenario.variants import Variant, completed
 from membound.roofline.scenario.workload import Workload
 from membound.roofline.techniques import AnyTechnique, EngineSetup, Technique, engine_setup
 from membound.roofline.techniques.weights import leaves_rounding_to, rounded_by_engine
 from membound.roofline.times.engines import get_profile
+
+# What the words for this machine mean.
+LOCAL_KINDS = {"local": "cpu", "local-gpu": "gpu"}
 
 
 class Slo(Part):
@@ -144,19 +148,38 @@ class Scenario(Part):
 
     @property
     def seats(self) -> int:
-        """Sequences in one step at most: those that the engine names, else as many as engines usually take.
+        """Sequences in one step at most: those that are named, else the default of the profile's engine.
 
         Memory may hold fewer. Raises MemboundError where nobody names them and the hardware is unknown.
         """
         if self.engine.max_num_seqs is not None:
             return self.engine.max_num_seqs
-        kind = {"local": "cpu", "local-gpu": "gpu"}.get(self.hardware) or get_hardware(self.hardware).kind
-        return SEATS_ON_CPU if kind == "cpu" else SEATS_ON_GPU * self.parallel.dp
+        usual, hardware = self._usual_limits, self._hardware
+        if hardware is None:
+            return int(usual.sequences) * self.parallel.dp
+        plain = replace(self.setup, drafts=None)
+        return self.parallel.dp * seats_that_pay(usual, resolve_model(self.model), plain, hardware.memory_bytes)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one step of a dp rank at most: those that are named, else the default of the profile's engine."""
+        return self.engine.max_batched_tokens or int(self._usual_limits.step_tokens)
+
+    @property
+    def _hardware(self) -> HardwareSpec | None:
+        """None of this machine, whose data sheet nobody has."""
+        return None if self.hardware in LOCAL_KINDS else get_hardware(self.hardware)
+
+    @property
+    def _usual_limits(self) -> EngineLimits:
+        hardware = self._hardware
+        kind = LOCAL_KINDS[self.hardware] if hardware is None else hardware.kind
+        return usual_limits(self.engine.profile, hardware, kind)
 
     @property
     def limits(self) -> EngineLimits:
         """The largest step that the engine prepares for, of each data-parallel rank."""
-        return EngineLimits(self.seats / self.parallel.dp, float(self.engine.max_batched_tokens))
+        return EngineLimits(self.seats / self.parallel.dp, float(self.step_tokens))
 
     @property
     def digest(self) -> str:

@@ -107,7 +107,7 @@ def _parts(replica: ReplicaCurves, engines: int = 1) -> dict[str, Any]:
         "parallel": replica.parallel.degrees(),
         "gpus_per_replica": replica.devices * engines,
         "max_num_seqs": scenario.seats,
-        "max_batched_tokens": scenario.engine.max_batched_tokens,
+        "max_batched_tokens": scenario.step_tokens,
         "batching": scenario.engine.batching,
     }
 

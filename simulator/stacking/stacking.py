@@ -324,7 +324,7 @@ def engine_said(scenario: Scenario) -> str:
     """The engine's profile, and how it fills its steps where that is not the techniques' choice."""
     batching = batching_of(scenario.engine, scenario.setup)
     chunks = ", prompts in chunks beside decodes" if not batching.whole_prompts else ""
-    return f"engine profile '{scenario.engine.profile}', {scenario.engine.max_batched_tokens} tokens a step{chunks}"
+    return f"engine profile '{scenario.engine.profile}', {scenario.step_tokens} tokens a step{chunks}"
 
 
 # --- what `membound stack --json` prints ---

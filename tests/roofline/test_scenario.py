@@ -207,11 +207,11 @@ def test_a_list_is_not_blamed_for_its_items_and_the_right_name_is_said():
 
 
 def test_every_problem_is_named_in_plain_words():
-    said = refused(MINIMAL | {"slo": None, "repeats": "many", "engine": {"max_batched_tokens": None}})
+    said = refused(MINIMAL | {"slo": None, "repeats": "many", "engine": {"block_size": None}})
     for part in (
         "'slo' is empty: give its fields",
         "'repeats' is 'many': give a whole number",
-        "'engine.max_batched_tokens' is empty: give a whole number",
+        "'engine.block_size' is empty: give a whole number",
     ):
         assert part in said
     groups = refused(MINIMAL | {"cluster": {"router": "random", "groups": []}})
