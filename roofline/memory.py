@@ -65,6 +65,16 @@ def weights_by_part(model: ModelSpec, setup: EngineSetup) -> dict[str, float]:
                 held = min(ffn.experts, setup.expert_storage.cached)
             for _, n, k in ffn.expert_linears(model.hidden, parallel.moe_tp):
                 add("experts", n, k, count * held / parallel.ep, formats)
+    for beside in model.besides:
+        for _, n, k in beside.layer_linears(model.hidden):
+            add("ffn", n, k, model.layers / parallel.pp)
+        for _, n, k in beside.step_linears(model.hidden, model.layers):
+            add("ffn", n, k, 1.0)
+        rows, columns = beside.table(model.layers)
+        if rows:
+            add("embedding", rows, columns, 1.0 / parallel.tp)
+    if model.idle_params:
+        parts["idle"] = plan.plain.bits / 8 * model.idle_params / parallel.tp
     add("lm_head", model.lm_head.n, model.lm_head.k, 1.0 / parallel.tp)
     if not (model.tie_embeddings and plan.weights_of("embedding") == plan.weights_of("lm_head")):
         add("embedding", model.vocab + model.position_rows, model.hidden, 1.0 / parallel.tp)
@@ -140,7 +150,7 @@ def cache_terms(model: ModelSpec, setup: EngineSetup) -> CacheTerms:
 def cached_token_bytes(mixer: TokenMixer, format: Precision, tp: int) -> float:
     """Bytes of one token in the cache of one layer on one of `tp` devices: K and V of its heads, or its latent."""
     if isinstance(mixer, GroupedQueryAttention):
-        kv_heads = mixer.heads_on_gpu(tp)[1]
+        kv_heads = 0 if mixer.shares_kv else mixer.heads_on_gpu(tp)[1]
         return kv_heads * (format.head_bytes(mixer.head_dim) + format.head_bytes(mixer.value_dim))
     return format.head_bytes(mixer.kv_elements_on_gpu(tp))
 

@@ -61,6 +61,7 @@ class _Step(StepContext):
             elementwise("embed", "embed", 1, t * model.hidden, t * model.hidden * (2 + w)),
             elementwise("first_norm", "rms_norm", 1, t * model.hidden, 2 * t * model.hidden * w),
         ]
+        made += self._once_beside()
         groups = planned_groups(model, self.plan)
         for index, (group, plan) in enumerate(groups):
             made += self.with_plan(plan)._layers(group, f"{index + 1}." if len(groups) > 1 else "")
@@ -88,6 +89,29 @@ class _Step(StepContext):
         moved = 4 * t * model.hidden * w
         made.append(elementwise(f"{prefix}norms", "add_rms_norm", norms * count, t * model.hidden, moved))
         made += self._ffn(group, prefix)
+        return made + self._beside(count, prefix)
+
+    def _once_beside(self) -> list[Operator]:
+        """What a step passes once of what runs beside mixers and networks."""
+        model, t, made = self.model, self.tokens, []
+        for beside in model.besides:
+            _, columns = beside.table(model.layers)
+            if columns:
+                moved = t * columns * (2 + self.width)
+                made.append(elementwise("embed_layer_inputs", "embed", 1, t * columns, moved))
+            for name, n, k in beside.step_linears(model.hidden, model.layers):
+                made.append(self.linear(name, 1, t, n, k, "ffn"))
+        return made
+
+    def _beside(self, count: int, prefix: str) -> list[Operator]:
+        """What so many layers have of it, whole on each device."""
+        model, t, made = self.model, self.tokens, []
+        for beside in model.besides:
+            for name, n, k in beside.layer_linears(model.hidden):
+                made.append(self.linear(f"{prefix}{name}", count, t, n, k, "ffn"))
+            elements = beside.passes() * t * model.hidden
+            name = f"{prefix}add_{beside.name}"
+            made.append(elementwise(name, "add_rms_norm", count, elements, 2 * elements * self.width))
         return made
 
     def _mixer(self, group: LayerGroup, prefix: str) -> list[Operator]:
@@ -107,7 +131,7 @@ class _Step(StepContext):
         heads, kv_heads = a.heads_on_gpu(tp)
         kv = self.plan.kv_of(sliding=a.window is not None)
         (_, qkv_n, qkv_k), (_, o_n, o_k) = a.linears(self.model.hidden, tp)
-        rotated = t * (heads + 2 * kv_heads) * a.head_dim
+        rotated = t * (heads + (0 if a.shares_kv else 2 * kv_heads)) * a.head_dim
         stored = cached_token_bytes(a, kv, tp) * t
         per_head = AttentionHeads(
             heads,

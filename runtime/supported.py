@@ -40,10 +40,13 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         if isinstance(mixer, GroupedQueryAttention):
             if mixer.value_dim > mixer.head_dim:
                 yield wrong("attention.v_head_dim", mixer.v_head_dim, f"no more than head_dim {mixer.head_dim}")
-            for field in ("v_is_k", "qk_norm_bias"):
+            for field in ("v_is_k", "qk_norm_bias", "shares_kv"):
                 if getattr(mixer, field):
                     yield wrong(f"attention.{field}", True, "false")
         if mixer.kind == "none" and ffn.kind == "channel_mix":
             yield wrong("ffn", ffn.kind, "beside a mixer")
+    for field in ("per_layer_input", "streams"):
+        if getattr(spec, field) is not None:
+            yield wrong(field, "present", "absent")
     if spec.activation not in ACTIVATIONS:
         yield wrong("activation", spec.activation, f"one of {', '.join(ACTIVATIONS)}")

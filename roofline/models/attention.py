@@ -15,6 +15,7 @@ class GroupedQueryAttention(WithoutState, Frozen):
     `window` tokens are seen, or all. `output_gate` scales each element of the output by a gate that comes out of
     a wider q projection (Qwen3-Next). `sinks` are learned logits, one a head (gpt-oss). `v_is_k` takes V from the
     K projection (Gemma 4). `qk_norm` is over each head, or over all of them (`qk_norm_over`: OLMo 2, MiniMax-M2).
+    With `shares_kv` a layer reads the K and V that an earlier one has cached, and leaves none (Gemma 3n).
     """
 
     kind: Literal["gqa"] = "gqa"
@@ -31,6 +32,7 @@ class GroupedQueryAttention(WithoutState, Frozen):
     output_gate: bool = False
     sinks: bool = False
     v_is_k: bool = False
+    shares_kv: bool = False
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -52,14 +54,14 @@ class GroupedQueryAttention(WithoutState, Frozen):
 
     @property
     def kv_elements_per_token(self) -> int:
-        return self.kv_heads * (self.head_dim + self.value_dim)
+        return 0 if self.shares_kv else self.kv_heads * (self.head_dim + self.value_dim)
 
     def heads_on_gpu(self, tp: int) -> tuple[int, int]:
         """Query heads and KV heads of one GPU of `tp`; a KV head is copied where GPUs outnumber them."""
         return split(self.heads, tp, "heads"), split_or_copy(self.kv_heads, tp, "kv_heads")
 
     def kv_elements_on_gpu(self, tp: int) -> int:
-        return self.heads_on_gpu(tp)[1] * (self.head_dim + self.value_dim)
+        return 0 if self.shares_kv else self.heads_on_gpu(tp)[1] * (self.head_dim + self.value_dim)
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[LinearShape, ...]:
         heads, kv_heads = self.heads_on_gpu(tp)
@@ -72,12 +74,15 @@ class GroupedQueryAttention(WithoutState, Frozen):
     @property
     def vector_params(self) -> int:
         """Parameters of one layer outside its linears, but for a bias of the output."""
-        normed = (self.heads + self.kv_heads if self.qk_norm_over == "heads" else 2) * self.head_dim
+        keys = 0 if self.shares_kv else 1
+        normed = (self.heads + keys * self.kv_heads if self.qk_norm_over == "heads" else 1 + keys) * self.head_dim
         norms = self.qk_norm * normed * (2 if self.qk_norm_bias else 1)
         return self.qkv_bias * self.qkv_rows + norms + self.sinks * self.heads
 
     def _qkv_rows(self, heads: int, kv_heads: int) -> int:
         queries = heads * self.head_dim + (heads * self.value_dim if self.output_gate else 0)
+        if self.shares_kv:
+            return queries
         return queries + kv_heads * (self.head_dim + (0 if self.v_is_k else self.value_dim))
 
 

@@ -17,6 +17,8 @@ _IGNORED = re.compile(f"{_TUNING}|{_QUANTIZATION}|{_BENCHMARK}")
 # What a hub or a registry calls a file, behind the format that it is in.
 _FILE = re.compile(r"[-_.](gguf|mlx|i1)$|:latest$")
 _FORMAT_AT_THE_END = re.compile(r"[-_. :](i?q\d(_[0-9a-z]+)*( - (small|medium|large))?|w\d+a\d+)$")
+# A version whose point a hub's names may not have: InternVL3_5, MiniCPM-V-2_6, and not a size behind a number (2_13b).
+_POINT = re.compile(r"(?<=\d)_(?=\d+(?![\dbm.]))")
 # A size behind a colon, as Ollama's library has it: all parameters, and nothing of the active ones.
 _SIZE = re.compile(r"^(.*):(\d+(?:\.\d+)?)([bmt])\b")
 _ACTIVE = re.compile(r"a\d+(\.\d+)?b")
@@ -58,6 +60,7 @@ def family_and_size(name: str) -> tuple[str, float] | None:
 def _words(name: str) -> list[str]:
     text = re.sub(r"\(.*\)", "", name).strip().lower().rsplit("/", 1)[-1]
     text = _FORMAT_AT_THE_END.sub("", _FILE.sub("", text)).removeprefix("meta-")
+    text = _POINT.sub(".", text)
     return [word for word in re.split(r"[-_ :]+", text) if not _IGNORED.fullmatch(word)]
 
 

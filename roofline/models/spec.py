@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from membound.roofline.models.base import Frozen, LinearShape, ModelError
+from membound.roofline.models.beside import AltUpStreams, Beside, PerLayerInput
 from membound.roofline.models.checkpoint import Checkpoint
 from membound.roofline.models.ffn import MoeFfn
 from membound.roofline.models.layers import Attention, Ffn, Layer, LayerGroup, LayerOverride, difference, grouped
@@ -48,8 +49,10 @@ class ModelSpec(Frozen):
 
     Activation, rotation and architecture cost nothing; they are kept for who computes the forward pass. `source`
     says where the figures come from; `published_params_b` is somebody else's count of the parameters in billions,
-    kept to check ours against. `checkpoint` says what the default published weights are stored in, if not in 16 bits.
-    `tokenizer` names whose tokenizer it has, where the first word of its name does not tell.
+    kept to check ours against. `idle_params` are parameters that lie in memory and that no step of text reads:
+    encoders of images and sound, layers that look at what they give. `checkpoint` says what the default published
+    weights are stored in, if not in 16 bits. `tokenizer` names whose tokenizer it has, where the first word of its
+    name does not tell.
     """
 
     name: str
@@ -67,6 +70,9 @@ class ModelSpec(Frozen):
     position_rows: NonNegativeInt = 0
     lm_head_bias: bool = False
     mtp_layers: NonNegativeInt = 0
+    per_layer_input: PerLayerInput | None = None
+    streams: AltUpStreams | None = None
+    idle_params: NonNegativeInt = 0
     max_context: PositiveInt
     activation: str = "silu"
     rope_theta: PositiveFloat = 10000.0
@@ -133,6 +139,11 @@ class ModelSpec(Frozen):
         return self._groups
 
     @property
+    def besides(self) -> tuple[Beside, ...]:
+        """What runs in every layer beside its mixer and its network, mostly nothing."""
+        return tuple(one for one in (self.per_layer_input, self.streams) if one is not None)
+
+    @property
     def mixtures(self) -> tuple[MoeFfn, ...]:
         """The mixtures of experts of its groups of layers, none of a dense model."""
         return tuple(group.ffn for group in self.groups() if isinstance(group.ffn, MoeFfn))
@@ -177,8 +188,9 @@ class ModelSpec(Frozen):
 
     @property
     def embedding_params(self) -> int:
-        """The token table, a table of positions, and the norm after them."""
-        return (self.vocab + self.position_rows) * self.hidden + self.embedding_norm * self._norm_params
+        """The token table, a table of positions, and the norm after them; tables of the layers' own inputs."""
+        tables = sum(rows * columns for rows, columns in (beside.table(self.layers) for beside in self.besides))
+        return (self.vocab + self.position_rows) * self.hidden + self.embedding_norm * self._norm_params + tables
 
     @property
     def lm_head_params(self) -> int:
@@ -188,13 +200,28 @@ class ModelSpec(Frozen):
     @property
     def vector_params(self) -> int:
         """Parameters of all layers that stand in no matrix: norms (the last one too), biases, convolutions."""
-        return sum(group.count * self._layer_vectors(group) for group in self.groups()) + self._norm_params
+        own = sum(group.count * self._layer_vectors(group) for group in self.groups()) + self._norm_params
+        return own + sum(
+            self.layers * beside.layer_vectors(self.hidden) + beside.step_vectors(self.hidden)
+            for beside in self.besides
+        )
 
     @property
     def params(self) -> int:
-        """All parameters, without the layers that only draft (`mtp_params`)."""
+        """All parameters, without the layers that only draft (`mtp_params`) and what no step reads (`idle_params`)."""
         layers = sum(group.count * self._layer_params(group) for group in self.groups())
-        return self.embedding_params + layers + self._norm_params + self.lm_head_params
+        return self.embedding_params + layers + self._norm_params + self.lm_head_params + self._beside_params
+
+    @property
+    def _beside_params(self) -> int:
+        """Of what runs beside mixers and networks, without tables."""
+        hidden, layers = self.hidden, self.layers
+        return sum(
+            layers * (sum(n * k for _, n, k in beside.layer_linears(hidden)) + beside.layer_vectors(hidden))
+            + sum(n * k for _, n, k in beside.step_linears(hidden, layers))
+            + beside.step_vectors(hidden)
+            for beside in self.besides
+        )
 
     @property
     def active_params(self) -> int:

@@ -38,7 +38,7 @@ class Formats:
             activations=activations,
             kv=plan.kv.name,
             kv_sliding=plan.kv_of(sliding=windows).name,
-            parts={part: "fp32" if part == "vectors" else plan.weights_of(part).name for part in parts},
+            parts={part: _format(plan, part) for part in parts},
             said=_said(plan, published, quantized=model.checkpoint is not None),
             published=model.checkpoint.weights if model.checkpoint else None,
         )
@@ -56,7 +56,7 @@ class Formats:
         cache = self.kv if self.kv == self.kv_sliding else f"{self.kv} ({self.kv_sliding} in windows)"
         others: dict[str, list[str]] = {}
         for part, format in self.parts.items():
-            if format != self.weights and part != "vectors":
+            if format != self.weights and part not in ("vectors", "idle"):
                 others.setdefault(format, []).append(part)
         named = "".join(f"; {', '.join(parts)} {format}" for format, parts in others.items())
         return f"weights {self.weights} ({said}), activations {activations}, cache {cache}{named}"
@@ -79,3 +79,8 @@ def _said(plan: PrecisionPlan, published: PrecisionPlan, *, quantized: bool) -> 
     if as_published:
         return "published" if quantized else "plain"
     return "technique"
+
+
+def _format(plan: PrecisionPlan, part: str) -> str:
+    """Of what no step reads nothing is quantized, and vectors are in fp32."""
+    return {"vectors": "fp32", "idle": plan.plain.name}.get(part) or plan.weights_of(part).name

@@ -24,6 +24,7 @@ REFUSED = {
     "Gemma-4-26B-A4B": "attention.v_is_k",
     "Gemma-4-31B": "attention.v_is_k",
     "MiniMax-M1": "lightning",
+    **dict.fromkeys(("Gemma-3n-E2B", "Gemma-3n-E4B", "Gemma-4-E2B", "Gemma-4-E4B"), "shares_kv"),
     "Kimi-Linear-48B-A3B": "kda",
     **dict.fromkeys(("LFM2-350M", "LFM2-700M", "LFM2-1.2B", "LFM2-2.6B", "LFM2-8B-A1B", "LFM2-24B-A2B"), "short_conv"),
     **dict.fromkeys((f"Falcon-H1-{size}" for size in ("0.5B", "1.5B", "1.5B-Deep", "3B", "7B", "34B")), "parallel"),

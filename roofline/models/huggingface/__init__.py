@@ -8,6 +8,13 @@ from typing import Any
 from membound.roofline.models.base import ModelError
 from membound.roofline.models.huggingface import classic, dense, hybrid, mixed, mixture
 from membound.roofline.models.huggingface.facts import Config
+from membound.roofline.models.huggingface.multimodal import (
+    encoder_params,
+    flat_text_architecture,
+    text_defaults,
+    text_part,
+    vision_part,
+)
 from membound.roofline.models.huggingface.quantization import read_quantization
 from membound.roofline.models.spec import ModelSpec, build
 
@@ -23,22 +30,35 @@ _MODEL_TYPES = {
     "qwen": "QWenLMHeadModel",
     "chatglm": "ChatGLMModel",
     "nemotron-nas": "DeciLMForCausalLM",
+    # what the text part of a nested config calls itself
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_omni": "Qwen2ForCausalLM",
+    "qwen3_vl": "Qwen3ForCausalLM",
+    "qwen3_vl_moe": "Qwen3MoeForCausalLM",
+    "qwen3_omni_moe": "Qwen3MoeForCausalLM",
+    "glm4v": "Glm4ForCausalLM",
+    "glm4v_moe": "Glm4MoeForCausalLM",
+    "mllama": "MllamaForConditionalGeneration",
+    "mllama_text_model": "MllamaForConditionalGeneration",
 }
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """The model of a config.json; a multimodal one is read from its `text_config`.
+    """The model of a config.json; one that sees or hears is read from the part that describes its text.
 
     Raises ModelError with one sentence for another architecture, a missing fact, or one that makes no sense, and for
     a quantization that is not known.
     """
     architecture = _architecture(config, name)
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
+    vision = vision_part(config)
+    if text := text_part(config):
         kept = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-        config = {**kept, **text}
+        config = {**kept, **text_defaults(text), **text}
     source = f"Hugging Face config.json of {name}"
     spec = read_family(Config(config, name, architecture), source)
+    if idle := encoder_params(vision):
+        spec = spec.model_copy(update={"idle_params": spec.idle_params + idle})
     checkpoint = read_quantization(config, spec, f"quantization_config of the {source}")
     return spec if checkpoint is None else spec.model_copy(update={"checkpoint": checkpoint})
 
@@ -58,16 +78,17 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
     listed = config.get("architectures")
     if listed is not None and not isinstance(listed, list):
         raise ModelError(f"architectures of {name} is {listed!r:.80}, which must be a list of names.")
+    if text := text_part(config):
+        try:
+            return _architecture(text, name)
+        except ModelError:
+            pass  # the whole config says what it is, or is to blame
     model_type = str(config.get("model_type", ""))
     architecture = str(listed[0]) if listed else _by_model_type(model_type)
+    if (flat := flat_text_architecture(config, architecture)) is not None:
+        return flat
     if architecture in FAMILIES:
         return architecture
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and text is not config:
-        try:
-            return _architecture({**text, "text_config": None}, name)
-        except ModelError:
-            pass  # the whole config is to blame
     what = architecture or model_type or None
     kind = _what_else(config, f"{architecture} {model_type}")
     raise ModelError(
@@ -77,10 +98,11 @@ def _architecture(config: Mapping[str, Any], name: str) -> str:
 
 
 def _by_model_type(model_type: str) -> str:
-    if model_type.lower() in _MODEL_TYPES:
-        return _MODEL_TYPES[model_type.lower()]
+    model_type = model_type.lower().removesuffix("_text")
+    if model_type in _MODEL_TYPES:
+        return _MODEL_TYPES[model_type]
     by_lower = {known.removesuffix("ForCausalLM").lower(): known for known in FAMILIES if known.endswith("ForCausalLM")}
-    return by_lower.get(model_type.replace("_", "").lower(), "")
+    return by_lower.get(model_type.replace("_", ""), "")
 
 
 def _what_else(config: Mapping[str, Any], words: str) -> str:

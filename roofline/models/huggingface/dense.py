@@ -19,6 +19,16 @@ def llama(c: Config) -> Fields:
     return model(c, windowed(attention, c.windows(pattern=True)), _gated(c, bias=c.flag("mlp_bias")))
 
 
+def mllama(c: Config) -> Fields:
+    """Llama 3.2 Vision: without an image its cross-attention layers are passed over, so that they are idle."""
+    crossing = c.get("cross_attention_layers", default=())
+    attention, ffn = gqa(c), _gated(c)
+    heads, kv_heads, dim = attention["heads"], attention["kv_heads"], attention["head_dim"]
+    matrices = 2 * c.hidden * dim * (heads + kv_heads) + 3 * c.hidden * ffn["intermediate"]
+    vectors = 2 * c.hidden + 2 * dim + 2  # norms, those of q and k, two gates
+    return model(c, attention, ffn, layers=c.layers - len(crossing), idle_params=len(crossing) * (matrices + vectors))
+
+
 def qwen1(c: Config) -> Fields:
     """Qwen 1: the config's intermediate size counts gate and up together."""
     attention = gqa(c, qkv_bias=True, head_dim=c.count("kv_channels", default=c.head_dim))
@@ -63,6 +73,48 @@ def gemma3(c: Config) -> Fields:
     windows = c.windows([(index + 1) % every != 0 for index in range(c.layers)])
     attention = gqa(c, qk_norm=True, head_dim=c.count("head_dim", default=256))
     return model(c, windowed(attention, windows), _gated(c), norms_per_layer=4, **_gemma(c))
+
+
+def gemma3n(c: Config) -> Fields:
+    """Gemma 3n: Gemma 3's layers with inputs of their own and several residual streams; the last ones share K and V.
+
+    What checkpoints hold of the K and V matrices of layers that share them is idle.
+    """
+    attention = gqa(c, qk_norm=True, head_dim=c.count("head_dim", default=256))
+    windows = c.windows([(index + 1) % 5 != 0 for index in range(c.layers)])
+    attentions = sharing_kv(c, windowed(attention, windows))
+    widths = c.get("intermediate_size")
+    ffns: list[Fields] = [
+        {"kind": "gated", "intermediate": width}
+        for width in (widths if isinstance(widths, list) else [c.count("intermediate_size")] * c.layers)
+    ]
+    shared = c.get("num_kv_shared_layers", default=0)
+    idle = shared * (2 * c.kv_heads * attention["head_dim"] * c.hidden + attention["head_dim"])
+    streams = {"streams": c.count("altup_num_inputs", default=4), "laurel_rank": c.count("laurel_rank", default=64)}
+    return model(
+        c,
+        attentions,
+        ffns,
+        norms_per_layer=4,
+        per_layer_input=per_layer_input(c),
+        streams=streams,
+        idle_params=idle,
+        **_gemma(c),
+    )
+
+
+def sharing_kv(c: Config, attentions: list[Fields]) -> list[Fields]:
+    """The last `num_kv_shared_layers` layers read what earlier ones have cached."""
+    first = c.layers - c.get("num_kv_shared_layers", default=0)
+    return [one if index < first else one | {"shares_kv": True} for index, one in enumerate(attentions)]
+
+
+def per_layer_input(c: Config) -> Fields | None:
+    """The table of each layer's own inputs, if there is one."""
+    if not c.get("hidden_size_per_layer_input", default=0):
+        return None
+    rows = c.count("vocab_size_per_layer_input", default=c.count("vocab_size"))
+    return {"vocab": rows, "width": c.count("hidden_size_per_layer_input")}
 
 
 def _gemma(c: Config) -> Fields:
@@ -182,6 +234,8 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "MistralForCausalLM": llama,
     "Mistral3ForConditionalGeneration": llama,
     "LlavaForConditionalGeneration": llama,
+    "MllamaForConditionalGeneration": mllama,
+    "MllamaForCausalLM": mllama,
     "YiForCausalLM": llama,
     "InternLMForCausalLM": llama,
     "BaichuanForCausalLM": llama,
@@ -200,6 +254,8 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3,
     "Phi3ForCausalLM": phi3,
+    "Gemma3nForCausalLM": gemma3n,
+    "Gemma3nForConditionalGeneration": gemma3n,
     "OlmoForCausalLM": olmo,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo2,

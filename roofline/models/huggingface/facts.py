@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from membound.roofline.models.base import ModelError
+from membound.roofline.models.ffn import NoFfn
+from membound.roofline.models.layers import Ffn
+from membound.roofline.models.side_by_side import ParallelMixers, SingleMixer
 
 Fields = dict[str, Any]
 
 _ABSENT = object()
+# Every kind of mixer and network by its name.
+_PARTS = {
+    part.model_fields["kind"].default: part for union in (SingleMixer, Ffn) for part in get_args(get_args(union)[0])
+} | {"parallel": ParallelMixers, "none": NoFfn}
 # Beyond these a field is a slip: no dimension is as long, and no model as deep.
 MOST, MOST_LAYERS = 2**40, 10_000
 WINDOWED = ("sliding_attention", "chunked_attention")
@@ -162,8 +169,17 @@ def stack(attention: Fields | Sequence[Fields], ffn: Fields | Sequence[Fields], 
         for key in dict.fromkeys(keys):
             if key != usual:
                 indices = tuple(index for index, other in enumerate(keys) if other == key)
-                overrides.setdefault(indices, {"layers": indices})[part] = each[indices[0]]
+                other = each[indices[0]]
+                overrides.setdefault(indices, {"layers": indices})[part] = _unset(found[part], other) | other
     return found | {"overrides": tuple(overrides.values())}
+
+
+def _unset(usual: Fields, other: Fields) -> Fields:
+    """Defaults of what only the usual one of the same kind gives, which an override would take from it."""
+    if usual["kind"] != other["kind"]:
+        return {}
+    fields = _PARTS[usual["kind"]].model_fields
+    return {key: fields[key].default for key in usual if key not in other}
 
 
 def _hashable(fields: Fields) -> Fields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from membound.roofline.models.huggingface.dense import qwen_windows
+from membound.roofline.models.huggingface.dense import per_layer_input, qwen_windows, sharing_kv
 from membound.roofline.models.huggingface.facts import Config, Fields, gqa, model, windowed
 
 
@@ -203,11 +203,10 @@ def mimo_v2(c: Config) -> Fields:
 
 
 def gemma4(c: Config) -> Fields:
-    """Gemma 4: full layers have wider heads, fewer of them for K, and no V projection; experts beside a dense part."""
-    if c.get("hidden_size_per_layer_input", default=0):
-        raise c.unsupported("hidden_size_per_layer_input", "it must be 0: per-layer embeddings are not modelled")
-    if c.get("num_kv_shared_layers", default=0):
-        raise c.unsupported("num_kv_shared_layers", "it must be 0: layers that share a KV cache are not modelled")
+    """Gemma 4: full layers have wider heads, in the large ones fewer of them for K, and no V projection.
+
+    Experts stand beside a dense part. Small ones have Gemma 3n's inputs of layers, and layers that share K and V.
+    """
     local = gqa(c, qk_norm=True)
     alike = c.flag("attention_k_eq_v")
     full = local | {
@@ -216,12 +215,17 @@ def gemma4(c: Config) -> Fields:
         "v_is_k": alike,
     }
     windows = c.windows([(index + 1) % 6 != 0 for index in range(c.layers)])
-    attentions = [local | {"window": window} if window else full for window in windows]
+    attentions = sharing_kv(c, [local | {"window": window} if window else full for window in windows])
     ffn = _gated(c)
     if c.flag("enable_moe_block"):
         ffn = routed(c, shared_intermediate=ffn["intermediate"])
+    ffns = [ffn] * c.layers
+    if c.flag("use_double_wide_mlp"):
+        wide = ffn | {"intermediate": 2 * ffn["intermediate"]}
+        ffns = [wide if one.get("shares_kv") else ffn for one in attentions]
     tied = c.get("tie_word_embeddings", default=True)
-    return model(c, attentions, ffn, norms_per_layer=4, tie_embeddings=tied)
+    inputs = per_layer_input(c)
+    return model(c, attentions, ffns, norms_per_layer=4, tie_embeddings=tied, per_layer_input=inputs)
 
 
 FAMILIES: dict[str, Callable[[Config], Fields]] = {
