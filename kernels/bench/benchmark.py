@@ -94,7 +94,7 @@ def cuda_timer(device: torch.device, budget_s: float = inf) -> Timer:
     def time_rows(runs: Sequence[Run]) -> list[float]:
         with torch.cuda.device(device):
             row = list(runs) * -(-FEWEST_CALLS // len(runs))
-            play = _captured(row)
+            play = _captured(runs, row)
             (first_s,) = _played_s(play, 1)
             return [seconds / len(row) for seconds in _played_s(play, rows_within(budget_s, first_s))]
 
@@ -117,9 +117,9 @@ def _played_s(play: Callable[[], None], times: int) -> list[float]:
     return [start.elapsed_time(end) / 1e3 for start, end in events]
 
 
-def _captured(row: Sequence[Run]) -> Callable[[], None]:
-    """Plays a row as one graph."""
-    warmed_up(lambda: [run() for run in row], torch.cuda.Stream())
+def _captured(runs: Sequence[Run], row: Sequence[Run]) -> Callable[[], None]:
+    """Plays a row of `runs`, which are alike, as one graph."""
+    warmed_up(lambda: [run() for run in runs], torch.cuda.Stream(), again=runs[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -56,7 +56,7 @@ class ByteWeight:
         return data.float() * self.scale[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_byte_kernel(x, data, scale, out, parts, done, rows, columns, k_size, x_stride, size,
                        FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
                        OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -22,7 +22,7 @@ from membound.kernels.triton.split_k import store_tile, with_split_k
 MOST_TOKENS, MOST_ROWS = 8, 16384
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_half_kernel(x, data, out, parts, done, rows, columns, k_size, x_stride, size, EVEN_K: tl.constexpr,
                        AHEAD: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip

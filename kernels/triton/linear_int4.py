@@ -161,7 +161,7 @@ def int4_products(acc, x_at, here, words_at, scale_at, zero_at, begin, end, colu
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_int4_kernel(x, data, scale, zero, out, parts, done, rows, columns, groups, x_stride, size,
                        GROUP: tl.constexpr, LANES: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr,
                        EVEN: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,

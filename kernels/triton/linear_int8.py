@@ -84,7 +84,7 @@ class Int8Weight:
         return (q * scale).reshape(n, k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_int8_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
                        GROUP: tl.constexpr, PACK_N: tl.constexpr, IN_WORD: tl.constexpr, EVEN: tl.constexpr,
                        WIDEN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,

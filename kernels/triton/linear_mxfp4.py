@@ -86,7 +86,7 @@ class Mxfp4Weight:
         return scaled.transpose(1, 2).reshape(-1, self.shape[1])[: self.rows]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_mxfp4_kernel(x, data, scale, out, parts, done, rows, columns, groups, x_stride, size,
                         SIZE: tl.constexpr, PACK_N: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
                         STEP: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -77,7 +77,7 @@ def unpruned_dot(first, second, code, x, acc, PLACE: tl.constexpr):
     return dot(kept, tl.trans(x), acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_sparse_kernel(x, values, places, out, parts, done, rows, columns, k_size, chunks, x_stride, size,
                          EVEN_K: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,
                          BLOCK_M: tl.constexpr):  # fmt: skip

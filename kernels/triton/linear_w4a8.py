@@ -28,7 +28,7 @@ def step_of(group: int) -> int:
     return min(group, LARGEST_STEP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_w4a8_kernel(x, x_scale, data, scale, zero, out, parts, done, rows, columns, groups, steps, k_size, size,
                        GROUP: tl.constexpr, STEP: tl.constexpr, PACK_N: tl.constexpr, SCALE_BF16: tl.constexpr,
                        EVEN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -40,7 +40,7 @@ def fp8_dot(a, b, acc, WIDEN: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_w8a8_kernel(x, x_scale, data, scale, out, parts, done, rows, columns, k_size, size,
                        FORMAT: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr, BY_TOKEN: tl.constexpr,
                        AHEAD: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -194,7 +194,7 @@ def fp8_blocks_products(acc, x_at, x_scale_at, data_at, scale_at, begin, end, k_
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_fp8_blocks_kernel(x, x_scale, data, scale, out, parts, done, rows, columns, k_size, blocks, x_stride, size,
                              WIDEN: tl.constexpr, EVEN_K: tl.constexpr, AHEAD: tl.constexpr,
                              OVERLAP: tl.constexpr, SCALE_BLOCK: tl.constexpr, STAGES: tl.constexpr,

@@ -18,7 +18,7 @@ from membound.kernels.triton.overlap import follow
 WIDEST = 32768  # a row is held in one program's registers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rms_norm_kernel(x, residual, weight, out, scale, tokens, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
                     FORMAT: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     """Each program normalizes BLOCK_R rows."""
