@@ -69,8 +69,11 @@ class GreedySampler:
 
     def verify(self, logits: Tensor, guesses: list[Guesses]) -> list[Verified]:
         chosen = logits.argmax(dim=-1, keepdim=True)
-        _check_numbers(logits.gather(1, chosen).flatten())  # NaN and infinity are what argmax finds where they are
-        best, first, verified = chosen.flatten().tolist(), 0, []
+        # NaN and infinity are what argmax finds where they are. A GPU is waited for once, for both.
+        best, numbers = torch.cat([chosen, logits.gather(1, chosen).isfinite()], dim=1).T.tolist()
+        if not all(numbers):
+            raise LogitsError(numbers.index(0))
+        first, verified = 0, []
         for guess in guesses:
             verified.append(self._walk(guess, best[first : first + guess.rows]))
             first += guess.rows
