@@ -1,12 +1,7 @@
-"""How is a [n, k] weight laid out in each of the formats that `linear` reads, and what numbers do its codes mean?
-
-A row of int8, int4, int3, int2 and the k-quants is a run of 32-bit words. The order of the codes in a word is that of
-GGUF's Q4_0: of 32 int4 codes, byte i holds code i in its low bits and code i + 16 in its high bits.
-"""
+"""How is a [n, k] weight rounded to each of the formats that `linear` reads, and what numbers does it stand for?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +10,17 @@ from torch.nn.functional import pad
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import WEIGHT_FORMATS, PackedWeight, WeightFormat
+from membound.kernels.code_words import (
+    CODE_BITS,
+    CODES,
+    LAYOUT,
+    TILE_ROWS,
+    deinterleave,
+    interleave,
+    with_usual_strides,
+)
 
-CODE_BITS: dict[WeightFormat, int] = {"int8": 8, "w8a8": 8, "int4": 4, "w4a8": 4, "int3": 3, "int2": 2}
 GGUF_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
-TILE_ROWS = 16
 SMALLEST_GROUP = 32
 LARGEST_E4M3 = 448.0
 _ROWS = 4096  # bounds the fp32 copy of a large weight
@@ -65,7 +67,7 @@ class Packer:
                 raise ValueError(f"zero: {format} codes are symmetric, leave it out")
             if not bool(scale.isfinite().all()):
                 raise ValueError("weight: has an infinite or NaN row, should be finite")
-            return self._words(format, _bytes(codes), scale.float(), None, None, (n, k))
+            return self._words(format, LAYOUT[format](codes), scale.float(), None, None, (n, k))
         scale = scale.unsqueeze(1) if scale.dim() == 1 else scale
         groups = scale.shape[1]
         group_size = k // groups if groups else 0
@@ -78,7 +80,7 @@ class Packer:
             raise ValueError(f"zero: {format} codes are symmetric, leave it out")
         stored = finite_half(scale)
         offset = None if zero is None else -(stored.float() * zero.reshape(n, groups).float()).half()
-        return self._words(format, _LAYOUT[format](codes), stored, offset, group_size, (n, k))
+        return self._words(format, LAYOUT[format](codes), stored, offset, group_size, (n, k))
 
     def pack_gguf(self, raw: Tensor, type: str, shape: tuple[int, int]) -> PackedWeight:
         """A GGUF tensor's bytes, moved but not changed; see `Kernels.pack_gguf`."""
@@ -93,14 +95,14 @@ class Packer:
                 f"raw: has {raw.numel() * raw.itemsize} bytes for {n} x {k} numbers, {type} has {nbytes} bytes for "
                 f"each {block} of a row"
             )
-        blocks = _dense(raw).view(torch.uint8).view(n, k // block, nbytes)
+        blocks = with_usual_strides(raw).view(torch.uint8).view(n, k // block, nbytes)
         if type == "Q4_K":
             return self._words("q4_k", blocks.flatten(1), None, None, None, shape)
         if type == "Q6_K":  # to whole words
             padded = pad(blocks, (0, 2))
             return self._words("q6_k", padded.flatten(1), None, None, None, shape)
         numbers = {"Q8_0": 1, "Q4_0": 1, "Q4_1": 2}[type]
-        meta = _dense(blocks[:, :, : 2 * numbers]).view(torch.float16)  # [n, k / 32, 1 or 2]
+        meta = with_usual_strides(blocks[:, :, : 2 * numbers]).view(torch.float16)  # [n, k / 32, 1 or 2]
         offset = meta[:, :, 1].contiguous() if numbers == 2 else None
         format: WeightFormat = "int8" if type == "Q8_0" else "int4"
         codes = blocks[:, :, 2 * numbers :].flatten(1)
@@ -177,10 +179,10 @@ class Packer:
                 return None
             if group_size is None:  # a scale a row
                 return self._put(pad(numbers, (0, -size[0] % TILE_ROWS)))
-            return self._put(_interleave(numbers))
+            return self._put(interleave(numbers))
 
-        words = _dense(pad(row_bytes, (0, -row_bytes.shape[1] % 4))).view(torch.int32)
-        data = self._put(_interleave(words))
+        words = with_usual_strides(pad(row_bytes, (0, -row_bytes.shape[1] % 4))).view(torch.int32)
+        data = self._put(interleave(words))
         return PackedWeight(format, data, meta(scale), meta(offset), group_size, size, interleaved=True)
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -239,7 +241,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
     groups = weight.group_size
 
     def spread(numbers: Tensor) -> Tensor:
-        rows = _deinterleave(numbers, n) if weight.interleaved else numbers
+        rows = deinterleave(numbers, n) if weight.interleaved else numbers
         return rows.float().repeat_interleave(groups, dim=1)
 
     if weight.offset is not None:
@@ -250,7 +252,7 @@ def dequantize(weight: PackedWeight) -> Tensor:
 
 def codes_of(weight: PackedWeight) -> Tensor:
     """The codes [n, k] of a weight of one of CODE_BITS, as `Kernels.pack_codes` takes them."""
-    return _CODES[weight.format](_row_bytes(weight))[:, : weight.shape[1]]
+    return CODES[weight.format](_row_bytes(weight))[:, : weight.shape[1]]
 
 
 def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
@@ -268,7 +270,7 @@ def rounded_inputs(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def _row_bytes(weight: PackedWeight) -> Tensor:
     """uint8 [n, bytes]"""
-    rows = _deinterleave(weight.data, weight.shape[0]) if weight.interleaved else weight.data
+    rows = deinterleave(weight.data, weight.shape[0]) if weight.interleaved else weight.data
     return rows.view(torch.uint8)
 
 
@@ -297,94 +299,9 @@ def _rounded(weight: Tensor, scale: Tensor, zero: Tensor | None, lowest: int, hi
     return codes
 
 
-def _interleave(rows: Tensor) -> Tensor:
-    """[n, words] to [ceil(n / 16), words, 16], zeros for the rows that are not there."""
-    padded = pad(rows, (0, 0, 0, -rows.shape[0] % TILE_ROWS))
-    return padded.view(-1, TILE_ROWS, rows.shape[1]).transpose(1, 2).contiguous()
-
-
-def _deinterleave(tiles: Tensor, n: int) -> Tensor:
-    return _dense(tiles.transpose(1, 2).reshape(-1, tiles.shape[1])[:n])
-
-
-def _dense(x: Tensor) -> Tensor:
-    """A copy with the usual strides, also of dimensions of one, which a view as another type looks at."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _bytes(codes: Tensor) -> Tensor:
-    return codes.to(torch.int8).view(torch.uint8)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """Of 32 codes, byte i: code i (low) and i + 16 (high)."""
-    low, high = codes.to(torch.uint8).unflatten(1, (-1, 2, 16)).unbind(2)  # [n, k / 32, 16]
-    return (low | high << 4).flatten(1)
-
-
-def _crumbs(codes: Tensor) -> Tensor:
-    """Of 32 codes, bits 2c of byte i: code i + 8c."""
-    parts = (codes.to(torch.uint8) & 3).unflatten(1, (-1, 4, 8)).unbind(2)  # 4 of [n, k / 32, 8]
-    return (parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6).flatten(1)
-
-
-def _three_bits(codes: Tensor) -> Tensor:
-    """Of 32 codes, 8 bytes of their low two bits as int2, then a word of their third bits.
-
-    Code 8c + 4j + b has its third bit at 4c + 2j + (b & 1), plus 16 for b of 2 and 3.
-    """
-    n = codes.shape[0]
-    third = (codes.to(torch.int64) >> 2).view(n, -1, 32)
-    words = (third << _third_places(codes.device)).sum(dim=-1)  # [n, k / 32]
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return torch.cat([_crumbs(codes).view(n, -1, 8), words[:, :, None].view(torch.uint8)], dim=-1).flatten(1)
-
-
-def _third_places(device: torch.device) -> Tensor:
-    code = torch.arange(32, device=device)
-    c, j, b = code // 8, code // 4 % 2, code % 4
-    return 4 * c + 2 * j + b % 2 + b // 2 * 16
-
-
-def _from_nibbles(rows: Tensor) -> Tensor:
-    blocks = rows.reshape(rows.shape[0], -1, 16)
-    return torch.cat([blocks & 15, blocks >> 4], dim=-1).flatten(1)
-
-
-def _from_crumbs(rows: Tensor) -> Tensor:
-    blocks = rows.reshape(rows.shape[0], -1, 8)
-    return torch.cat([blocks >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(1)
-
-
-def _from_three_bits(rows: Tensor) -> Tensor:
-    blocks = rows.reshape(rows.shape[0], -1, 12)
-    words = _dense(blocks[:, :, 8:]).view(torch.int32)  # [n, k / 32, 1]
-    third = words >> _third_places(rows.device) & 1
-    low = _from_crumbs(blocks[:, :, :8].flatten(1)).view(third.shape)
-    return (low | third << 2).flatten(1)
-
-
-_LAYOUT: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
-    "int8": _bytes,
-    "w8a8": _bytes,
-    "int4": _nibbles,
-    "w4a8": _nibbles,
-    "int3": _three_bits,
-    "int2": _crumbs,
-}
-_CODES: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
-    "int8": lambda rows: rows.view(torch.int8),
-    "w8a8": lambda rows: rows.view(torch.int8),
-    "int4": _from_nibbles,
-    "w4a8": _from_nibbles,
-    "int3": _from_three_bits,
-    "int2": _from_crumbs,
-}
-
-
 def _halves(pairs: Tensor) -> Tensor:
     """[..., 2] bytes to fp32 [..., 1]."""
-    return _dense(pairs).view(torch.float16).float()
+    return with_usual_strides(pairs).view(torch.float16).float()
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -404,5 +321,5 @@ def _q6_k(blocks: Tensor) -> Tensor:
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
     codes = torch.cat([low & 15, low >> 4], dim=-2) | (high >> shifts & 3) << 4  # [n, blocks, 2, 4, 32]
-    scales = _dense(blocks[..., 192:208]).view(torch.int8).float() * _halves(blocks[..., 208:210])
+    scales = with_usual_strides(blocks[..., 192:208]).view(torch.int8).float() * _halves(blocks[..., 208:210])
     return ((codes.flatten(-3).unflatten(-1, (16, 16)).float() - 32) * scales[..., None]).flatten(-2)

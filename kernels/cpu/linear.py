@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, WeightFormat
+from membound.kernels.code_words import TILE_ROWS
 from membound.kernels.cpu.calls import LibraryCalls, Rows
-from membound.kernels.quantize import TILE_ROWS, Packer
+from membound.kernels.quantize import Packer
 
 # From so many tokens torch's matrix units beat what the C++ has: AMX always, AVX512-BF16 where that is without it.
 MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
