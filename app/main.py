@@ -79,6 +79,6 @@ if getattr(st.user, "is_logged_in", True):  # unknown where the deployment names
     tour.tour(next(name for name, known in pages.items() if known.url_path == page.url_path))
     page.run()
 else:
-    st.title(t("login.title"))
+    st.title(t("login.title"), anchor="top")
     st.button(t("login.button"), on_click=st.login, type="primary")
 st.components.v2.component("membound.document", js=DOCUMENT)(key="document", data=language())

@@ -45,7 +45,7 @@ WORTH = 1.02
 def page() -> None:
     """Draw the advice for the engine that the widgets, and so the URL, hold."""
     t = translate()
-    st.title(t("advisor.title"))
+    st.title(t("advisor.title"), anchor="top")
     st.caption(t("advisor.intro"))
     try:
         with form(t) as holds:
@@ -78,7 +78,7 @@ def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
     worth = _worth(document)
     if now is None:
         makes_fit = [_named(move, t) for move in moves if move["possible"]]
-        st.header(t("advisor.no_fit", model=choice.model_name))
+        st.header(t("advisor.no_fit", model=choice.model_name), anchor="answer")
         others = t("sign.list").join(makes_fit[1:]) or t("stack.none")
         if makes_fit:
             st.markdown(t("advisor.makes_fit", first=makes_fit[0], others=others))
@@ -90,9 +90,12 @@ def _answer(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
     binds = bound_words(bound, t)
     first = next((move for move in worth if move["devices"] is None), None)
     if first is None:
-        st.header(t("advisor.answer_none", bound=binds, share=share))
+        st.header(t("advisor.answer_none", bound=binds, share=share), anchor="answer")
     else:
-        st.header(t("advisor.answer", bound=binds, share=share, move=_named(first, t), gain=text.gain(first["gain"])))
+        st.header(
+            t("advisor.answer", bound=binds, share=share, move=_named(first, t), gain=text.gain(first["gain"])),
+            anchor="answer",
+        )
     situation = document["situation"]
     sentences = [
         t(
@@ -144,7 +147,7 @@ def _cards(document: dict[str, Any], t: Translate) -> None:
     first = _of_different_layers(moves)[:FIRST]
     if not first:
         return
-    st.header(t("advisor.first"))
+    st.header(t("advisor.first"), anchor="first")
     for place, (move, column) in enumerate(zip(first, st.columns(FIRST), strict=False), start=1):
         with column, st.container(border=True, height="stretch"):
             _card(place, move, document, t)
@@ -232,7 +235,7 @@ def _quality(move: dict[str, Any], t: Translate) -> str:
 
 def _moves(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None:
     costed = [move for move in document["moves"] if move["gain"] is not None]
-    st.header(t("advisor.all"))
+    st.header(t("advisor.all"), anchor="all")
     gains = [
         figures.Gain(
             f"{_named(move, t)}{t('advisor.on') if move['state'] == 'on' else ''}",
@@ -286,7 +289,7 @@ def _conflicts(pairs: Future[list[dict[str, Any]]], t: Translate) -> None:
     conflicts = background.answer(pairs, "advisor_pairs", wait_s=PAIRS_WAIT_S, height=PAIRS_HEIGHT)
     if not conflicts:
         return
-    st.header(t("advisor.conflicts"))
+    st.header(t("advisor.conflicts"), anchor="conflicts")
     lines = []
     for one in conflicts:
         names = " + ".join(technique_title(name, t) for name in one["moves"])
@@ -304,7 +307,7 @@ def _rules(document: dict[str, Any], t: Translate) -> None:
     """The rules of thumb that hold here, each with whether costing agrees."""
     if not document["rules"]:
         return
-    st.header(t("advisor.rules"))
+    st.header(t("advisor.rules"), anchor="rules")
     st.caption(t("advisor.rules_caption"))
     agreed = {True: "agrees", False: "disagrees", None: "unknown"}
     lines = []

@@ -29,7 +29,7 @@ _PERCENT = re.compile(r"(?<=\d)%")
 def page() -> None:
     """Draw the experiment that the URL names, and what it found when somebody last ran it."""
     t = translate()
-    st.title(t("experiments.title"))
+    st.title(t("experiments.title"), anchor="top")
     st.caption(t("experiments.intro"))
     names = list(EXPERIMENTS)
     linked.seed("experiment", linked.one_of(names), "x5")
@@ -70,7 +70,7 @@ def _found(run: Run) -> Finding:
 
 
 def _finding(finding: Finding, t: Translate) -> None:
-    st.header(t("experiments.found"))
+    st.header(t("experiments.found"), anchor="found")
     st.markdown("\n".join(f"- {text.plain(_sentence(_worded(line, t)))}{t('sign.stop')}" for line in finding.says))
     rows = [
         {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in row.items()}

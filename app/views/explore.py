@@ -25,7 +25,7 @@ from membound.roofline.techniques import EngineSetup
 def page() -> None:
     """Draw the page for the operating point that the widgets, and so the URL, hold."""
     t = translate()
-    st.title(t("explore.title"))
+    st.title(t("explore.title"), anchor="top")
     st.caption(t("explore.intro"))
     try:
         present = choices.configuration()
@@ -61,7 +61,8 @@ def _answer(point: OperatingPoint, t: Translate) -> None:
             high=text.seconds(float(cost.high_s)),
             bound=bound_words(bound, t),
             share=text.percent(share),
-        )
+        ),
+        anchor="answer",
     )
     sentences = [_origin(point, t)]
     if others:
@@ -130,7 +131,7 @@ def _moving_figure(point: OperatingPoint, pinned: Sequence[moving_roofline.Pinne
 
 
 def _roofline(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:
-    st.header(t("explore.roofline"))
+    st.header(t("explore.roofline"), anchor="roofline")
     chart(
         figure,
         key="roofline",
@@ -151,7 +152,7 @@ def _steps(point: OperatingPoint, t: Translate) -> list[roofline.PlacedStep]:
 
 
 def _shares(point: OperatingPoint, t: Translate) -> None:
-    st.header(t("explore.binds"))
+    st.header(t("explore.binds"), anchor="binds")
     share_bars(point.bounds(), t)
 
 
@@ -160,7 +161,7 @@ def _memory_figure(point: OperatingPoint, t: Translate) -> go.Figure:
 
 
 def _memory(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:
-    st.header(t("explore.memory"))
+    st.header(t("explore.memory"), anchor="memory")
     capacity, whole = point.usable_bytes, float(point.hardware.memory_bytes)
     chart(
         figure,
@@ -181,7 +182,7 @@ def _memory(point: OperatingPoint, figure: go.Figure, t: Translate) -> None:
 def _sweep(
     point: OperatingPoint, points: Sequence[SweepPoint], times: go.Figure, rates: go.Figure, t: Translate
 ) -> None:
-    st.header(t("explore.sweep"))
+    st.header(t("explore.sweep"), anchor="sweep")
     alt = sweep.alt_text(points, t)
     left, right = st.columns(2, gap="large")
     with left:

@@ -41,7 +41,7 @@ class Entry:
 def history() -> None:
     """The newest runs and the jobs that gave none, with a button that opens each; below them, any two compared."""
     t = translate()
-    st.header(t("history.title"))
+    st.header(t("history.title"), anchor="history")
     lines = linked.seed(LINES, _lines, SHOWN)
     runs = store().runs(KINDS, limit=lines + 1)
     took = store().seconds_of_jobs([run.job_id for run in runs if run.job_id is not None])

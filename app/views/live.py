@@ -30,7 +30,7 @@ UPLOAD_MB = 1
 def page() -> None:
     """Draw the choice of a scenario, the job that the URL names, and the history."""
     t = translate()
-    st.title(t("live.title"))
+    st.title(t("live.title"), anchor="top")
     st.caption(t("live.intro"))
     if not has_torch():
         states.no_torch()
@@ -158,7 +158,7 @@ def _shown(t: Translate) -> None:
 
 def _headed(name: str, number: str, t: Translate) -> None:
     """What is shown, by its name; its number for who looks for it in the store."""
-    st.header(text.plain(name), help=t("live.job", job=number))
+    st.header(text.plain(name), anchor="run", help=t("live.job", job=number))
 
 
 def _job(job_id: str) -> None:

@@ -95,7 +95,7 @@ def _card(machine: HardwareSpec, t: Translate) -> None:
     first = points[0]
     bound, share = first.bounds()[0]
     title = t("machine.title") if first.calibrated else t("machine.stand_in", device=machine.name)
-    st.header(title)
+    st.header(title, anchor="machine")
     answer = "machine.answer" if first.calibrated else "machine.stand_in_answer"
     held = {"bound": t(f"bound.{bound}"), "share": text.percent(share)}
     st.markdown(t(answer, device=machine.name, model=MODEL, context=CONTEXT, **held))

@@ -40,7 +40,7 @@ _COUNTED = re.compile(r"(?<=\d) x (?=\w)")
 def page() -> None:
     """Draw the question, and its answer as soon as somebody has asked it."""
     t = translate()
-    st.title(t("plan.title"))
+    st.title(t("plan.title"), anchor="top")
     st.caption(t("plan.intro"))
     try:
         spec = question(t)
@@ -63,9 +63,9 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
     plans: Sequence[Mapping[str, Any]] = document["devices"]
     best = next((plan for plan in plans if plan["device"] == document["best"]), None)
     if best is None:
-        st.header(t("plan.nothing"))
+        st.header(t("plan.nothing"), anchor="answer")
     else:
-        st.header(headline(best, document["objective"], t))
+        st.header(headline(best, document["objective"], t), anchor="answer")
     _cards(plans, t)
     if best is not None:
         objective = document["objective"]
@@ -84,7 +84,7 @@ def _answer(document: Mapping[str, Any], t: Translate) -> None:
     _runners_up(plans, t)
     left, right = st.columns([3, 2], gap="large")
     with left:
-        st.header(t("plan.front"))
+        st.header(t("plan.front"), anchor="front")
         picked = chart(
             figures.front_figure(plans, demand["slo"], t),
             key="front",
@@ -124,7 +124,7 @@ def _compared(plans: Sequence[Mapping[str, Any]], t: Translate) -> None:
     compared = deployments.both_ways(plans)
     if not any(one["disaggregated"] for one in compared):
         return
-    st.header(t("plan.ways"))
+    st.header(t("plan.ways"), anchor="ways")
     chart(
         figures.compared_figure(compared, t),
         key="compared",
@@ -146,7 +146,7 @@ def _table(plans: Sequence[Mapping[str, Any]], demand: Mapping[str, Any], t: Tra
     rows = options(plans)
     if not rows:
         return
-    st.header(t("plan.deployments"))
+    st.header(t("plan.deployments"), anchor="deployments")
     words_table(deployments_table(rows, t))
     prices = {one["device"]: one["price"] for one in rows if one["price"]}
     st.caption(t("plan.table_caption"))
@@ -198,7 +198,7 @@ def _downloads(document: Mapping[str, Any], t: Translate) -> None:
 
 def _sensitivity(plan: Mapping[str, Any], t: Translate) -> None:
     found = plan["sensitivity"]
-    st.header(t("plan.sensitivity"))
+    st.header(t("plan.sensitivity"), anchor="sensitivity")
     binds = t(f"plan.resource_{found['binds']}") if found["binds"] else "–"
     chart(
         figures.sensitivity_figure(found["elasticity"], t),

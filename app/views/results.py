@@ -44,7 +44,7 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
     _answer(rows, t)
     left, right = st.columns([1, 2.4], gap="medium")
     with left:
-        st.subheader(t("results.baseline"))
+        st.subheader(t("results.baseline"), anchor="results-baseline")
         chart(
             comparison.baseline_figure(rows, t),
             key=f"{key}_baseline",
@@ -54,7 +54,7 @@ def comparison_result(rows: Sequence[Comparison], scenario_yaml: str, key: str) 
         )
     if gains:
         with right:
-            st.subheader(t("results.gains"))
+            st.subheader(t("results.gains"), anchor="results-gains")
             chart(
                 comparison.gains_figure(rows, t),
                 key=f"{key}_gains",
@@ -76,7 +76,10 @@ def _answer(rows: Sequence[Comparison], t: Translate) -> None:
     if not gains or not errors:
         return
     within = sum(row.low <= (row.measured or 0.0) <= row.high for row in gains)
-    st.header(t("results.answer", gains=len(gains), within=within, error=text.percent(statistics.median(errors))))
+    st.header(
+        t("results.answer", gains=len(gains), within=within, error=text.percent(statistics.median(errors))),
+        anchor="answer",
+    )
 
 
 def run_summary(summary: Mapping[str, Any], key: str) -> None:

@@ -17,7 +17,7 @@ from membound.app.views.charts import chart
 
 def served_result(rows: Sequence[Mapping[str, Any]], conditions: str, key: str, t: Translate) -> None:
     """The metrics drawn and as a table."""
-    st.header(t("served.title"))
+    st.header(t("served.title"), anchor="served")
     table = served_table(rows, t)
     caption = t("served.caption", conditions=conditions)
     chart(

@@ -30,7 +30,7 @@ GOOD, BAD = "✓", "✕"
 def page() -> None:
     """Draw the form, and the run of what it asks as soon as there is one."""
     t = translate()
-    st.title(t("simulate.title"))
+    st.title(t("simulate.title"), anchor="top")
     st.caption(t("simulate.intro"))
     try:
         question = traffic.question(t)
@@ -57,7 +57,7 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
     with left:
         _latencies(cases, slo)
     with right:
-        st.header(t("simulate.compare"))
+        st.header(t("simulate.compare"), anchor="compare")
         words_table(_comparison(cases, slo, t))
         st.caption(t("simulate.compare_caption", baseline=t("simulate.case_given")))
     simulated_case(run, cases)
@@ -67,7 +67,7 @@ def _result(run: Run, cases: Sequence[Mapping[str, Any]], t: Translate) -> None:
 def _latencies(cases: Sequence[Mapping[str, Any]], slo: Mapping[str, float | None]) -> None:
     """How a latency is distributed; another one draws no more than this."""
     t, given = translate(), cases[0]
-    st.header(t("simulate.latencies"))
+    st.header(t("simulate.latencies"), anchor="latencies")
     metric = fields.one_of(PAGE, "metric", METRICS, METRICS[0], t)
     chart(
         figures.latency_figure(cases, metric, slo.get(metric), t),
@@ -86,10 +86,10 @@ def _latencies(cases: Sequence[Mapping[str, Any]], slo: Mapping[str, float | Non
 def _answer(case: Mapping[str, Any], slo: Mapping[str, float | None], t: Translate) -> None:
     summary = case["summary"]
     if not summary["completed"]:
-        st.header(t("simulate.nobody", requests=f"{summary['requests']:,}"))
+        st.header(t("simulate.nobody", requests=f"{summary['requests']:,}"), anchor="answer")
         _lost(case, t)
         return
-    st.header(_headline(summary, slo, t))
+    st.header(_headline(summary, slo, t), anchor="answer")
     bound, share = max(summary["bottleneck_share"].items(), key=lambda item: item[1])
     sentences = [
         t(

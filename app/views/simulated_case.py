@@ -48,7 +48,7 @@ def simulated_case(run: Run, cases: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _over_time(case: Mapping[str, Any], t: Translate) -> None:
-    st.header(t("simulate.over_time"))
+    st.header(t("simulate.over_time"), anchor="over-time")
     over_time = case["over_time"]
     edges = over_time["edges_s"]
     table = pd.DataFrame(
@@ -75,7 +75,7 @@ def _steps(run: Run, case: Mapping[str, Any], t: Translate) -> None:
     rows = len(steps["start_s"])
     if not rows:
         return
-    st.header(t("simulate.steps"))
+    st.header(t("simulate.steps"), anchor="steps")
     first, caption = 0, "simulate.steps_caption"
     if "replica" in steps:
         numbers = [str(number) for number in np.unique(steps["replica"])]
@@ -106,7 +106,7 @@ def _step_columns(run_id: str, name: str) -> dict[str, np.ndarray]:
 
 
 def _cluster(cluster: Mapping[str, Any], t: Translate) -> None:
-    st.header(t("simulate.replicas_title"))
+    st.header(t("simulate.replicas_title"), anchor="replicas")
     st.dataframe(
         pd.DataFrame(
             {

@@ -41,7 +41,7 @@ OVERLAPS = 0.98
 def page() -> None:
     """Draw the stack of the techniques that the widgets, and so the URL, hold."""
     t = translate()
-    st.title(t("stack.title"))
+    st.title(t("stack.title"), anchor="top")
     st.caption(t("stack.intro"))
     try:
         with form(t) as holds:
@@ -119,11 +119,11 @@ def _answer(document: dict[str, Any], steps: Sequence[dict[str, Any]], t: Transl
     together, product = stack["together"], stack["product"]
     of = {"metric": t(f"short.{stack['metric']}"), "together": interval(together, error)}
     if product is None or len(stack["members"]) == 1:
-        st.header(t("stack.answer_together", **of))
+        st.header(t("stack.answer_together", **of), anchor="answer")
     else:
         ratio = together / product
         kind = "less" if ratio < OVERLAPS else "more" if ratio > 1 / OVERLAPS else "same"
-        st.header(t(ANSWERS[kind], product=text.gain(product), **of))
+        st.header(t(ANSWERS[kind], product=text.gain(product), **of), anchor="answer")
     bounds = [stack["plain"]["bottleneck"], *(step["bottleneck_after"] for step in steps if step["reason"] is None)]
     path = [bound for index, bound in enumerate(bounds) if index == 0 or bound != bounds[index - 1]]
     words = " → ".join(bound_words(bound, t) for bound in path)
@@ -158,7 +158,7 @@ def _waterfall(choice: EngineChoice, document: dict[str, Any], steps: Sequence[d
     levels.append(figures.Level(t("stack.all"), 0.0, before, levels[-1].bound, text.gain(stack["together"])))
     product = value(stack["product"]) if stack["product"] is not None and len(stack["members"]) > 1 else None
     ran = measured_together(choice, document["kept"], stack["members"])
-    st.header(t("stack.waterfall"))
+    st.header(t("stack.waterfall"), anchor="waterfall")
     kept = t("sign.list").join(technique_title(name, t) for name in document["kept"]) or t("stack.none")
     chart(
         figures.waterfall_figure(
@@ -226,7 +226,7 @@ def _shares(choice: EngineChoice, document: dict[str, Any], t: Translate) -> Non
                 near.row.spread if near is not None and comparable else None,
             )
         )
-    st.header(t("stack.shares"))
+    st.header(t("stack.shares"), anchor="shares")
     chart(
         figures.shares_figure(rows, t),
         key="stack_shares",
@@ -250,7 +250,7 @@ def _pairs(choice: EngineChoice, document: dict[str, Any], t: Translate) -> None
         return
     known = {frozenset(pair["techniques"]): pair["ratio"] for pair in document["stack"]["pairs"]}
     ratios = [[None if one == other else known.get(frozenset((one, other))) for other in names] for one in names]
-    st.header(t("stack.pairs"))
+    st.header(t("stack.pairs"), anchor="pairs")
     titles = [technique_title(name, t) for name in names]
     chart(
         figures.pairs_figure(titles, ratios, t),

@@ -26,7 +26,7 @@ QUESTIONS = {"techniques": {"batch": "32"}, "plan": {}, "advisor": {}}
 def page() -> None:
     """Draw the roofline of this machine, and the newcomer's measurement in whatever state it is."""
     t = translate()
-    st.title(t("start.title"))
+    st.title(t("start.title"), anchor="top")
     st.markdown(t("start.intro"))
     _questions()
     job = _measurement()
@@ -52,7 +52,7 @@ def _questions() -> None:
 def _measure(job: Job | None) -> None:
     t = translate()
     with st.container(border=True):
-        st.header(t("start.measure_title"))
+        st.header(t("start.measure_title"), anchor="measure")
         whole = load_scenario(SCENARIO)
         titles = t("sign.list").join(technique_title(technique.name, t) for technique in whole.techniques)
         st.markdown(t("start.measure_intro", model=whole.model, techniques=titles, users=USERS))

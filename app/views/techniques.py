@@ -40,7 +40,7 @@ QUESTIONS = {
 def page() -> None:
     """Draw the page for the operating point that the widgets, and so the URL, hold."""
     t = translate()
-    st.title(t("techniques.title"))
+    st.title(t("techniques.title"), anchor="top")
     st.caption(t("techniques.intro"))
     try:
         with form(t) as holds:
@@ -93,7 +93,8 @@ def _answer(choice: EngineChoice, effects: dict[str, Effect], t: Translate) -> N
             technique=labelled(added[best].technique, t),
             gain=interval(gains[best], added[best].error),
             metric=t(f"short.{metric}"),
-        )
+        ),
+        anchor="answer",
     )
     before = added[best].before
     assert before is not None, "what has a gain has a baseline"
@@ -164,7 +165,7 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
         )
     if not rows:
         return
-    st.header(t("techniques.gains"))
+    st.header(t("techniques.gains"), anchor="gains")
     best = max(rows, key=lambda row: row.predicted)
     chart(
         figures.gains_figure(rows, t),

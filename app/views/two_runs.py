@@ -33,7 +33,7 @@ CONDITIONS = (
 def two_runs_chosen(kinds: Sequence[str]) -> None:
     """The choice of two runs and, once there are two, what they differ in."""
     t = translate()
-    st.header(t("two.title"))
+    st.header(t("two.title"), anchor="two-runs")
     offered = {run.id: run for run in store().runs(kinds, limit=MOST_OFFERED)}
     for key in (FIRST, SECOND):
         if (named := st.query_params.get(key)) and named not in offered:
@@ -108,10 +108,10 @@ def _compared(a: Run, b: Run, t: Translate) -> None:
         st.info(t("two.nothing_shared"), icon=":material/compare_arrows:")
     left, right = st.columns(2)
     with left:
-        st.subheader(t("two.scenario"))
+        st.subheader(t("two.scenario"), anchor="two-scenario")
         _differences(two_runs.scenario_differences(a, b), t)
     with right:
-        st.subheader(t("two.conditions"))
+        st.subheader(t("two.conditions"), anchor="two-conditions")
         told = two_runs.differences(two_runs.conditions_of(a), two_runs.conditions_of(b))
         words = [(_condition(name, t), _said(of_a, t), _said(of_b, t)) for name, of_a, of_b in told]
         _differences(words, t)

@@ -44,7 +44,7 @@ _BRACKETS = re.compile(r" ?[(（].*")
 def page() -> None:
     """Draw the errors against what the URL names: what is published, this machine's runs, or a table."""
     t = translate()
-    st.title(t("validate.title"))
+    st.title(t("validate.title"), anchor="top")
     st.caption(t("validate.intro"))
     against = fields.one_of(PAGE, "against", AGAINST, AGAINST[0], t)
     try:
@@ -63,7 +63,7 @@ def _published(t: Translate) -> None:
     whole, missed = len(listed[0].table), listed[0].missed
     medians = promises["reached"][~promises["what"].str.contains("percentile")]
     ends = {"least": _percent(medians.min()), "most": _percent(medians.max())}
-    st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole, **ends))
+    st.header(t("validate.published_answer", kept=whole - len(missed), promises=whole, **ends), anchor="answer")
     if missed:
         st.write(t("validate.published_missed", missed=t("sign.semicolon").join(_missed(listed[0], t))))
     kernels, runs = judged.counts(listed[0])
@@ -216,7 +216,10 @@ def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> Non
     """The answer in a sentence, the rows on the diagonal, errors by group, and the worst rows."""
     rows = rows.assign(**{name: [_of(words, t) for words in rows[name]] for name in ("phase", "what")})
     whole = judged.errors_by(rows).iloc[0]
-    st.header(t("validate.answer", median=_percent(whole["median"]), p90=_percent(whole["p90"]), rows=f"{len(rows):,}"))
+    st.header(
+        t("validate.answer", median=_percent(whole["median"]), p90=_percent(whole["p90"]), rows=f"{len(rows):,}"),
+        anchor="answer",
+    )
     direction = "high" if whole["bias"] > 0 else "low"
     bias = _percent(abs(whole["bias"]))
     st.write(
@@ -225,7 +228,7 @@ def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> Non
     by = fields.one_of(PAGE, "by", judged.GROUPED, "phase", t)
     left, right = st.columns(2, gap="large")
     with left:
-        st.header(t("validate.scatter"))
+        st.header(t("validate.scatter"), anchor="scatter")
         metrics = rows["metric"].value_counts().index.tolist()
         metric = metrics[0]
         if len(metrics) > 1:
@@ -239,7 +242,7 @@ def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> Non
             table=shown,
         )
     with right:
-        st.header(t("validate.groups"))
+        st.header(t("validate.groups"), anchor="groups")
         errors = judged.errors_by(rows, by)
         chart(
             figures.groups_figure(errors, t),
@@ -248,7 +251,7 @@ def _errors(rows: pd.DataFrame, name: str, conditions: str, t: Translate) -> Non
             caption=t("validate.groups_caption", shown=min(len(errors), figures.MOST_GROUPS), groups=len(errors)),
             table=_group_table(errors, t),
         )
-    st.header(t("validate.worst"))
+    st.header(t("validate.worst"), anchor="worst")
     st.dataframe(_worst_table(judged.worst(rows), t), hide_index=True, key=f"worst_{name}")
     st.download_button(
         t("validate.rows_csv"),
