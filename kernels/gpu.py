@@ -48,6 +48,7 @@ from membound.kernels.triton.mla_decode import latents_fit, mla_decode
 from membound.kernels.triton.mla_prefill import mla_prefill
 from membound.kernels.triton.moe_linear import moe_combine
 from membound.kernels.triton.moe_routing import MOST_EXPERTS, count_routed, route
+from membound.kernels.triton.overlapping import overlapping
 from membound.kernels.triton.packing import TritonExperts, TritonFp8, TritonPacker, TritonWeight, expert_format, kind_of
 from membound.kernels.triton.prefill_attention import prefill_attention
 from membound.kernels.triton.rms_norm import rms_norm
@@ -97,7 +98,8 @@ class TritonKernels(ComposedKernels):
         machine = machine_of(self.device)
         return (
             f"Triton {triton.__version__} for {machine.arch} on {torch.cuda.get_device_name(self.device)}, "
-            f"{machine.multiprocessors} multiprocessors; bf16 linears of many tokens by the vendor's library"
+            f"{machine.multiprocessors} multiprocessors; bf16 linears of many tokens by the vendor's library; "
+            f"launches {'overlap' if overlapping(machine, self.device, recorded=False) else 'follow one another'}"
         )
 
     def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
