@@ -38,7 +38,7 @@ from membound.simulator.advice import advisor
 from membound.simulator.advice.advisor import Advice
 from membound.simulator.drafting import with_best_drafts
 from membound.simulator.planning import planner
-from membound.simulator.planning.deployed import Objective
+from membound.simulator.planning.demand import Objective
 from membound.simulator.planning.planner import Plan
 from membound.simulator.run import run
 from membound.simulator.scheduling.recorder import Observer

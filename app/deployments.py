@@ -9,7 +9,7 @@ from typing import Any
 from membound.roofline.errors import MemboundError
 from membound.roofline.progress import Progress
 from membound.roofline.scenario import Scenario
-from membound.simulator.planning.deployed import Objective
+from membound.simulator.planning.demand import Objective
 from membound.simulator.planning.document import to_json
 from membound.simulator.planning.planner import plan
 

@@ -157,7 +157,7 @@ def plan(
     seconds, by closed forms; where it is interrupted, what is known until then is printed.
     """
     from membound.app.reports import plan as report
-    from membound.simulator.planning.deployed import Objective
+    from membound.simulator.planning.demand import Objective
     from membound.simulator.planning.document import to_json
     from membound.simulator.planning.most import max_rate
     from membound.simulator.planning.planner import Options, Plan, plan_by_stages

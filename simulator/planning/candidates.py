@@ -25,6 +25,7 @@ from membound.roofline.techniques import ContinuousBatching
 from membound.simulator.deployment import deployment_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.choices import FormatChoice, parallelisms, precisions
+from membound.simulator.planning.demand import Demand
 
 Values = NDArray[np.float64]
 
@@ -36,35 +37,6 @@ USUAL_BATCHING: BatchingName = "chunked_prefill"
 RATES = 64
 # Standard deviations to the 99th percentile of a count.
 TAIL = 2.326
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What is asked for: requests a second, or clients in a closed loop, who think for `think_s` between an answer and
-    the next request; their lengths; and the objective.
-
-    Where the rate is that of a `busiest` part, which is said in words, `mean_rps` is that of all.
-    """
-
-    rate_rps: float | None
-    concurrency: float | None
-    lengths: Lengths
-    slo: Slo
-    think_s: float = 0.0
-    busiest: str | None = None
-    mean_rps: float | None = None
-
-    @property
-    def amount(self) -> float:
-        """Of the two the one that is given."""
-        amount = self.rate_rps if self.rate_rps is not None else self.concurrency
-        assert amount is not None
-        return amount
-
-    def denser(self, by: float) -> Demand:
-        """With `by` times as many requests a second, or clients."""
-        amounts = {name: getattr(self, name) for name in ("rate_rps", "mean_rps", "concurrency")}
-        return replace(self, **{name: value * by for name, value in amounts.items() if value is not None})
 
 
 class Estimate(NamedTuple):

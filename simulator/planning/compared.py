@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from membound.roofline.results.result import Summary
-from membound.simulator.planning.candidates import Demand, ReplicaCurves
-from membound.simulator.planning.deployed import Deployed, Key, Objective, on_a_slower_clock
+from membound.simulator.planning.candidates import ReplicaCurves
+from membound.simulator.planning.demand import Demand, Objective
+from membound.simulator.planning.deployed import Deployed, Key, on_a_slower_clock
 from membound.simulator.planning.search import MOST_CHANGED_RUNS, MOST_POOL_RUNS, Search, screened_best
 from membound.simulator.planning.sensitivity import Slower, UpperEnd
 

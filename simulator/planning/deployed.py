@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.scenario.engine import DEFAULT_AGEING_S
 from membound.simulator.busiest import ENOUGH_REQUESTS, at_its_busiest, requests_seen
-from membound.simulator.planning.candidates import Demand, ReplicaCurves
+from membound.simulator.planning.candidates import ReplicaCurves
+from membound.simulator.planning.demand import Demand, Objective
 
-Objective = Literal["cost", "devices"]
 # Requests of a simulated replica: enough for a 99th percentile.
 FEWEST_REQUESTS = 600
 # Of each client who thinks: they begin one after the other, and the engine is as busy as it gets when all have.

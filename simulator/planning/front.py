@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from membound.roofline.scenario import Slo
-from membound.simulator.planning.candidates import Demand, ReplicaCurves
+from membound.simulator.planning.candidates import ReplicaCurves
+from membound.simulator.planning.demand import Demand
 from membound.simulator.planning.deployed import name_of
 
 

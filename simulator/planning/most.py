@@ -9,8 +9,8 @@ from membound.roofline.progress import Progress, silent
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
 from membound.simulator.busiest import at_its_busiest
+from membound.simulator.planning.demand import demand_of
 from membound.simulator.planning.deployed import denser
-from membound.simulator.planning.planner import demand_of
 from membound.simulator.planning.verdict import meets, without_too_long
 
 

@@ -16,17 +16,16 @@ from membound.roofline.parallel import SINGLE
 from membound.roofline.progress import Progress, silent
 from membound.roofline.results.result import Summary
 from membound.roofline.scenario import Scenario
-from membound.roofline.scenario.workload import ClosedLoop, TraceArrivals
 from membound.roofline.shape import StepShape
 from membound.roofline.speculation.steps import checked_speculation
 from membound.roofline.times.certainty import Certainty
 from membound.roofline.times.known import times_for
-from membound.simulator.busiest import ENOUGH_REQUESTS, busiest_of, requests_seen
 from membound.simulator.deployment import check_context
-from membound.simulator.load import MOST_ROWS, Lengths, arrival_rate, recorded_times_s, think_s
-from membound.simulator.planning.candidates import Demand, ReplicaCurves, replicas_on
+from membound.simulator.load import Lengths
+from membound.simulator.planning.candidates import ReplicaCurves, replicas_on
 from membound.simulator.planning.compared import Compared, Comparing, HoldingSlower, safest
-from membound.simulator.planning.deployed import Deployed, Key, Objective
+from membound.simulator.planning.demand import Demand, Objective, demand_of, notes_of
+from membound.simulator.planning.deployed import Deployed, Key
 from membound.simulator.planning.front import FrontPoint, front_of, nearest_miss
 from membound.simulator.planning.search import Found, Searching, screened_best
 from membound.simulator.planning.sensitivity import (
@@ -74,25 +73,6 @@ class Plan:
         return self.upper_ends.get(deployed.key)
 
 
-# --- what is asked for ---
-
-
-def demand_of(scenario: Scenario) -> Demand:
-    """The scenario's workload and objective; raises MemboundError where nothing is demanded of a latency."""
-    slo = scenario.slo
-    if slo.ttft_s is None and slo.tpot_s is None and slo.e2e_s is None:
-        raise MemboundError("field 'slo' is empty; a plan needs a bound, such as slo={ttft_s: 1, tpot_s: 0.05}")
-    workload = scenario.workload
-    rate, arrivals = arrival_rate(workload), workload.arrivals
-    clients = float(arrivals.concurrency) if isinstance(arrivals, ClosedLoop) else None
-    demand = Demand(rate, clients, Lengths.of(workload), slo, think_s(workload))
-    part = busiest_of(workload, min(requests_seen(workload), ENOUGH_REQUESTS))
-    if part is None:
-        return demand
-    lengths = Lengths.of(workload.model_copy(update={"arrivals": part.arrivals}))
-    return replace(demand, rate_rps=part.rate_rps, busiest=part.when, mean_rps=rate, lengths=lengths)
-
-
 def devices_of(scenario: Scenario, names: Sequence[str] | None) -> list[HardwareSpec]:
     """Those named, else those of the scenario's sweep, else every accelerator of the catalog."""
     if names is not None:
@@ -115,9 +95,6 @@ def _own(scenario: Scenario, names: Sequence[str]) -> list[str]:
     return [name for name in names if name == own]
 
 
-# --- screening ---
-
-
 @dataclass(frozen=True)
 class _Screening:
     """What a worker does: every replica of a device."""
@@ -129,12 +106,6 @@ class _Screening:
 
     def __call__(self) -> tuple[list[ReplicaCurves], list[str]]:
         return replicas_on(self.scenario, self.device, self.precisions, self.lengths)
-
-
-# --- the plan ---
-
-# Devices without a price that a note names; the document has all.
-_MOST_NAMED = 8
 
 
 def plan(
@@ -222,7 +193,7 @@ def plan_by_stages(
         0,
         unpriced,
         None if first else planning.no_answer(demand),
-        tuple(_notes(scenario, demand, unpriced, options.objective, refused)),
+        tuple(notes_of(scenario, demand, unpriced, options.objective, refused)),
         missing="closed forms alone answer, as nothing was simulated yet",
     )
     if options.confirm:
@@ -383,32 +354,3 @@ def certainty_of(replica: ReplicaCurves) -> Certainty:
     model, setup = resolve_model(replica.scenario.model), replica.scenario.setup
     times = times_for(replica.hardware, setup.profile)
     return Certainty.of(model, setup, times, StepShape.decode(max(1.0, replica.seats / 2.0), replica.lengths.context))
-
-
-def _notes(
-    scenario: Scenario, demand: Demand, unpriced: Sequence[str], objective: Objective, refused: float
-) -> Iterator[str]:
-    if refused:
-        model = resolve_model(scenario.model)
-        yield (
-            f"{refused:.2%} of the requests have more than the {model.max_context} tokens of {model.name}'s context: "
-            "every engine refuses them, and they do not count"
-        )
-    if demand.busiest is not None:
-        yield (
-            f"sized for the busiest part: {demand.rate_rps:.3g} requests/s {demand.busiest}, where the mean is "
-            f"{demand.mean_rps:.3g}; costs of tokens are those of the mean"
-        )
-    arrivals = scenario.workload.arrivals
-    if isinstance(arrivals, TraceArrivals):
-        if len(recorded_times_s(arrivals)) == MOST_ROWS:
-            yield f"of the trace the first {MOST_ROWS:,} rows are looked at; workload.arrivals.start_s begins later"
-        if scenario.workload.requests is None:
-            enough = f"up to {ENOUGH_REQUESTS:,} requests of the trace are simulated"
-            yield f"{enough}; workload.requests names another number"
-    if unpriced:
-        ranked = "; they rank after all that have one" if objective == "cost" else ""
-        few = len(unpriced) <= _MOST_NAMED
-        yield f"no price is known for {', '.join(unpriced) if few else f'{len(unpriced)} devices'}{ranked}"
-    if arrivals.kind not in ("poisson", "closed_loop"):
-        yield "each replica is given the arrivals' shape at its share of the rate, as if a router chose by chance"

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.results.result import Summary
-from membound.simulator.planning.candidates import Demand, ReplicaCurves
-from membound.simulator.planning.deployed import Deployed, Key, Objective
+from membound.simulator.planning.candidates import ReplicaCurves
+from membound.simulator.planning.demand import Demand, Objective
+from membound.simulator.planning.deployed import Deployed, Key
 from membound.simulator.planning.verdict import FAR, Missed, excess, meets, simulate_while_hopeful
 
 # Simulations of one precision's search at most.

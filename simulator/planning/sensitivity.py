@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.result import Summary
-from membound.simulator.planning.candidates import Demand, ReplicaCurves, replica_of
-from membound.simulator.planning.deployed import Deployed, Key, Objective, denser, on_a_slower_clock
+from membound.simulator.planning.candidates import ReplicaCurves, replica_of
+from membound.simulator.planning.demand import Demand, Objective
+from membound.simulator.planning.deployed import Deployed, Key, denser, on_a_slower_clock
 from membound.simulator.planning.search import MOST_CHANGED_RUNS, Search, screened_best
 
 # By how much resources and inputs are changed.

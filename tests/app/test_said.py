@@ -17,7 +17,7 @@ from membound.roofline.hardware import catalog
 from membound.roofline.scenario import Slo
 from membound.roofline.techniques import TECHNIQUES
 from membound.simulator.load import Lengths
-from membound.simulator.planning.candidates import Demand
+from membound.simulator.planning.demand import Demand
 from membound.simulator.planning.sensitivity import changes_of
 
 ROOT = Path(__file__).parents[2]

@@ -25,11 +25,12 @@ from membound.simulator.deployment import deployment_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import ReplicaCurves, replica_of, replicas_on
 from membound.simulator.planning.choices import FormatChoice, parallelisms
+from membound.simulator.planning.demand import demand_of
 from membound.simulator.planning.deployed import Deployed, on_a_slower_clock, share_of
 from membound.simulator.planning.document import to_json
 from membound.simulator.planning.front import front_of, pareto
 from membound.simulator.planning.most import max_rate
-from membound.simulator.planning.planner import Options, demand_of, plan, plan_by_stages
+from membound.simulator.planning.planner import Options, plan, plan_by_stages
 from membound.simulator.planning.search import Search
 from membound.simulator.planning.sensitivity import Growing, Slower, changes_of
 from membound.simulator.planning.verdict import FAR, excess, meets, simulate_while_hopeful
