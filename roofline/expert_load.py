@@ -50,7 +50,7 @@ class _Loads(NamedTuple):
 
 
 def busiest_rank(
-    experts: int, top_k: int, ranks: int, tokens: Count, skew: Popularity = 0.0, redundant: int | None = None
+    experts: int, top_k: float, ranks: int, tokens: Count, skew: Popularity = 0.0, redundant: int | None = None
 ) -> Busiest:
     """The expected largest load among `ranks` devices where `tokens` tokens take `top_k` of `experts` experts.
 
@@ -71,7 +71,7 @@ def slots(experts: int, ranks: int, redundant: int | None) -> float:
 
 
 @cache
-def _curves(experts: int, top_k: int, ranks: int, skew: Popularity, redundant: int | None) -> tuple[Values, Values]:
+def _curves(experts: int, top_k: float, ranks: int, skew: Popularity, redundant: int | None) -> tuple[Values, Values]:
     """Over `_TOKENS`: the logarithm of the busiest device's pairs, and its distinct experts."""
     chances = _placed_chances(experts, top_k, ranks, skew, redundant)
     # choices without replacement vary less than independent ones, which for equal devices is this factor in all
@@ -86,7 +86,7 @@ def _curves(experts: int, top_k: int, ranks: int, skew: Popularity, redundant: i
     return np.log(np.maximum.accumulate(pairs)), np.maximum.accumulate(active)
 
 
-def _placed_chances(experts: int, top_k: int, ranks: int, skew: Popularity, redundant: int | None) -> Values:
+def _placed_chances(experts: int, top_k: float, ranks: int, skew: Popularity, redundant: int | None) -> Values:
     """The chance that a token comes to each expert of each device: [placements, ranks, experts of a rank]."""
     chance = expert_chances(float(experts), float(top_k), skew)
     each = -(-(experts + (redundant or 0)) // ranks)

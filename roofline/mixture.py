@@ -30,7 +30,7 @@ def mixture_operators(step: StepContext, ffn: MoeFfn, count: int, prefix: str) -
     elements = sum(n * k for _, n, k in matrices)
     inner = sum(n for name, n, _ in matrices if name != "down")
     if (storage := step.setup.expert_storage) is not None:
-        asked = (float(ffn.experts), float(ffn.top_k), step.all_tokens, step.setup.expert_skew)
+        asked = (float(ffn.experts), ffn.computed_per_token, step.all_tokens, step.setup.expert_skew)
         missing = missing_experts(*asked, float(storage.cached)) / parallel.ep
         each = sum(matrix_bytes(weights, n, k) for _, n, k in matrices)
         moves = ExpertMoves(missing, storage.place, storage.gb_per_s and 1e9 * storage.gb_per_s)
@@ -81,7 +81,7 @@ def _messages(
     if apart > 1:
         # Kernels for prompts send a token to a device once, and over the network to a node once; those for decode
         # send each copy, which is sooner there, as long as all tokens to all devices are not fewer.
-        k = float(ffn.top_k)
+        k = ffn.computed_per_token
         copies = 1.0 + (k - 1.0) * is_there(step.shape.prefill_tokens)
         busiest = np.minimum(pairs / np.maximum(step.all_tokens * k, 1e-9), 1.0)
         uneven = (1.0 - (1.0 - busiest) ** copies) / (1.0 - (1.0 - 1.0 / ep) ** copies)
@@ -104,7 +104,7 @@ def _messages(
 def _present(step: StepContext, ffn: MoeFfn, pairs: Count) -> Count:
     """The pairs of all tokens on a device: of all that its group has, where only groups send each other tokens."""
     in_a_group = step.parallel.ep / math.gcd(step.parallel.dp, step.parallel.ep)
-    return np.minimum(pairs * in_a_group, step.all_tokens * ffn.top_k)
+    return np.minimum(pairs * in_a_group, step.all_tokens * ffn.computed_per_token)
 
 
 def _busiest(step: StepContext, ffn: MoeFfn) -> Busiest:
@@ -114,6 +114,6 @@ def _busiest(step: StepContext, ffn: MoeFfn) -> Busiest:
         pairs = ffn.experts / ep * np.ceil(tokens * ffn.top_k / ffn.experts)
         return Busiest(pairs, np.minimum(ffn.experts / ep, pairs))
     if ep > 1:
-        return busiest_rank(ffn.experts, ffn.top_k, ep, tokens, setup.expert_skew, setup.redundant_experts)
-    read = distinct_experts(float(ffn.experts), float(ffn.top_k), tokens, setup.expert_skew)
-    return Busiest(tokens * ffn.top_k, read)
+        return busiest_rank(ffn.experts, ffn.computed_per_token, ep, tokens, setup.expert_skew, setup.redundant_experts)
+    read = distinct_experts(float(ffn.experts), ffn.computed_per_token, tokens, setup.expert_skew)
+    return Busiest(tokens * ffn.computed_per_token, read)

@@ -130,7 +130,7 @@ class _Step(StepContext):
         t, w, tp = self.tokens, self.width, self.parallel.tp
         heads, kv_heads = a.heads_on_gpu(tp)
         kv = self.plan.kv_of(sliding=a.window is not None)
-        (_, qkv_n, qkv_k), (_, o_n, o_k) = a.linears(self.model.hidden, tp)
+        (_, qkv_n, qkv_k), *inner, (_, o_n, o_k) = a.linears(self.model.hidden, tp)
         rotated = t * (heads + (0 if a.shares_kv else 2 * kv_heads)) * a.head_dim
         stored = cached_token_bytes(a, kv, tp) * t
         per_head = AttentionHeads(
@@ -143,6 +143,7 @@ class _Step(StepContext):
         )
         return [
             self.linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
+            *(self.linear(f"{prefix}{name}", count, t, n, k, "attention") for name, n, k in inner),
             elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
             *self._attention(prefix, count, per_head, a),
             *self._choosing(prefix, count, a, per_head),

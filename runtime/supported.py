@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from membound.roofline.models import GroupedQueryAttention, LatentAttention, ModelError, ModelSpec
+from membound.roofline.models import GroupedQueryAttention, LatentAttention, ModelError, ModelSpec, MoeFfn
 from membound.runtime.blocks.ffn import ACTIVATIONS
 
 _UNCOMPUTED = ("lightning", "kda", "short_conv", "parallel")
@@ -40,13 +40,17 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         if isinstance(mixer, GroupedQueryAttention):
             if mixer.value_dim > mixer.head_dim:
                 yield wrong("attention.v_head_dim", mixer.v_head_dim, f"no more than head_dim {mixer.head_dim}")
-            for field in ("v_is_k", "qk_norm_bias", "shares_kv"):
+            for field in ("v_is_k", "qk_norm_bias", "shares_kv", "q_lora_rank"):
                 if getattr(mixer, field):
                     yield wrong(f"attention.{field}", True, "false")
+        if isinstance(ffn, MoeFfn) and ffn.zero_experts:
+            yield wrong("ffn.zero_experts", ffn.zero_experts, "0")
         if mixer.kind == "none" and ffn.kind == "channel_mix":
             yield wrong("ffn", ffn.kind, "beside a mixer")
     for field in ("per_layer_input", "streams"):
         if getattr(spec, field) is not None:
             yield wrong(field, "present", "absent")
+    if spec.norms_per_layer == 3:
+        yield wrong("norms_per_layer", 3, "1, 2 or 4")
     if spec.activation not in ACTIVATIONS:
         yield wrong("activation", spec.activation, f"one of {', '.join(ACTIVATIONS)}")

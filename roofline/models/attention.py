@@ -15,6 +15,7 @@ class GroupedQueryAttention(WithoutState, Frozen):
     `window` tokens are seen, or all. `output_gate` scales each element of the output by a gate that comes out of
     a wider q projection (Qwen3-Next). `sinks` are learned logits, one a head (gpt-oss). `v_is_k` takes V from the
     K projection (Gemma 4). `qk_norm` is over each head, or over all of them (`qk_norm_over`: OLMo 2, MiniMax-M2).
+    With `q_lora_rank` q comes from a narrower, normed projection of the hidden state (Step-3's MFA, arXiv 2412.19255).
     With `shares_kv` a layer reads the K and V that an earlier one has cached, and leaves none (Gemma 3n).
     """
 
@@ -33,11 +34,14 @@ class GroupedQueryAttention(WithoutState, Frozen):
     sinks: bool = False
     v_is_k: bool = False
     shares_kv: bool = False
+    q_lora_rank: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.q_lora_rank and (self.output_gate or self.qkv_bias):
+            raise ValueError("q_lora_rank is given with qkv_bias or output_gate, which no such attention has")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even, because rotary embedding turns pairs")
         return self
@@ -65,6 +69,10 @@ class GroupedQueryAttention(WithoutState, Frozen):
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[LinearShape, ...]:
         heads, kv_heads = self.heads_on_gpu(tp)
+        if self.q_lora_rank:
+            rows = self.q_lora_rank + self._qkv_rows(0, kv_heads)
+            q_b = LinearShape("q_b", heads * self.head_dim, self.q_lora_rank)
+            return LinearShape("qkv", rows, hidden), q_b, LinearShape("o", hidden, heads * self.value_dim)
         qkv = LinearShape("qkv", self._qkv_rows(heads, kv_heads), hidden)
         return qkv, LinearShape("o", hidden, heads * self.value_dim)
 
@@ -77,7 +85,7 @@ class GroupedQueryAttention(WithoutState, Frozen):
         keys = 0 if self.shares_kv else 1
         normed = (self.heads + keys * self.kv_heads if self.qk_norm_over == "heads" else 1 + keys) * self.head_dim
         norms = self.qk_norm * normed * (2 if self.qk_norm_bias else 1)
-        return self.qkv_bias * self.qkv_rows + norms + self.sinks * self.heads
+        return self.qkv_bias * self.qkv_rows + norms + self.sinks * self.heads + (self.q_lora_rank or 0)
 
     def _qkv_rows(self, heads: int, kv_heads: int) -> int:
         queries = heads * self.head_dim + (heads * self.value_dim if self.output_gate else 0)

@@ -70,7 +70,8 @@ class MoeFfn(Frozen):
     `latent` the routed experts work on a projection of the hidden state to that width (Nemotron-3). With `choice`
     "expert" each expert takes the same number of a step's tokens, those that suit it best, so that a token has `top_k`
     experts on average (Zhou et al. 2022, arXiv 2202.09368). Where experts are in `groups`, all of a token's are in
-    `groups_taken` of them, so that it is sent to few nodes (DeepSeek-V2 and V3).
+    `groups_taken` of them, so that it is sent to few nodes (DeepSeek-V2 and V3). Of `top_k` choices some fall on
+    `zero_experts`, which give a token back as it is and have no weights (LongCat-Flash, arXiv 2509.01322).
     """
 
     kind: Literal["moe"] = "moe"
@@ -86,14 +87,22 @@ class MoeFfn(Frozen):
     choice: Literal["token", "expert"] = "token"
     groups: PositiveInt = 1
     groups_taken: PositiveInt = 1
+    zero_experts: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _top_k_exists(self) -> Self:
+        if self.zero_experts and self.choice == "expert":
+            raise ValueError(f"zero_experts is {self.zero_experts}, but experts that choose tokens compute all of them")
         if self.top_k > self.experts:
             raise ValueError(f"top_k {self.top_k} is more than experts {self.experts}")
         if self.groups_taken > self.groups:
             raise ValueError(f"groups_taken {self.groups_taken} is more than groups {self.groups}")
         return self
+
+    @property
+    def computed_per_token(self) -> float:
+        """Experts that compute a token: on average, where some of its choices fall on those that compute nothing."""
+        return self.top_k * self.experts / (self.experts + self.zero_experts)
 
     @property
     def node_groups(self) -> tuple[int, int] | None:
@@ -102,7 +111,7 @@ class MoeFfn(Frozen):
 
     def linears(self, hidden: int, tp: int = 1) -> tuple[LinearShape, ...]:
         """The router, whole on each GPU, the shared experts, and the way to the experts' width and back."""
-        shapes = [LinearShape("router", self.experts, hidden)]
+        shapes = [LinearShape("router", self.experts + self.zero_experts, hidden)]
         if self.shared_intermediate:
             shared = _gate_up_down(hidden, padded_share(self.shared_intermediate, tp), self.gated)
             shapes += [LinearShape(f"shared_{name}", n, k) for name, n, k in shared]
@@ -118,7 +127,7 @@ class MoeFfn(Frozen):
 
     def vectors(self, hidden: int) -> int:
         width = (2 if self.gated else 1) * self.intermediate + hidden
-        return self.router_bias * self.experts + self.expert_bias * self.experts * width
+        return self.router_bias * (self.experts + self.zero_experts) + self.expert_bias * self.experts * width
 
 
 class NoFfn(Frozen):

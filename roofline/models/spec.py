@@ -225,13 +225,13 @@ class ModelSpec(Frozen):
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token passes: of each mixture of experts the router, the shared and `top_k` experts."""
+        """Parameters that one token passes: of a mixture the router, its shared experts, and those that compute it."""
         idle = sum(
-            group.count * (group.ffn.experts - group.ffn.top_k) * self._expert_params(group.ffn)
+            group.count * (group.ffn.experts - group.ffn.computed_per_token) * self._expert_params(group.ffn)
             for group in self.groups()
             if isinstance(group.ffn, MoeFfn)
         )
-        return self.params - idle
+        return self.params - round(idle)
 
     @property
     def mtp_params(self) -> int:

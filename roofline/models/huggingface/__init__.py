@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from membound.roofline.models.base import ModelError
-from membound.roofline.models.huggingface import classic, dense, hybrid, mixed, mixture
+from membound.roofline.models.huggingface import classic, dense, hybrid, mixed, mixture, shared_experts, smaller
 from membound.roofline.models.huggingface.facts import Config
 from membound.roofline.models.huggingface.multimodal import (
     encoder_params,
@@ -18,7 +18,11 @@ from membound.roofline.models.huggingface.multimodal import (
 from membound.roofline.models.huggingface.quantization import read_quantization
 from membound.roofline.models.spec import ModelSpec, build
 
-FAMILIES = dense.FAMILIES | classic.FAMILIES | mixture.FAMILIES | hybrid.FAMILIES | mixed.FAMILIES
+FAMILIES = {
+    architecture: reader
+    for family in (dense, smaller, classic, mixture, shared_experts, hybrid, mixed)
+    for architecture, reader in family.FAMILIES.items()
+}
 
 # `model_type` where it is not the architecture in lower case, for a config that names no architecture
 _MODEL_TYPES = {
