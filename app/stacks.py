@@ -19,8 +19,10 @@ from membound.roofline.techniques import AnyTechnique, GainMetric, Technique
 from membound.simulator.costing import ClosedForm, Costing, simulated
 from membound.simulator.deployment import check_context, deployment_of
 from membound.simulator.load import Lengths, Load
+from membound.simulator.stacking.asked import closed_loop
+from membound.simulator.stacking.document import to_json
 from membound.simulator.stacking.game import MOST_FACTORIAL, StackingGame
-from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse, closed_loop, to_json
+from membound.simulator.stacking.stacking import MOST_SIMULATED, analyse
 from membound.simulator.steady import Steady
 from membound.simulator.workers import Workers
 

@@ -65,7 +65,8 @@ def stack(
 ) -> None:
     """Techniques alone, one on top of the other and together: the product of gains against the real gain."""
     from membound.app.reports import stacks as report
-    from membound.simulator.stacking.stacking import chosen_techniques, to_json
+    from membound.simulator.stacking.asked import chosen_techniques
+    from membound.simulator.stacking.document import to_json
     from membound.simulator.stacking.stacking import stack as run_stack
 
     _closed_forms_run_here(simulate, jobs, backend, address)
@@ -230,14 +231,23 @@ def sweep(
     check_suffix("option --csv", table, ".csv", ".parquet")
     check_output("option --csv", table, [scenario, chosen.model_dump(mode="json")])
     axes = [parse_axis(text) for text in over]
-    with progress() as listener:
-        points = run_sweep(
-            chosen,
-            axes,
-            simulate=not closed_form,
-            workers=_workers(backend, jobs, address),
-            progress=listener.progress,
-        )
+    points: list[Swept] = []
+    try:
+        with progress() as listener:
+            run_sweep(
+                chosen,
+                axes,
+                simulate=not closed_form,
+                workers=_workers(backend, jobs, address),
+                progress=listener.progress,
+                found=points,
+            )
+    except (KeyboardInterrupt, SystemExit):  # who stops it has the points until then
+        if points:
+            if table is not None:
+                _write_points(table, points)
+            print_result(to_json(chosen, points, not closed_form), as_json, report.sweep)
+        raise
     if table is not None:
         _write_points(table, points)
     if all(point.summary is None for point in points):

@@ -27,7 +27,8 @@ from membound.simulator.busiest import at_its_busiest
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.deployment import check_context, deployment_of
 from membound.simulator.load import Load
-from membound.simulator.stacking.stacking import closed_loop, engine_said
+from membound.simulator.stacking.asked import closed_loop
+from membound.simulator.stacking.stacking import engine_said
 from membound.simulator.steady import Steady, load_of, refuse_what_only_runs_show
 from membound.simulator.workers import Workers
 

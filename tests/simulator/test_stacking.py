@@ -15,8 +15,10 @@ from membound.roofline.scenario import Scenario, parse_scenario
 from membound.roofline.techniques import TECHNIQUES, Size
 from membound.simulator.advice.advisor import advise
 from membound.simulator.costing import Costing, Served
+from membound.simulator.stacking.asked import chosen_techniques
+from membound.simulator.stacking.document import to_json
 from membound.simulator.stacking.game import StackingGame
-from membound.simulator.stacking.stacking import Stack, analyse, chosen_techniques, stack, to_json
+from membound.simulator.stacking.stacking import Stack, analyse, stack
 
 NAMES = ["weight_quantization", "kv_quantization", "continuous_batching", "eagle"]
 
