@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from membound.roofline.bursts import Burst
+from membound.roofline.engine_memory import EngineLimits
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import weights_bytes
@@ -15,6 +16,7 @@ from membound.roofline.models import get_model
 from membound.roofline.parallel import Parallelism
 from membound.roofline.precision import get_precision
 from membound.roofline.precision.names import parse_plan
+from membound.roofline.scenario.usual_limits import usual_limits
 from membound.roofline.serving import Deployment, StaticBatch, SteadyLoad, with_parallel
 from membound.roofline.shape import StepShape
 from membound.roofline.techniques import EngineSetup
@@ -39,6 +41,8 @@ GGUF_MXFP4 = (
     *((part, get_precision("q8_0")) for part in ("attention", "embedding", "lm_head")),
     ("router", get_precision("fp32")),
 )
+# Profiles of engines whose defaults for a device are known, and which tables mostly leave as they are.
+_WITH_DEFAULTS = ("vllm", "vllm-0.13", "sglang", "tensorrt-llm")
 # The share of a request's output for whose cache there must be room where it starts. On average requests are half way.
 # TensorRT-LLM starts none whose whole output does not fit (`GUARANTEED_NO_EVICT`, the default capacity scheduler policy
 # in its documents), but in NVIDIA's harness for MLPerf, which asks for the other one (`batch_scheduler_policy:max_util`
@@ -134,6 +138,8 @@ def case_of(row: Row) -> StepCase:
     setup = EngineSetup(precision=plan, policy="continuous", profile=profile.name)
     parallel, replicas = _parallel(row, Deployment(model, hardware, setup), has_experts)
     deployment = Deployment(model, hardware, replace(setup, parallel=parallel))
+    if (limits := _usual_limits(deployment)) is not None:
+        deployment = replace(deployment, chunk_tokens=int(limits.step_tokens))
     prompt = statements.tokens(row, "input_len", 32.0, model)
     served = row.text("metric").startswith(("throughput", "req"))
     output = statements.tokens(row, "output_len", statements.DATASET_TOKENS["sharegpt"] if served else 128.0, model)
@@ -241,9 +247,18 @@ def _batch(row: Row, deployment: Deployment, replicas: float, context: float) ->
     if not text and not row.text("metric").startswith("throughput"):
         return 1.0
     setup = deployment.setup
-    taken = get_profile(setup.profile).most_sequences * setup.parallel.dp
+    seats = float(get_profile(setup.profile).most_sequences)
+    if (limits := _usual_limits(deployment)) is not None:
+        seats = min(seats, float(limits.sequences))
+    taken = seats * setup.parallel.dp
     most = deployment.with_batch_that_fits(min(taken, (_requests(row) or math.inf) / replicas), context)
     return max(0.5 * most, 1.0) if text in statements.SERVED else most
+
+
+def _usual_limits(deployment: Deployment) -> EngineLimits | None:
+    """What the engine takes into a step by itself, where its defaults for the device are known."""
+    profile, hardware = deployment.setup.profile, deployment.hardware
+    return usual_limits(profile, hardware, hardware.kind) if profile in _WITH_DEFAULTS else None
 
 
 def _requests(row: Row) -> float | None:
