@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from membound.kernels.base import RaggedBatch, chain_of
@@ -33,7 +35,9 @@ ALIGNED_BYTES = 16  # where a tensor begins that Triton compiles no variant for
 
 Replay = Callable[[], Tensor]  # the normed hidden states of all of a step's rows
 Capture = Callable[[Replay], Replay]
-Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+# a step's inputs on the host, where numpy writes a few numbers in less time than torch
+Fields = dict[str, NDArray[Any]]
 # what a layer makes of states [tokens, hidden] and the tokens behind them: the next states, normed
 Continue = Callable[[Tensor, Tensor, RaggedBatch], Tensor]
 NOTHING = {"token_ids": 0, "positions": 0, "slots": -1, "context_len": 0, "seats": 0, "tree": 0}  # what padding holds
@@ -98,7 +102,10 @@ class DecodeGraphs:
         self._normed = states
         self._states = torch.zeros_like(states) if drafting.continues else states
         self._staging = Staging(max(kind.nbytes for kind in self._kinds.values()), decoder.device)
-        self._host = {name: kind.views(self._staging.host) for name, kind in self._kinds.items()}
+        self._host = {
+            name: {field: view.numpy() for field, view in kind.views(self._staging.host).items()}
+            for name, kind in self._kinds.items()
+        }
 
         def replay_of(name: tuple[int, int]) -> Replay:
             kind = self._kinds[name]
@@ -185,7 +192,7 @@ class _Kind:
         self.queries = queries
         self.bucket = bucket
         self.tokens = tokens = bucket * queries
-        fields: Fields = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (tokens,)))
+        fields: Shapes = dict.fromkeys(("token_ids", "positions", "slots"), (torch.int64, (tokens,)))
         fields |= {"seats": (torch.int64, (bucket,)), "query_start": (torch.int32, (bucket + 1,))}
         if queries > 1:
             fields |= {"tree": (torch.int64, (tokens,))}
@@ -211,21 +218,22 @@ class _Kind:
         views = self.views(memory)
         return views.pop("token_ids"), RaggedBatch(most_queries=self.queries, **views)
 
-    def fill(self, host: dict[str, Tensor], token_ids: Tensor, batch: RaggedBatch) -> None:
+    def fill(self, host: Fields, token_ids: Tensor, batch: RaggedBatch) -> None:
         """Writes a step's inputs and, behind them, padding."""
         (count, width), tokens = batch.block_table.shape, batch.num_tokens
-        host["token_ids"][:tokens] = token_ids
-        host["positions"][:tokens] = batch.positions
-        host["slots"][:tokens] = batch.slots
-        host["context_len"][:count] = batch.context_len
-        host["block_table"][:count, :width] = batch.block_table
-        host["seats"][:count] = torch.arange(count) if batch.seats is None else batch.seats
-        host["query_start"][: count + 1] = batch.query_start
+        host["token_ids"][:tokens] = token_ids.numpy()
+        host["positions"][:tokens] = batch.positions.numpy()
+        host["slots"][:tokens] = batch.slots.numpy()
+        host["context_len"][:count] = batch.context_len.numpy()
+        host["block_table"][:count, :width] = batch.block_table.numpy()
+        host["seats"][:count] = np.arange(count) if batch.seats is None else batch.seats.numpy()
+        host["query_start"][: count + 1] = batch.query_start.numpy()
         if "tree" in host:
-            host["tree"][:tokens] = chain_of(batch.query_start, tokens) if batch.tree is None else batch.tree
+            tree = chain_of(batch.query_start, tokens) if batch.tree is None else batch.tree
+            host["tree"][:tokens] = tree.numpy()
         self.clear(host, count, tokens)
 
-    def clear(self, host: dict[str, Tensor], count: int, tokens: int) -> None:
+    def clear(self, host: Fields, count: int, tokens: int) -> None:
         """Makes the sequences from `count` on and the tokens from `tokens` on padding.
 
         Blocks of contexts that are empty are never looked up, so that theirs may be any.
@@ -234,8 +242,7 @@ class _Kind:
             if name in host:
                 host[name][count if name in ("context_len", "seats") else tokens :] = nothing
         # A row that is padding is a sequence of one token where each brings one, else a sequence of none.
-        first = host["query_start"][count:]
-        first.copy_(torch.arange(count, self.bucket + 1) if self.queries == 1 else torch.full_like(first, tokens))
+        host["query_start"][count:] = np.arange(count, self.bucket + 1) if self.queries == 1 else tokens
 
 
 class CudaCapture:
