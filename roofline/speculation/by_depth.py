@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
 
+from membound.roofline.speculation.token_tree import RANK_EXPONENT
 from membound.roofline.techniques.drafts import Drafts
 
 # Nodes of the trees with which the tables of accepted tokens were made: EAGLE's paper and Medusa's (from memory).
@@ -23,6 +24,8 @@ def shares_by_depth(drafts: Drafts) -> tuple[float, ...]:
     Against the tree of the tables, with guesses that are as right at each depth as at the first: smaller trees and
     heads that see less far accept less of the same content, larger trees more.
     """
+    # Those of the tables are fixed, so that what a tree gains that grows is not among what they say.
+    drafts = replace(drafts, rank_exponent=min(drafts.rank_exponent, RANK_EXPONENT))
     nodes = None if drafts.nodes is None else max(drafts.gamma, TABLED_NODES[drafts.kind])
     tabled = replace(drafts, nodes=nodes, decay=1.0).tree.conditional_by_depth
     own = drafts.tree.conditional_by_depth

@@ -17,19 +17,24 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.part import Part
 from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario.workload import TaskName
+from membound.roofline.speculation.token_tree import RANK_EXPONENT
 from membound.roofline.techniques.drafts import DrafterKind, Drafts
 
 _FILE = "drafts/published.yaml"
 
 
 class Counted(Part):
-    """Tokens that a step emitted with guesses `depth` deep, in a tree of `nodes`, or in a chain without."""
+    """Tokens that a step emitted with guesses `depth` deep, in a tree of `nodes`, or in a chain without.
+
+    A `fixed` tree is the same in each step, and does not grow where the drafter is sure.
+    """
 
     kind: DrafterKind
     model: str
     task: TaskName | None = None
     depth: int = Field(ge=1, le=64)
     nodes: int | None = Field(None, ge=1, le=1024)
+    fixed: bool = False
     emitted: float = Field(gt=1)
     source: str = Field(min_length=1)
 
@@ -62,7 +67,8 @@ def counted() -> tuple[Counted, ...]:
 @lru_cache(maxsize=256)
 def alpha_of(row: Counted, drafts: Drafts) -> float:
     """The alpha with which drafts like these, of the row's size, emit as many tokens as the row says."""
-    sized = replace(drafts, gamma=row.depth, nodes=row.nodes, hit_rate=1.0)
+    exponent = min(drafts.rank_exponent, RANK_EXPONENT) if row.fixed else drafts.rank_exponent
+    sized = replace(drafts, gamma=row.depth, nodes=row.nodes, hit_rate=1.0, rank_exponent=exponent)
     low, high = 0.0, 1.0
     while high - low > 1e-4:
         middle = (low + high) / 2.0

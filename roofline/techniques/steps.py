@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from membound.roofline.errors import MemboundError
 from membound.roofline.parallel import Parallelism
-from membound.roofline.speculation.token_tree import RANK_EXPONENT
+from membound.roofline.speculation.token_tree import GROWN_RANK_EXPONENT, RANK_EXPONENT
 from membound.roofline.techniques.base import Attacked, Technique
 from membound.roofline.techniques.drafts import (
     Drafts,
@@ -260,8 +260,8 @@ class TrainedHead(Speculative):
 class Medusa(TrainedHead):
     """Heads on the last hidden state, one for each position ahead; a tree of their guesses (Cai et al., 2024).
 
-    Verified exactly unless `acceptance` is the paper's typical one, which accepts more. The usual alpha and decay are
-    those that lead to the 2.31 tokens a step that Spec-Bench measured with Vicuna-7B (A100, greedy).
+    Verified exactly unless `acceptance` is the paper's typical one, which accepts more. The usual alpha, decay and
+    exponent are those that lead to the 2.31 tokens a step that Spec-Bench measured with Vicuna-7B (A100, greedy).
     """
 
     title = "Medusa heads"
@@ -277,6 +277,9 @@ class Medusa(TrainedHead):
         None, ge=0, le=1, description="chance that the best guess of the first head is right; as counted if not given"
     )
     decay: float = Field(0.5, gt=0, le=1, description="the same of each further head, as a share of the one before")
+    rank_exponent: float = Field(
+        0.4, gt=0, le=4, description="the chance that none of the first r guesses is right falls as r^-this"
+    )
 
     def drafts(self) -> Drafts:
         depth, nodes = self.size
@@ -306,6 +309,12 @@ class Eagle(TrainedHead):
         None, ge=0, le=1, description="chance that the best first guess is right; as counted for the model if not given"
     )
     decay: float = Field(0.97, gt=0, le=1, description="the same at each further one, as a share of the one before")
+    rank_exponent: float = Field(
+        GROWN_RANK_EXPONENT,
+        gt=0,
+        le=4,
+        description="the chance that none of the first r guesses is right falls as r^-this",
+    )
 
     @model_validator(mode="after")
     def _path_is_in_the_tree(self) -> Self:

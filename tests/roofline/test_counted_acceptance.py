@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from membound.roofline.models.files import resolve_model
@@ -9,6 +11,7 @@ from membound.roofline.scenario import Scenario, load_scenario
 from membound.roofline.speculation.draft_choice import acceptance_source
 from membound.roofline.speculation.published import acceptance_for, alpha_of, counted
 from membound.roofline.speculation.steps import speculation_of, with_counted_alpha
+from membound.roofline.speculation.token_tree import RANK_EXPONENT
 from membound.roofline.techniques import Eagle, Medusa, Mtp, Speculative
 from membound.simulator.run import run
 from membound.simulator.stacking.stacking import stack
@@ -28,7 +31,8 @@ def test_the_alpha_of_a_row_emits_what_the_row_counts(row):
     """And each names its source; none emits more than its longest path and one."""
     sized = KINDS[row.kind].drafts()
     found = alpha_of(row, sized)
-    tree = type(sized)(gamma=row.depth, nodes=row.nodes, alpha=found, decay=sized.decay).tree
+    exponent = min(sized.rank_exponent, RANK_EXPONENT) if row.fixed else sized.rank_exponent
+    tree = replace(sized, gamma=row.depth, nodes=row.nodes, alpha=found, rank_exponent=exponent).tree
     assert 1.0 + tree.expected_accepted == pytest.approx(row.emitted, rel=1e-3)
     assert 0.0 < found <= 1.0 and row.emitted <= row.depth + 1 and len(row.source) > 10
 
@@ -65,7 +69,7 @@ def test_an_interval_holds_its_alpha_and_no_impossible_one(kind, model):
 
 
 def test_a_single_count_may_be_at_either_end_of_what_counts_of_one_model_differ_by():
-    """Llama-3.3-70B was counted once, with a tree; of Llama-3.1-8B a tree's alpha is above those of its chains."""
+    """Llama-3.3-70B was counted once, with a tree; of Llama-3.1-8B chains were, and a tree."""
     drafts = Eagle().drafts()
     alphas = [alpha_of(row, drafts) for row in counted() if (row.kind, row.model) == ("eagle", "Llama-3.1-8B")]
     found = acceptance_for(resolve_model("Llama-3.3-70B"), drafts)
@@ -87,11 +91,14 @@ def test_a_run_accepts_as_many_tokens_as_the_closed_form():
     assert summary.tokens_per_step / 4 == pytest.approx(speculation_of(asked).expected_tokens, rel=0.06)
 
 
-def test_a_gain_by_speculation_is_less_sure_than_its_times_and_a_given_acceptance_as_sure():
+@pytest.mark.parametrize(("model", "alpha", "less"), [("Qwen3-8B", 0.79, 1.01), ("Llama-3.1-8B", 0.777, 1.0)])
+def test_a_gain_by_speculation_is_less_sure_than_its_times_and_a_given_acceptance_as_sure(model, alpha, less):
+    """Much less where nobody counted the model; of Llama-3.1-8B all counts agree within 0.03."""
+
     def widths(technique: Speculative) -> dict[str, float]:
-        (found,) = stack(scenario(technique=technique))
+        (found,) = stack(scenario(model, technique=technique))
         return {step.technique: step.high / step.gain for step in found.alone if step.gain}
 
-    unsure, given = widths(Eagle(depth=3, tree_size=3)), widths(Eagle(depth=3, tree_size=3, alpha=0.777))
-    assert unsure["eagle"] > 1.01 * given["eagle"]
+    unsure, given = widths(Eagle(depth=3, tree_size=3)), widths(Eagle(depth=3, tree_size=3, alpha=alpha))
+    assert unsure["eagle"] > less * given["eagle"]
     assert unsure["continuous_batching"] == pytest.approx(given["continuous_batching"])
