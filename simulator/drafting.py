@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models.files import resolve_model
 from membound.roofline.scenario import Scenario
-from membound.roofline.speculation.draft_choice import best_size, drafting_of
+from membound.roofline.speculation.draft_choice import best_size, drafting_of, served_sizes
 from membound.roofline.speculation.steps import speculation_of
 from membound.roofline.techniques import Speculative
 from membound.simulator.deployment import SpeculatingDeployment, deployment_of
@@ -51,5 +51,6 @@ def best_technique(technique: Speculative, deployment: SpeculatingDeployment, lo
     assert deployment.speculation is not None, "the deployment speculates"
     steady = Steady(deployment, load)
     shape = deployment.decode_shape(steady.batch, load.lengths.context)
-    found = best_size(deployment.speculation, deployment.times, shape, technique.sizes())
+    sizes = served_sizes(technique, deployment.setup.profile)
+    found = best_size(deployment.speculation, deployment.times, shape, sizes)
     return None if found.size is None else technique.sized(found.size)

@@ -7,7 +7,7 @@ worth its cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,20 @@ def best_size(speculation: Speculation, times: Times, shape: StepShape, sizes: I
     exact = {int(at): sized[at].expected_tokens * plain_s / float(sized[at].step_s(times, shape)) for at in finalists}
     best = max(exact, key=exact.__getitem__)
     return Choice(tried[best], exact[best]) if exact[best] > 1.0 else Choice(None, 1.0)
+
+
+def served_sizes(technique: Speculative, profile: str) -> Iterator[Size]:
+    """Of the sizes that the technique allows those that the profile's engine takes unasked.
+
+    vLLM verifies chains, as it has trees only where `speculative_token_tree` spells one out: a tree_size that a
+    scenario gives.
+    """
+    chains = get_profile(profile).library == "vllm" and len(technique.size_fields) > 1 and not technique.given.nodes
+    if not chains:
+        yield from technique.sizes()
+        return
+    for depth in sorted({size.depth for size in technique.sizes()}):
+        yield Size(depth, depth)
 
 
 def _tabulated(speculation: Speculation, times: Times, shape: StepShape, sizes: Sequence[Size]) -> list[float]:
@@ -127,7 +141,7 @@ def with_drafts(
     speculation = speculation_of(scenario, model)
     assert speculation is not None, "the scenario speculates"
     times = times_for(hardware, scenario.setup.profile)
-    best = best_size(speculation, times, shape, technique.sizes()).size
+    best = best_size(speculation, times, shape, served_sizes(technique, scenario.engine.profile)).size
     sized = technique.sized(best or technique.usual_size)
     why = "the best here" if best else "as usual, since no draft is worth its cost here"
     kept = tuple(one for one in scenario.techniques if one is not technique)

@@ -16,7 +16,7 @@ from membound.roofline.precision.plan import compute_dtype
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.workload import SessionPrompts
 from membound.roofline.shape import StepShape
-from membound.roofline.speculation.draft_choice import best_size
+from membound.roofline.speculation.draft_choice import best_size, served_sizes
 from membound.roofline.techniques import Eagle, NgramSpeculation, Speculative, WeightQuantization
 from membound.simulator.advice.rules import DraftingOdds, Situation
 from membound.simulator.deployment import SpeculatingDeployment, deployment_of
@@ -134,7 +134,8 @@ def _drafting(
             continue
         shape = tried.decode_shape(batch, context)
         if isinstance(technique, Speculative) and technique.is_open:
-            best = best_size(tried.speculation, tried.times, shape, technique.sizes()).size
+            sizes = served_sizes(technique, tried.setup.profile)
+            best = best_size(tried.speculation, tried.times, shape, sizes).size
             if best is not None:
                 tried = replace(tried, speculation=tried.speculation.with_size(best))
         assert tried.speculation is not None
