@@ -92,7 +92,7 @@ def test_tensorrt_llm_starts_no_request_whose_whole_output_does_not_fit(tmp_path
 
 def test_an_engine_takes_as_much_into_a_step_as_it_does_by_itself_on_the_device(tmp_path: Path) -> None:
     """vLLM's server has 256 seats and 2,048 tokens on an A100, and four times as much on an H100."""
-    run = {"engine_version": "0.11", "batch_or_concurrency": "max", "metric": "throughput_tok_s_total"}
+    run = {"engine_version": "0.11", "batch_or_concurrency": "max", "input_len": 64, "metric": "throughput_tok_s_total"}
     served = {"flags": "online_interleaved_prefill"}
     small, large = cases(tmp_path, *(run | served | {"gpu": gpu} for gpu in ("A100-SXM4-80GB", "H100-SXM5")))
     assert (small.batch, small.deployment.chunk_tokens) == (256, 2048)
