@@ -46,18 +46,27 @@ class Workers:
             raise MemboundError(f"the address of a cluster is for backend ray or dask, not '{self.backend}'")
 
     def map(
-        self, function: Callable[[Item], Result], items: Sequence[Item], progress: Progress = silent
+        self,
+        function: Callable[[Item], Result],
+        items: Sequence[Item],
+        progress: Progress = silent,
+        results: list[Result] | None = None,
     ) -> list[Result]:
-        """`function` of each item, in their order; this process computes where there is one job or one item."""
-        results: list[Result] = []
+        """`function` of each item, in their order; this process computes where there is one job or one item.
+
+        They are put into `results` as they come, so that who is stopped has those until then.
+        """
+        results = [] if results is None else results
         for done, result in enumerate(self._results(function, items), start=1):
             results.append(result)
             progress(done / len(items), f"{done} of {len(items)}")
         return results
 
-    def calls(self, tasks: Sequence[Callable[[], Result]], progress: Progress = silent) -> list[Result]:
+    def calls(
+        self, tasks: Sequence[Callable[[], Result]], progress: Progress = silent, results: list[Result] | None = None
+    ) -> list[Result]:
         """What each of the tasks returns, in their order."""
-        return self.map(call, tasks, progress)
+        return self.map(call, tasks, progress, results)
 
     def _results(self, function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
         if self.address is not None:

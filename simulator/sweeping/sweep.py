@@ -91,18 +91,19 @@ def sweep(
     simulate: bool = True,
     workers: Workers | None = None,
     progress: Progress = silent,
+    found: list[Swept] | None = None,
 ) -> list[Swept]:
     """The scenario at every point of the product of `axes`, simulated or by closed forms.
 
-    Raises MemboundError where a path is not in the scenario, or a value not one of its field's: that is a mistake, no
-    point that cannot be served.
+    Points are put into `found` as they come, so that who is stopped has those until then. Raises MemboundError where a
+    path is not in the scenario, or a value not one of its field's: that is a mistake, no point that cannot be served.
     """
     scenario = scenario.model_copy(update={"sweep": ()})
     axes = list(axes)
     points = grid(axes)
     check(scenario, axes)
     tasks = [_Task(scenario, values, simulate) for values in points]
-    return (workers or Workers()).calls(tasks, progress)
+    return (workers or Workers()).calls(tasks, progress, found)
 
 
 def simulated(scenario: Scenario) -> dict[str, Any]:

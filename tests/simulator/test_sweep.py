@@ -148,6 +148,17 @@ def test_progress_comes_to_its_end():
     assert told == [0.25, 0.5, 0.75, 1.0]
 
 
+def test_who_stops_a_sweep_has_the_points_until_then():
+    def stop(share: float, said: str) -> None:
+        if said == "2 of 3":
+            raise KeyboardInterrupt
+
+    axes, found = [("workload.arrivals.concurrency", [1, 2, 3])], []
+    with pytest.raises(KeyboardInterrupt):
+        sweep(scenario(), axes, simulate=False, workers=Workers("sequential"), progress=stop, found=found)
+    assert found == sweep(scenario(), axes, simulate=False, workers=Workers("sequential"))[:2]
+
+
 def test_axes_are_read_as_yaml():
     assert parse_axis("a.b=1,2.5,x") == ("a.b", [1, 2.5, "x"])
     assert parse_axis("t=[],[{name: eagle}]") == ("t", [[], [{"name": "eagle"}]])
