@@ -37,12 +37,12 @@ def usual_limits(profile: str, hardware: HardwareSpec | None, kind: str) -> Engi
         return general
     memory = hardware.memory_bytes / _GIB
     match profile:
-        case "vllm" | "vllm-0.13" | "vllm-eager":
+        case "vllm" | "vllm-0.13" | "vllm-0.13-offline" | "vllm-eager":
             large = memory >= 70 and not hardware.name.upper().startswith("A100")
             return EngineLimits(1024, 8192) if large else EngineLimits(256, 2048)
         case "sglang":
             return EngineLimits(_SGLANG_SEATS, 2048 if memory < 35 else _sglang_chunk(memory))
-        case "tensorrt-llm":
+        case "tensorrt-llm" | "tensorrt-llm-offline":
             return EngineLimits(2048, 8192)
     return general
 
