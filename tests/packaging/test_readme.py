@@ -72,6 +72,20 @@ def test_the_example_in_python_runs(root: Path) -> None:
     assert (gains[0] == 1).all() and (gains[1:, 0] > 1).all()
 
 
+@pytest.mark.parametrize("name", READMES)
+def test_the_question_that_is_shown_is_answered_in_python(
+    name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (root / name).read_text("utf-8")
+    (question,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my.yaml").write_text(question, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(example, name, "exec"), names)
+    assert names["point"].batch == 32 and names["point"].time_s > 0
+
+
 def test_the_columns_that_commands_take_are_documented(root: Path) -> None:
     words = (root / "app" / "COMMANDS.md").read_text("utf-8")
     plain = next(form for form in FORMATS if form.name == "vidur")
