@@ -37,6 +37,8 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
             yield wrong("attention", mixer.kind, "of another kind")
         if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
             yield wrong("attention.indexer", "present", "absent")
+        if isinstance(mixer, LatentAttention) and mixer.output_gate:
+            yield wrong("attention.output_gate", True, "false")
         if isinstance(mixer, GroupedQueryAttention):
             if mixer.value_dim > mixer.head_dim:
                 yield wrong("attention.v_head_dim", mixer.v_head_dim, f"no more than head_dim {mixer.head_dim}")

@@ -130,7 +130,8 @@ class LatentAttention(WithoutState, Frozen):
     """Multi-head latent attention (MLA): a token caches one latent vector and one rotated key for all heads.
 
     Not absorbed, `kv_b` turns the latents of all attended tokens into K and V of every head. Absorbed, its two
-    halves are applied to q and to the output instead (`absorbed_linears`), and attention runs on the latents.
+    halves are applied to q and to the output instead (`absorbed_linears`), and attention runs on the latents. With an
+    `output_gate` each element of the output is scaled by a gate of the hidden state (Kimi K3).
     """
 
     kind: Literal["mla"] = "mla"
@@ -140,6 +141,7 @@ class LatentAttention(WithoutState, Frozen):
     qk_nope_head_dim: NonNegativeInt
     qk_rope_head_dim: PositiveInt
     v_head_dim: PositiveInt
+    output_gate: bool = False
     indexer: SparseIndexer | None = None
 
     @model_validator(mode="after")
@@ -186,6 +188,7 @@ class LatentAttention(WithoutState, Frozen):
             LinearShape("kv_b", heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank),
             LinearShape("o", hidden, heads * self.v_head_dim),
             *index,
+            *((LinearShape("output_gate", heads * self.v_head_dim, hidden),) if self.output_gate else ()),
         )
 
     def absorbed_linears(self) -> tuple[LinearShape, ...]:

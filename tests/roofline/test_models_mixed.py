@@ -113,6 +113,33 @@ CONFIGS = {
         num_dense_layers=2,
         layer_types=kinds(24, (2, 6, 10, 14, 18, 21), "full_attention", "conv"),
     ),
+    "Kimi-K3": {
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "text_config": fields(
+            "KimiLinearForCausalLM",
+            *(93, 7168, 96, 96, 163840),
+            intermediate_size=33792,
+            moe_intermediate_size=3072,
+            routed_expert_hidden_size=3584,
+            num_experts=896,
+            num_experts_per_token=16,
+            num_shared_experts=2,
+            first_k_dense_replace=1,
+            moe_layer_freq=1,
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            mla_use_output_gate=True,
+            linear_attn_config={
+                "full_attn_layers": [*range(4, 93, 4), 93],
+                "head_dim": 128,
+                "num_heads": 96,
+                "short_conv_kernel_size": 4,
+            },
+        ),
+    },
     "Kimi-Linear-48B-A3B": fields(
         "KimiLinearForCausalLM",
         *(27, 2304, 32, 32, 163840),
@@ -161,6 +188,16 @@ def test_parameters_are_those_of_transformers_own_model(name: str, params: int) 
 
 ATTENTION = GroupedQueryAttention(heads=8, kv_heads=2, head_dim=64)
 MAMBA = Mamba2(heads=16, head_dim=64, d_state=64)
+
+
+def test_a_gated_output_of_latent_attention_is_one_matrix_more() -> None:
+    plain = get_model("Kimi-K2")
+    gated = plain.model_copy(update={"attention": plain.attention.model_copy(update={"output_gate": True})})
+    assert gated.params - plain.params == plain.layers * 64 * 128 * plain.hidden
+    shape = StepShape.decode(4, 1000)
+    more = amounts(gated, shape).keys() - amounts(plain, shape).keys()
+    assert {name.split(".")[-1] for name in more} == {"output_gate"}
+    assert gated.kv_bytes_per_token(16) == plain.kv_bytes_per_token(16)
 
 
 def small(*mixers: Any, **changes: Any) -> ModelSpec:

@@ -29,6 +29,7 @@ REFUSED = {
     "Step-3": "q_lora_rank",
     "LongCat-Flash-560B-A27B": "zero_experts",
     "Kimi-Linear-48B-A3B": "kda",
+    "Kimi-K3": "kda",
     **dict.fromkeys(("LFM2-350M", "LFM2-700M", "LFM2-1.2B", "LFM2-2.6B", "LFM2-8B-A1B", "LFM2-24B-A2B"), "short_conv"),
     **dict.fromkeys((f"Falcon-H1-{size}" for size in ("0.5B", "1.5B", "1.5B-Deep", "3B", "7B", "34B")), "parallel"),
 }

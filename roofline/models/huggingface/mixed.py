@@ -86,7 +86,10 @@ def _lfm2_width(c: Config) -> int:
 
 
 def kimi_linear(c: Config) -> Fields:
-    """Kimi Linear: three layers of delta attention, then one of latent attention without rotation; dense first."""
+    """Kimi Linear and K3: three layers of delta attention, then one of latent attention; dense layers first.
+
+    In K3 experts work on a narrower projection of the hidden state, and latent attention has a gated output.
+    """
     linear = Config(c.get("linear_attn_config", default={}), f"linear_attn_config of {c.name}", c.architecture)
     kda = {
         "kind": "kda",
@@ -96,8 +99,10 @@ def kimi_linear(c: Config) -> Fields:
     }
     full = [index - 1 for index in linear.get("full_attn_layers", default=())]  # counted from 1
     attends = [index in full for index in range(c.layers)] if full else _attention_at(c, "full_attn_layers")
-    mixers = [latent_one if at else kda for latent_one, at in zip(latent(c), attends, strict=True)]
-    experts = routed(c, shared_intermediate=shared_width(c), router_bias=True)
+    gate = {"output_gate": c.flag("mla_use_output_gate")}
+    mixers = [latent_one | gate if at else kda for latent_one, at in zip(latent(c), attends, strict=True)]
+    narrow = c.get("routed_expert_hidden_size")
+    experts = routed(c, shared_intermediate=shared_width(c), router_bias=True, latent=narrow)
     return model(c, mixers, dense_first(c, experts))
 
 
@@ -126,5 +131,7 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "Lfm2ForCausalLM": lfm2,
     "Lfm2MoeForCausalLM": lfm2,
     "KimiLinearForCausalLM": kimi_linear,
+    "KimiK3ForCausalLM": kimi_linear,
+    "KimiK3ForConditionalGeneration": kimi_linear,
     "BailingHybridForCausalLM": bailing_hybrid,
 }

@@ -158,7 +158,11 @@ def step3p5(c: Config) -> Fields:
     windows = c.windows([index % 4 != 0 for index in range(c.layers)])
     attentions = [full | {"heads": heads, "window": window} if window else full for window in windows]
     experts = routed(
-        Config(c.fields | {"n_routed_experts": c.count("n_routed_experts", "moe_num_experts")}, c.name, c.architecture),
+        Config(
+            c.fields | {"n_routed_experts": c.count("n_routed_experts", "moe_num_experts", "num_experts")},
+            c.name,
+            c.architecture,
+        ),
         shared_intermediate=c.count("share_expert_dim", "share_expert_dims"),
         router_bias=True,
     )
@@ -194,5 +198,6 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "Step3TextForCausalLM": step3,
     "Step3VLForConditionalGeneration": step3,
     "Step3p5ForCausalLM": step3p5,
+    "Step3p7FlashForCausalLM": step3p5,
     "Step3p7ForConditionalGeneration": step3p5,
 }
