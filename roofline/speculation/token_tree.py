@@ -33,11 +33,16 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Nodes in the order of their chances: the chance that a node and all before it are right, and its depth."""
+    """Nodes in the order of their chances: the chance that a node and all before it are right, and its depth.
+
+    Who drafts continues the nodes that have children; or `continued`, so many at each depth, where it learns only
+    behind the last pass which of them it keeps.
+    """
 
     chances: tuple[float, ...]
     depths: tuple[int, ...]
     parents: tuple[int, ...]
+    continued: tuple[int, ...] | None = None
 
     @property
     def nodes(self) -> int:
@@ -70,6 +75,8 @@ class TokenTree:
     @property
     def expanded_by_depth(self) -> tuple[int, ...]:
         """Nodes that the drafter continues, at depth 0 (the last token that is known), 1 .. depth - 1."""
+        if self.continued is not None:
+            return self.continued
         continued = {(self.depths[parent] if parent >= 0 else 0, parent) for parent in self.parents}
         return tuple(sum(1 for depth, _ in continued if depth == level) for level in range(self.depth))
 

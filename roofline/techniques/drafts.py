@@ -6,10 +6,11 @@ build the drafter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar, Literal
 
-from membound.roofline.speculation.token_tree import RANK_EXPONENT, TokenTree, best_tree, chain
+from membound.roofline.speculation.token_tree import MOST_BRANCHES, RANK_EXPONENT, TokenTree, best_tree, chain
 
 DrafterKind = Literal["ngram", "draft_model", "self", "medusa", "eagle", "mtp"]
 
@@ -116,9 +117,23 @@ class MedusaDrafts(HeadDrafts):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleDrafts(HeadDrafts):
-    """One layer that continues the model's own hidden states, once for each of `gamma` positions."""
+    """One layer that continues the model's own hidden states, once for each of `gamma` positions.
+
+    At each position it continues its `branches` most likely guesses, and which of all it keeps is known only behind
+    the last (EAGLE-2, Li et al., 2024); a single branch is a chain.
+    """
 
     kind = "eagle"
+
+    @property
+    def branches(self) -> int:
+        return min(MOST_BRANCHES, ceil(self.tokens / self.gamma)) if self.gamma else 0
+
+    @property
+    def tree(self) -> TokenTree:
+        if self.branches <= 1:
+            return chain(self.alphas)
+        return replace(super().tree, continued=(1, *[self.branches] * (self.gamma - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)

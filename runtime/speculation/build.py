@@ -98,10 +98,10 @@ def proposer_for(scenario: Scenario, host: DraftHost) -> Proposer | None:
         return MedusaProposer(heads, drafts.gamma, drafts.tokens)
     if isinstance(drafts, EagleDrafts):
         layer = FeatureHead(_head(scenario, drafts, spec), spec, host.outer_weights(), host.decoder.kernels)
-        return EagleProposer(layer, host.num_blocks, host.block_size, drafts.gamma, drafts.tokens)
+        return EagleProposer(layer, host.num_blocks, host.block_size, drafts.gamma, drafts.tokens, drafts.branches)
     if isinstance(drafts, MtpDrafts):
         module = FeatureHead(_mtp_module(scenario, spec), spec, host.outer_weights(), host.decoder.kernels, dense=False)
-        return EagleProposer(module, host.num_blocks, host.block_size, drafts.gamma, drafts.gamma)
+        return EagleProposer(module, host.num_blocks, host.block_size, drafts.gamma, drafts.gamma, 1)
     raise AssertionError(f"nothing drafts as {drafts.kind}")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from membound.kernels.base import Kernels, RaggedBatch
 from membound.roofline.models import ModelSpec
 from membound.roofline.speculation.draft_models import one_layer
+from membound.roofline.speculation.token_tree import MOST_BRANCHES
 from membound.runtime.cuda_graphs import DecodeGraphs, DraftStep, decode_graphs
 from membound.runtime.decoder import Decoder, Hidden, KvCache
 from membound.runtime.linear import KernelLinear
@@ -27,7 +28,6 @@ from membound.runtime.speculation.trees import Guess, best_draft
 from membound.simulator.scheduling.drafter import Room
 from membound.simulator.scheduling.request import Draft, Sequence, Step
 
-MOST_BRANCHES = 10
 _OWN = ("tokens", "join", "embed_norm", "hidden_norm", "final_norm")
 
 
@@ -91,21 +91,21 @@ class _Unread:
 class EagleProposer:
     """A tree of up to `guesses` guesses, up to `depth` behind one another, for each sequence.
 
-    At each depth the most likely guesses are continued; of all guesses the most likely ones are verified. With as many
-    guesses as the depth it is a chain.
+    At each depth the `branches` most likely guesses are continued, each by its most likely tokens; of all guesses the
+    most likely ones are verified. A single branch is a chain.
     """
 
     reads_hidden = True
 
-    def __init__(self, head: FeatureHead, num_blocks: int, block_size: int, depth: int, guesses: int) -> None:
+    def __init__(self, head: FeatureHead, num_blocks: int, block_size: int, depth: int, guesses: int, branches: int) -> None:
         self.head = head
         self.cache = head.new_cache(num_blocks, block_size)
         self.block_size = block_size
         self.depth = depth
         self.guesses = guesses
-        self.branches = min(MOST_BRANCHES, -(-guesses // depth))
         # A pass computes the guesses that were continued so far once more, rather than mask them in its cache.
-        self.branches = min(self.branches, (MOST_IN_TREE - 1) // max(depth - 1, 1))
+        self.branches = min(branches, (MOST_IN_TREE - 1) // max(depth - 1, 1))
+        self.candidates = 1 if self.branches == 1 else min(MOST_BRANCHES, guesses, len(head.tokens))
         self.computed_guesses = max(guesses, self.branches * (depth - 1), 1)
         self.graphs: DecodeGraphs | None = None
         self._unread: dict[int, _Unread] = {}
@@ -203,7 +203,7 @@ class EagleProposer:
 
     def _add(self, growing: list[_Growing], parents: list[list[int]], states: Tensor) -> None:
         """Adds the best guesses behind each of `parents`, whose predicted states are `states` [rows, hidden]."""
-        best = torch.softmax(self.head.logits(states), dim=-1).topk(self.branches, dim=-1)
+        best = torch.softmax(self.head.logits(states), dim=-1).topk(self.candidates, dim=-1)
         chances, tokens = best.values.tolist(), self.head.tokens[best.indices].tolist()
         row = 0
         for one, listed in zip(growing, parents, strict=True):

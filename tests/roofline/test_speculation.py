@@ -34,6 +34,7 @@ from membound.roofline.techniques import (
     Technique,
     engine_setup,
 )
+from membound.roofline.techniques.drafts import EagleDrafts
 from membound.roofline.times.known import times_for
 
 FACTS = Path(__file__).parents[3] / "shared" / "facts"
@@ -103,6 +104,18 @@ def test_a_tree_is_a_tree_and_more_nodes_never_accept_less(alphas, nodes):
     assert len(tree.expanded_by_depth) == tree.depth and tree.expanded_by_depth[:1] == (1,)
     assert best_tree(tuple(alphas), nodes + 1).expected_accepted >= tree.expected_accepted
     assert best_tree(tuple(alphas), nodes + len(alphas)).expected_accepted >= chain(alphas).expected_accepted - 1e-9
+
+
+@given(depth=st.integers(0, 8), nodes=st.integers(0, 60))
+def test_who_keeps_the_likeliest_of_its_guesses_has_a_pass_for_each_position(depth, nodes):
+    drafts = EagleDrafts(gamma=depth, nodes=max(depth, nodes), alpha=0.6, decay=0.8)
+    tree = drafts.tree
+    assert len(tree.expanded_by_depth) == depth and set(tree.expanded_by_depth[1:]) <= {drafts.branches}
+    if nodes <= depth:
+        assert tree == chain(drafts.alphas)
+    else:
+        static = best_tree(drafts.alphas, drafts.tokens)
+        assert tree.chances == static.chances and len(static.expanded_by_depth) <= depth
 
 
 def test_an_empty_tree_accepts_nothing():

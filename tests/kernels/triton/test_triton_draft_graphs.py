@@ -119,7 +119,7 @@ def test_a_layer_that_continues_states_guesses_the_same_from_graphs(guesses, wei
     head = FeatureHead(random_head("eagle", SPEC, 1, 60, seed=2), SPEC, weights, kernels)
     drafts = []
     for graphs in (False, True):
-        proposer = EagleProposer(head, 4, SIZE, DEPTH, guesses)
+        proposer = EagleProposer(head, 4, SIZE, DEPTH, guesses, -(-guesses // DEPTH))
         if graphs:
             assert proposer.capture(2, 2) == "drafts by graphs"
         works = tuple(Work(number, 0, len(ids) - 1) for number, ids in PROMPTS.items())

@@ -41,12 +41,14 @@ def test_a_path_is_continued_as_in_one_pass(model, guesses):
     states = [torch.randn(len(tokens) - 1, spec.hidden, generator=generator) for tokens in prompts]
     sequences = [decoding(i, tokens, list(range(20 * i, 20 * i + 20))) for i, tokens in enumerate(prompts)]
 
-    proposer = Watched(head, 40, SIZE, DEPTH, guesses)
+    proposer = Watched(head, 40, SIZE, DEPTH, guesses, guesses // DEPTH)
     work = tuple(Work(seq.id, 0, seq.computed) for seq in sequences)
     step = Step(0, 0, work, work, (), (), (), 0, 0, 0, 0, 40, 1, ())
     proposer.observe(step, {0, 1}, torch.cat(states), {0: (), 1: ()})
     drafts = proposer.draft(sequences, [Room(DEPTH, 60)] * 2)
     assert all(len(draft.tokens) == guesses for draft in drafts)
+    if guesses > DEPTH:  # few are continued, but each by as many tokens as are likely
+        assert max(sum(parent < 0 for parent in draft.parents) for draft in drafts) > guesses // DEPTH
 
     for one, true in zip(proposer.growing, states, strict=True):
         tokens = one.sequence.token_ids
