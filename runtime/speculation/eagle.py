@@ -97,7 +97,9 @@ class EagleProposer:
 
     reads_hidden = True
 
-    def __init__(self, head: FeatureHead, num_blocks: int, block_size: int, depth: int, guesses: int, branches: int) -> None:
+    def __init__(
+        self, head: FeatureHead, num_blocks: int, block_size: int, depth: int, guesses: int, branches: int
+    ) -> None:
         self.head = head
         self.cache = head.new_cache(num_blocks, block_size)
         self.block_size = block_size
