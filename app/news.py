@@ -49,7 +49,7 @@ def progress_said(job: Job, t: Translate) -> str:
     if not job.active:
         return t(f"state.{job.state}")
     waited_s = max(0.0, time.time() - (job.started or job.created))
-    ready = t("job.ready") if job.kind in MEASUREMENTS else ""
+    ready = t("job.ready" if job.kind in MEASUREMENTS else "job.begins")
     words = {"message": in_words(job.message, t) if job.message else ready, "waited": text.seconds(waited_s)}
     if job.state == "queued":
         return t("job.queued", **words) + (f"{t('sign.colon')}{words['message']}" if job.message else "")

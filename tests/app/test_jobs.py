@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from membound.app import jobs, worker
 from membound.app.home import StoreError
+from membound.app.i18n import LANGUAGES, Translate
+from membound.app.news import progress_said
 from membound.app.records import Job
 from membound.app.store import Store
 from membound.roofline.errors import MemboundError
@@ -231,6 +233,15 @@ def test_measurements_take_turns_in_order_and_say_whom_they_wait_for(store):
     assert [job.state for job in ended] == ["done"] * 3
     windows = [[event.payload for event in store.events(job.id)] for job in ended]
     assert windows[0][1]["to"] <= windows[1][0]["from"] and windows[1][1]["to"] <= windows[2][0]["from"]
+
+
+@pytest.mark.parametrize("language", list(LANGUAGES))
+@pytest.mark.parametrize("kind", ["plan", "measure"])
+def test_a_job_that_has_told_nothing_yet_is_said_to_begin(store, kind, language):
+    job_id = store.submit_job(kind, {})
+    assert store.start_job(job_id)
+    said, of, waited = progress_said(store.job(job_id), Translate(language)).partition(" · ")
+    assert said.strip() and of and waited.endswith("s")
 
 
 def test_a_simulation_does_not_wait_for_a_measurement(store):
