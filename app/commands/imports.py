@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from membound.roofline.results.result import RunResult, Summary
 
 FileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="of vllm bench serve, SGLang, GuideLLM or AIPerf: JSON, or JSON lines")
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="of vllm bench serve, SGLang, GuideLLM, AIPerf (JSON, JSON lines) or trtllm-bench (JSON, a log)",
+    ),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,8 @@ def _kind(value: Any) -> str:
     return "null" if value is None else reprlib.repr(value)
 
 
-def documents(path: Path) -> Iterator[tuple[Any, str]]:
-    """The JSON documents of a file and where each stands: one, or one a line.
+def documents(path: Path, in_log: Callable[[str], list[dict[str, Any]]] | None = None) -> Iterator[tuple[Any, str]]:
+    """The JSON documents of a file and where each stands: one, or one a line; or what `in_log` finds in a text.
 
     Raises MemboundError with one sentence for a file that cannot be read or is neither.
     """
@@ -119,6 +119,9 @@ def documents(path: Path) -> Iterator[tuple[Any, str]]:
         raise MemboundError(f"{named} is nested too deep to be a benchmark's result") from None
     except ValueError as error:
         whole = error
+    if in_log is not None and (found := in_log(text)):
+        yield from ((document, f"{named}, report {number}") for number, document in enumerate(found, start=1))
+        return
     lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
     for number, line in lines:
         try:

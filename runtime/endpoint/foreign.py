@@ -1,7 +1,7 @@
 """What did another tool measure at a server? Its result as a run of ours, with the scenario that it amounts to.
 
-Read are vLLM's `vllm bench serve`, with SGLang's bench_serving, GuideLLM and AIPerf; each has a file of its own here
-that says what its fields mean.
+Read are vLLM's `vllm bench serve`, with SGLang's bench_serving, GuideLLM, AIPerf and TensorRT-LLM's `trtllm-bench`;
+each has a file of its own here that says what its fields mean.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Averages:
 class Result:
     """One run that a file holds: a record of each request, or averages alone.
 
-    `arrivals` and `parallel` are fields of a scenario's; `told` is what the server said of itself, `profile` the engine
-    that it is taken for.
+    `arrivals`, `parallel` and the engine's `limits` are fields of a scenario's; `told` is what the server said of
+    itself, `profile` the engine that it is taken for.
     """
 
     tool: str
@@ -61,6 +61,7 @@ class Result:
     created: str | None = None
     told: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
     profile: str = _USUAL_PROFILE
     notes: tuple[str, ...] = ()
 
@@ -82,7 +83,7 @@ class Result:
     def scenario(self, name: str, model: str | None, hardware: str | None, profile: str | None) -> Scenario:
         """What the file says was asked, as far as it does; raises MemboundError where it holds no request.
 
-        No file says how many seats the engine had: it gets its usual number, or one for each user.
+        Where the file does not say how many seats the engine had, it gets the usual number, or one for each user.
         """
         if not self.requests:
             raise MemboundError(f"{self.tool}'s result holds no request")
@@ -96,7 +97,7 @@ class Result:
                 "model": model or self.model or UNKNOWN,
                 "hardware": hardware or UNKNOWN,
                 "parallel": self.parallel,
-                "engine": {"profile": profile or self.profile, "max_num_seqs": seats},
+                "engine": {"profile": profile or self.profile, "max_num_seqs": seats} | self.limits,
                 "repeats": 1,
                 "workload": {
                     "arrivals": arrivals,
@@ -146,11 +147,11 @@ class Result:
 
 def read_results(path: Path) -> list[Result]:
     """The runs that a file of a benchmark tool holds; raises MemboundError with one sentence."""
-    from membound.runtime.endpoint import aiperf, guidellm, vllm_bench
+    from membound.runtime.endpoint import aiperf, guidellm, trtllm_bench, vllm_bench
 
     results: list[Result] = []
     records: list[Fields] = []
-    for document, where in documents(path):
+    for document, where in documents(path, trtllm_bench.reports_in):
         given = Fields(document, where)
         if aiperf.is_record(given):
             records.append(given)
@@ -160,11 +161,13 @@ def read_results(path: Path) -> list[Result]:
             results.append(aiperf.summary(given))
         elif vllm_bench.is_result(given):
             results.append(vllm_bench.result(given))
+        elif trtllm_bench.is_report(given):
+            results.append(trtllm_bench.result(given))
         else:
             raise MemboundError(
                 f"{where} is no result that is known; known are those of `vllm bench serve --save-result`, SGLang's "
-                "bench_serving, GuideLLM's benchmarks.json, and AIPerf's profile_export.jsonl and "
-                "profile_export_aiperf.json"
+                "bench_serving, GuideLLM's benchmarks.json, AIPerf's profile_export.jsonl and "
+                "profile_export_aiperf.json, and reports of trtllm-bench"
             )
     if records:
         results.append(aiperf.records(records))
