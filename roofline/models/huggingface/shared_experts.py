@@ -119,7 +119,7 @@ def longcat(c: Config) -> Fields:
     the first network alone. Some of a token's experts compute nothing.
     """
     layers = c.count("num_layers", "num_hidden_layers")
-    flat = Config(c.fields | {"num_hidden_layers": 2 * layers}, c.name, c.architecture)
+    flat = Config({**c.fields, "num_hidden_layers": 2 * layers}, c.name, c.architecture)
     dense = {"kind": "gated", "intermediate": c.count("ffn_hidden_size", "intermediate_size")}
     experts = {
         "kind": "moe",
@@ -159,7 +159,7 @@ def step3p5(c: Config) -> Fields:
     attentions = [full | {"heads": heads, "window": window} if window else full for window in windows]
     experts = routed(
         Config(
-            c.fields | {"n_routed_experts": c.count("n_routed_experts", "moe_num_experts", "num_experts")},
+            {**c.fields, "n_routed_experts": c.count("n_routed_experts", "moe_num_experts", "num_experts")},
             c.name,
             c.architecture,
         ),
