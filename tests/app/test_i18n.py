@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import string
 from pathlib import Path
@@ -55,6 +56,14 @@ SHOWS = {
 
 def _keys(language: str) -> set[str]:
     return {key for key in sentences(language) if not key.startswith(OPTIONAL)}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_key_stands_once(language: str) -> None:
+    """JSON takes the last of equal keys without a word."""
+    text = (APP / "i18n" / f"{language}.json").read_text("utf-8")
+    keys = json.loads(text, object_pairs_hook=lambda pairs: [key for key, _ in pairs])
+    assert len(keys) == len(set(keys)) > 1000
 
 
 def _placeholders(sentence: str) -> set[str]:
