@@ -145,6 +145,7 @@ class _Step(StepContext):
             self.linear(f"{prefix}qkv", count, t, qkv_n, qkv_k, "attention"),
             *(self.linear(f"{prefix}{name}", count, t, n, k, "attention") for name, n, k in inner),
             elementwise(f"{prefix}rope_and_store", "rope_and_store", count, rotated, 2 * rotated * w, stored),
+            *self._indexing(a.indexer, count, prefix),
             *self._attention(prefix, count, per_head, a),
             *self._choosing(prefix, count, a, per_head),
             self.linear(f"{prefix}o", count, t, o_n, o_k, "attention"),
@@ -155,7 +156,7 @@ class _Step(StepContext):
         each = kv.head_bytes(a.head_dim) + kv.head_bytes(a.value_dim)
         if not kv.window:
             return each
-        decode, prefill = self._read(a.window, self.setup.budget_of("gqa"))
+        decode, prefill = self._read(a.reads, self.setup.budget_of("gqa"))
         tokens = np.maximum(decode.kv_tokens + prefill.kv_tokens, 1e-9)
         newest = np.minimum(tokens, self.shape.sequences * kv.window)
         return each + (2.0 * (a.head_dim + a.value_dim) - each) * newest / tokens
@@ -218,8 +219,8 @@ class _Step(StepContext):
 
     def _attention(self, prefix: str, count: int, heads: AttentionHeads, a: GroupedQueryAttention) -> list[Operator]:
         """Attention over the cache; where it is not fused, the scores are written, read, and written again."""
-        decode, prefill = self._seen(a.window, self.setup.budget_of("gqa"))
-        tiles = self._tiles(a.window, self.setup.budget_of("gqa"))
+        decode, prefill = self._seen(a.reads, self.setup.budget_of("gqa"))
+        tiles = self._tiles(a.reads, self.setup.budget_of("gqa"))
         made = [self._one_attention(f"{prefix}attention", count, heads, decode, prefill, tiles)]
         if not self.setup.fused_attention:
             scores = heads.heads * (decode.attended + prefill.attended)
@@ -281,7 +282,7 @@ class _Step(StepContext):
             return []
         dim, keys = indexer.head_dim, float(indexer.key_bytes_per_token)
         heads = AttentionHeads(
-            indexer.heads, 1, keys, 2.0 * dim, dim, PRECISIONS["fp8"], latents=True, scores_only=True
+            indexer.heads, 1, keys, 2.0 * dim, dim, PRECISIONS[indexer.key_format], latents=True, scores_only=True
         )
         name = f"{prefix}index"
         decode, prefill = self._on_one(self.shape.decode_part, self.shape.prefill_part)

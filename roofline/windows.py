@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from membound.roofline.models import ModelSpec
-from membound.roofline.models.attention import LatentAttention
+from membound.roofline.models.attention import GroupedQueryAttention, LatentAttention
 from membound.roofline.techniques import EngineSetup
 
 
@@ -15,7 +15,7 @@ def windows_of(model: ModelSpec, setup: EngineSetup) -> tuple[int, ...]:
     found: set[int] = set()
     for mixer in (mixer for group in model.groups() for mixer in group.mixers):
         window, budget = mixer.window, setup.budget_of(mixer.kind)
-        if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
+        if isinstance(mixer, GroupedQueryAttention | LatentAttention) and mixer.indexer is not None:
             window = mixer.indexer.top_k
         if window is not None:
             found.add(window)

@@ -35,7 +35,7 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         mixer, ffn = group.attention, group.ffn
         if mixer.kind in _UNCOMPUTED:
             yield wrong("attention", mixer.kind, "of another kind")
-        if isinstance(mixer, LatentAttention) and mixer.indexer is not None:
+        if isinstance(mixer, GroupedQueryAttention | LatentAttention) and mixer.indexer is not None:
             yield wrong("attention.indexer", "present", "absent")
         if isinstance(mixer, LatentAttention) and mixer.output_gate:
             yield wrong("attention.output_gate", True, "false")

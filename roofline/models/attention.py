@@ -9,6 +9,43 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from membound.roofline.models.base import Frozen, LinearShape, WithoutKv, WithoutState, split, split_or_copy
 
 
+class SparseIndexer(Frozen):
+    """Sparse attention: light heads score all earlier tokens, and attention reads the `top_k` best.
+
+    Its keys, one of `head_dim` a token, are cached in fp8 with one fp32 scale (DeepSeek-V3.2, whose heads have
+    `head_weights`) or in 16 bits. A layer that takes its choice from an earlier layer has no indexer but still reads
+    `top_k` tokens: `shared` (GLM-5.2). Where whole blocks of tokens are chosen (MiniMax-M3), `top_k` are theirs.
+    """
+
+    heads: PositiveInt
+    head_dim: PositiveInt
+    top_k: PositiveInt
+    shared: bool = False
+    head_weights: bool = True
+    key_format: Literal["fp8", "bf16"] = "fp8"
+
+    @property
+    def key_bytes_per_token(self) -> int:
+        """Bytes of index keys that one token leaves: fp8 elements and an fp32 scale, or 16 bits each."""
+        if self.shared:
+            return 0
+        return self.head_dim + 4 if self.key_format == "fp8" else 2 * self.head_dim
+
+    def linears(self, hidden: int, queries_from: int) -> tuple[LinearShape, ...]:
+        """Its queries come from the compressed q or the hidden state, its key and weights from the hidden state."""
+        if self.shared:
+            return ()
+        return (
+            LinearShape("index_q", self.heads * self.head_dim, queries_from),
+            LinearShape("index_k", self.head_dim + self.head_weights * self.heads, hidden),
+        )
+
+    @property
+    def vector_params(self) -> int:
+        """The key's layer norm, or the norms of both."""
+        return 0 if self.shared else 2 * self.head_dim
+
+
 class GroupedQueryAttention(WithoutState, Frozen):
     """Attention in which `heads / kv_heads` query heads share a K and V head (equal: MHA; one KV head: MQA).
 
@@ -16,6 +53,7 @@ class GroupedQueryAttention(WithoutState, Frozen):
     a wider q projection (Qwen3-Next). `sinks` are learned logits, one a head (gpt-oss). `v_is_k` takes V from the
     K projection (Gemma 4). `qk_norm` is over each head, or over all of them (`qk_norm_over`: OLMo 2, MiniMax-M2).
     With `q_lora_rank` q comes from a narrower, normed projection of the hidden state (Step-3's MFA, arXiv 2412.19255).
+    With an `indexer` it reads those tokens that light heads choose, of all that are cached (MiniMax-M3).
     With `shares_kv` a layer reads the K and V that an earlier one has cached, and leaves none (Gemma 3n).
     """
 
@@ -35,6 +73,7 @@ class GroupedQueryAttention(WithoutState, Frozen):
     v_is_k: bool = False
     shares_kv: bool = False
     q_lora_rank: PositiveInt | None = None
+    indexer: SparseIndexer | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -42,9 +81,16 @@ class GroupedQueryAttention(WithoutState, Frozen):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.q_lora_rank and (self.output_gate or self.qkv_bias):
             raise ValueError("q_lora_rank is given with qkv_bias or output_gate, which no such attention has")
+        if self.indexer is not None and self.window is not None:
+            raise ValueError(f"indexer is given beside window {self.window}, within which all tokens are read")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even, because rotary embedding turns pairs")
         return self
+
+    @property
+    def reads(self) -> int | None:
+        """Tokens that a query reads at most; None: all of them."""
+        return self.window if self.indexer is None else self.indexer.top_k
 
     @property
     def value_dim(self) -> int:
@@ -74,7 +120,8 @@ class GroupedQueryAttention(WithoutState, Frozen):
             q_b = LinearShape("q_b", heads * self.head_dim, self.q_lora_rank)
             return LinearShape("qkv", rows, hidden), q_b, LinearShape("o", hidden, heads * self.value_dim)
         qkv = LinearShape("qkv", self._qkv_rows(heads, kv_heads), hidden)
-        return qkv, LinearShape("o", hidden, heads * self.value_dim)
+        index = self.indexer.linears(hidden, hidden) if self.indexer else ()
+        return qkv, *index, LinearShape("o", hidden, heads * self.value_dim)
 
     def vectors(self, hidden: int) -> int:
         return self.vector_params + self.o_bias * hidden
@@ -82,48 +129,16 @@ class GroupedQueryAttention(WithoutState, Frozen):
     @property
     def vector_params(self) -> int:
         """Parameters of one layer outside its linears, but for a bias of the output."""
-        keys = 0 if self.shares_kv else 1
+        keys, index = 0 if self.shares_kv else 1, self.indexer.vector_params if self.indexer else 0
         normed = (self.heads + keys * self.kv_heads if self.qk_norm_over == "heads" else 1 + keys) * self.head_dim
         norms = self.qk_norm * normed * (2 if self.qk_norm_bias else 1)
-        return self.qkv_bias * self.qkv_rows + norms + self.sinks * self.heads + (self.q_lora_rank or 0)
+        return self.qkv_bias * self.qkv_rows + norms + self.sinks * self.heads + (self.q_lora_rank or 0) + index
 
     def _qkv_rows(self, heads: int, kv_heads: int) -> int:
         queries = heads * self.head_dim + (heads * self.value_dim if self.output_gate else 0)
         if self.shares_kv:
             return queries
         return queries + kv_heads * (self.head_dim + (0 if self.v_is_k else self.value_dim))
-
-
-class SparseIndexer(Frozen):
-    """DeepSeek sparse attention: light heads score all earlier tokens, and attention reads the `top_k` best.
-
-    Its keys, one of `head_dim` a token, are cached in fp8 with one fp32 scale. A layer that takes its choice from an
-    earlier layer has no indexer but still reads `top_k` tokens: `shared` (GLM-5.2).
-    """
-
-    heads: PositiveInt
-    head_dim: PositiveInt
-    top_k: PositiveInt
-    shared: bool = False
-
-    @property
-    def key_bytes_per_token(self) -> int:
-        """Bytes of index keys that one token leaves: fp8 elements and an fp32 scale."""
-        return 0 if self.shared else self.head_dim + 4
-
-    def linears(self, hidden: int, q_lora_rank: int) -> tuple[LinearShape, ...]:
-        """Its queries come from the compressed q, its key and the weight of each head from the hidden state."""
-        if self.shared:
-            return ()
-        return (
-            LinearShape("index_q", self.heads * self.head_dim, q_lora_rank),
-            LinearShape("index_k", self.head_dim + self.heads, hidden),
-        )
-
-    @property
-    def vector_params(self) -> int:
-        """The key's layer norm."""
-        return 0 if self.shared else 2 * self.head_dim
 
 
 class LatentAttention(WithoutState, Frozen):

@@ -132,6 +132,25 @@ CONFIGS = {
         sliding_window=512,
         attention_other_setting={"num_attention_heads": 96},
     ),
+    "MiniMax-M3": fields(
+        "MiniMaxM3ForCausalLM",
+        *(60, 6144, 64, 4, 200064),
+        head_dim=128,
+        intermediate_size=3072,
+        moe_intermediate_size=3072,
+        dense_intermediate_size=12288,
+        shared_intermediate_size=3072,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        moe_layer_freq=[0] * 3 + [1] * 57,
+        sparse_attention_config={
+            "sparse_attention_freq": [0] * 3 + [1] * 57,
+            "sparse_block_size": 128,
+            "sparse_index_dim": 128,
+            "sparse_num_index_heads": 4,
+            "sparse_topk_blocks": 16,
+        },
+    ),
     "Solar-Open-100B": fields(
         "SolarOpenForCausalLM",
         *(48, 4096, 64, 8, 196608),
@@ -221,6 +240,7 @@ def test_a_config_gives_the_catalogs_layers_and_parameters(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "params"),
     [
+        ("MiniMax-M3", 426174565632),
         ("Solar-Open-100B", 102651793408),
         ("Hy3", 295033528320),
         ("Youtu-LLM-2B", 1961560064),
@@ -311,7 +331,24 @@ def test_a_narrow_projection_of_q_saves_its_matrix_and_leaves_the_cache() -> Non
     )
 
 
-@pytest.mark.parametrize("name", ["LongCat-Flash", "Step-3", "Ling-mini-2.0", "Grok-2", "Youtu-LLM-2B"])
+def test_chosen_tokens_bound_what_is_read_and_not_what_is_kept() -> None:
+    sparse = get_model("MiniMax-M3")
+    dense = sparse.model_copy(
+        update={"attention": sparse.usual_attention.model_copy(update={"indexer": None}), "overrides": ()}
+    )
+    sparse = sparse.model_copy(update={"overrides": ()})
+
+    def read(model: ModelSpec, context: int, name: str) -> float:
+        operators = step_operators(model, PLAIN, StepShape.decode(2, context))
+        return sum(float(op.kv_bytes) * op.calls for op in operators if op.name.endswith(name))
+
+    assert read(sparse, 1500, "attention") == read(dense, 1500, "attention")
+    assert read(sparse, 100_000, "attention") == read(sparse, 3000, "attention") < read(dense, 3000, "attention")
+    assert read(sparse, 100_000, "index") == 60 * 2 * 100_000 * 256 > 0 == read(dense, 100_000, "index")
+    assert sparse.kv_bytes_per_token(16) == dense.kv_bytes_per_token(16) + 60 * 256
+
+
+@pytest.mark.parametrize("name", ["MiniMax-M3", "LongCat-Flash", "Step-3", "Ling-mini-2.0", "Grok-2", "Youtu-LLM-2B"])
 def test_it_is_predicted_and_simulated(name: str) -> None:
     scenario = load_scenario("live-cpu").with_techniques(()).with_value("model", name).with_value("hardware", "B200")
     tp = 1 if get_model(name).params < 50e9 else 16

@@ -24,6 +24,7 @@ REFUSED = {
     "Gemma-4-26B-A4B": "attention.v_is_k",
     "Gemma-4-31B": "attention.v_is_k",
     "MiniMax-M1": "lightning",
+    "MiniMax-M3": "attention.indexer",
     **dict.fromkeys(("Gemma-3n-E2B", "Gemma-3n-E4B", "Gemma-4-E2B", "Gemma-4-E4B"), "shares_kv"),
     "Snowflake-Arctic": "norms_per_layer",
     "Step-3": "q_lora_rank",

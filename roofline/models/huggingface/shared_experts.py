@@ -65,6 +65,34 @@ def _dense_by_type(c: Config, experts: Fields, key: str, usual: int) -> list[Fie
     ]
 
 
+def minimax_m3(c: Config) -> Fields:
+    """MiniMax-M3: light heads choose blocks of tokens in all but the first layers; dense layers first."""
+    attention = gqa(c, qk_norm=c.flag("use_qk_norm", default=True))
+    sparse = Config(
+        c.get("sparse_attention_config", default={}), f"sparse_attention_config of {c.name}", c.architecture
+    )
+    block = sparse.count("sparse_block_size", default=c.count("index_block_size", default=128))
+    indexer = {
+        "heads": sparse.count("sparse_num_index_heads", default=c.count("index_n_heads", default=4)),
+        "head_dim": sparse.count("sparse_index_dim", default=c.count("index_head_dim", default=128)),
+        "top_k": block * sparse.count("sparse_topk_blocks", default=c.count("index_topk_blocks", default=16)),
+        "head_weights": False,
+        "key_format": "bf16",
+    }
+    marks = sparse.get("sparse_attention_freq") or [
+        kind != "full_attention" for kind in c.layer_list("layer_types") or ()
+    ]
+    if len(marks) != c.layers:
+        raise c.unsupported("sparse_attention_config", "sparse_attention_freq must have one entry for each layer")
+    attentions = [attention | {"indexer": indexer} if mark else attention for mark in marks]
+    shared = c.count("shared_intermediate_size", "moe_intermediate_size", "intermediate_size")
+    experts = routed(c, shared_intermediate=shared, router_bias=c.flag("use_routing_bias", default=True))
+    wide = Config({**c.fields, "intermediate_size": c.count("dense_intermediate_size")}, c.name, c.architecture)
+    fraction = c.count("rotary_dim", default=c.head_dim) / c.head_dim
+    mtp = c.get("num_nextn_predict_layers", default=0)
+    return model(c, attentions, dense_first(wide, experts), rotary_fraction=fraction, mtp_layers=mtp)
+
+
 def grok(c: Config) -> Fields:
     """Grok 1 and 2: four norms a layer; in Grok 2 a dense network stands beside the experts."""
     width = c.count("moe_intermediate_size", "intermediate_size")
@@ -189,6 +217,9 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "HYV3ForCausalLM": hy_v3,
     "ExaoneMoeForCausalLM": exaone_moe,
     "AfmoeForCausalLM": afmoe,
+    "MiniMaxM3ForCausalLM": minimax_m3,
+    "MiniMaxM3VLForCausalLM": minimax_m3,
+    "MiniMaxM3SparseForConditionalGeneration": minimax_m3,
     "Grok1ForCausalLM": grok,
     "Grok1ModelForCausalLM": grok,
     "ArcticForCausalLM": arctic,
