@@ -49,8 +49,10 @@ class StepAssembly:
         if self.itemized:
             work = self._items(drafts) + work_on_prompts if decoding else work_on_prompts
             self._number(work, joined, prompts)
-        kv_tokens = decoders.tokens if decoding else 0
-        windows, seen = decoders.windows, decoders.seen if decoding else ()
+        decode_tokens = decoders.tokens
+        kv_tokens = decode_tokens if decoding else 0
+        windows = decoders.windows
+        seen = decoders.seen if decoding and windows else ()
         if self.itemized:
             sums = step_sums(0, 0, work, windows)
         else:
@@ -73,14 +75,14 @@ class StepAssembly:
             crossed,
             moved.cached_tokens,
             holdings.in_use,
-            decoders.tokens + prompt_tokens - holdings.repeated_tokens,
+            decode_tokens + prompt_tokens - holdings.repeated_tokens,
             self._num_blocks,
             steady,
             sums,
             guesses.each,
             max(moved.blocks) if crossed else 0,
             filling,
-            decoders.growing,
+            decoders.growing if windows else (),
         )
 
     def _steady(self) -> int:

@@ -56,5 +56,7 @@ class Holdings:
     @property
     def repeated_tokens(self) -> int:
         """Tokens that several sequences count, of blocks that they share."""
+        if self.pools[0].cache is None:
+            return 0
         repeated = sum([pool.cache.repeated for pool in self.pools if pool.cache is not None])
         return repeated * self.pools[0].block_size

@@ -82,12 +82,14 @@ class Joining:
                 here[here.index(room)] -= planned[-1].tokens
         while join and self.line and self.num_running < self.max_num_seqs:
             sequence = self.line.first
-            ranks = (rank for rank in self._ranks_for(sequence) if max(rooms[rank]) > 0)
-            if not any(self._join(sequence, max(rooms[rank]), rank) for rank in ranks):
+            for rank in self._ranks_for(sequence):
+                room = max(rooms[rank])
+                if room > 0 and self._join(sequence, room, rank):
+                    break
+            else:
                 break
             joined.append(sequence)
             here = rooms[sequence.rank]
-            room = max(here)
             if sequence.clock is not None:
                 here[here.index(room)] -= 1
                 continue

@@ -280,12 +280,12 @@ def step_sums(
 
     Of those who decode layers with each of the `windows` see so many tokens.
     """
-    n = float(decoding)
-    parts = [(work.start, work.tokens, work.logits_rows) for work in listed]
-    if parts:
-        sums = shape_sums(parts, decoding, kv_tokens)
-    else:
+    if not listed:
+        n = float(decoding)
         sums = (n, n, kv_tokens, kv_tokens, n, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return (*sums, sums_within((), windows, seen), ()) if windows else sums
+    parts = [(work.start, work.tokens, work.logits_rows) for work in listed]
+    sums = shape_sums(parts, decoding, kv_tokens)
     tiles = tiles_of(parts, windows)
     return (*sums, sums_within(parts, windows, seen), tiles) if windows or tiles else sums
 
