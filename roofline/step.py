@@ -389,8 +389,8 @@ def _inputs(linears: tuple[LinearShape, ...]) -> int:
     return sum(k for name, _, k in linears if name in ("o", "out_proj", "down"))
 
 
-def step_weight_bytes(model: ModelSpec, setup: EngineSetup, tokens: float = 1.0) -> float:
-    """Bytes of weights that one step of `tokens` tokens reads on one device: every linear once, distinct experts, the
-    lm_head; of the embedding only single rows."""
-    shape = StepShape.decode(tokens, 1.0)
-    return sum(float(op.weight_bytes) * op.calls for op in step_operators(model, setup, shape))
+def step_weight_bytes(model: ModelSpec, setup: EngineSetup) -> float:
+    """Bytes of weights that a decode step of one sequence reads on one device: every linear, the experts of one token,
+    the lm_head; of the embedding only single rows."""
+    operators = step_operators(model, setup, StepShape.decode(1.0, 1.0))
+    return sum(float(op.weight_bytes) * op.calls for op in operators)

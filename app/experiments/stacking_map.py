@@ -7,7 +7,7 @@ from typing import Any
 
 from membound.app.experiments.finding import Ask, Axis, Chart, Finding, Row
 from membound.roofline.scenario import parse_scenario
-from membound.simulator.stacking.stacking import stack
+from membound.simulator.stacking.stacking import Stack, stack
 
 QUESTION = "Of five families of techniques, what is the real gain of all against the product of their gains, and where?"
 MODEL, DEVICE = "Llama-3.1-8B", "H100-SXM5"
@@ -40,7 +40,6 @@ def run(ask: Ask) -> Finding:
     )
     names = [str(technique["name"]) for technique in TECHNIQUES]
     batches, contexts = (BATCHES[::3], CONTEXTS[::2]) if ask.quick else (BATCHES, CONTEXTS)
-    rows: list[Row] = []
     # Where memory bounds the batch, what frees memory serves more at once, each a little slower: throughput counts.
     found = stack(
         scenario,
@@ -50,25 +49,7 @@ def run(ask: Ask) -> Finding:
         metric="output_tokens_per_s",
         progress=ask.listener.progress,
     )
-    for point in found:
-        if point.plain is None:
-            rows.append({**point.point, "reason": point.reason})
-            continue
-        together, product = point.together, point.product
-        rows.append(
-            {
-                **point.point,
-                "members": list(point.members),
-                "alone": {step.technique: step.gain for step in point.alone},
-                "together": together,
-                "product": product,
-                "ratio": together / product if together and product else math.nan,
-                "bottleneck_before": point.plain.bottleneck,
-                "bottleneck_after": point.given_order[-1].bottleneck_after if point.given_order else None,
-                "best_subset": list(point.best_subset),
-                "best_subset_gain": point.best_subset_gain,
-            }
-        )
+    rows = [_row(point) for point in found]
     known = [row for row in rows if row.get("ratio", math.nan) == row.get("ratio", math.nan) and "together" in row]
     least, most = (pick(known, key=lambda row: row["ratio"]) for pick in (min, max))
     return Finding(
@@ -87,3 +68,21 @@ def run(ask: Ask) -> Finding:
             f"against the same engine without {', '.join(names)}"
         ],
     )
+
+
+def _row(point: Stack) -> Row:
+    if point.plain is None:
+        return {**point.point, "reason": point.reason}
+    together, product = point.together, point.product
+    return {
+        **point.point,
+        "members": list(point.members),
+        "alone": {step.technique: step.gain for step in point.alone},
+        "together": together,
+        "product": product,
+        "ratio": together / product if together and product else math.nan,
+        "bottleneck_before": point.plain.bottleneck,
+        "bottleneck_after": point.given_order[-1].bottleneck_after if point.given_order else None,
+        "best_subset": list(point.best_subset),
+        "best_subset_gain": point.best_subset_gain,
+    }

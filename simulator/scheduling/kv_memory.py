@@ -11,6 +11,7 @@ from membound.roofline.models import ModelSpec
 from membound.roofline.remedies import remedies
 from membound.roofline.scenario import Scenario
 from membound.roofline.scenario.engine import Engine
+from membound.roofline.techniques import EngineSetup
 from membound.simulator.scheduling.blocks import BlockPool
 from membound.simulator.scheduling.prefix_cache import PrefixCache
 
@@ -78,27 +79,9 @@ def kv_memory(
     else:
         seats = min(seats, ranks * int(spare // fixed_bytes)) if fixed_bytes else seats
         fitting = -(-seats // ranks) * useful_of_one
-    if engine.num_blocks is not None and engine.num_blocks < ranks:
-        raise MemboundError(
-            f"field 'engine.num_blocks' is {engine.num_blocks}, but each of the {ranks} ranks of parallel.dp needs "
-            f"blocks of its own; give at least {ranks}"
-        )
-    if engine.num_blocks is not None and engine.num_blocks > ranks * fitting:
-        raise MemboundError(
-            f"field 'engine.num_blocks' is {engine.num_blocks}, but '{scenario.hardware}' holds at most "
-            f"{ranks * fitting} blocks of {engine.block_size} tokens beside the weights of '{model.name}'"
-        )
-    lossy = "kv_eviction" if setup.kv_budget is not None and setup.kv_budget.evicts else setup.kv.name
-    if engine.prefix_caching and (lossy == "kv_eviction" or setup.kv.window):
-        raise MemboundError(
-            f"field 'engine.prefix_caching' is true, but {lossy} keeps tokens of a sequence outside of blocks, where "
-            "others cannot find them; set it to false, or take another technique"
-        )
-    if engine.prefix_caching and (held.cache.state_bytes or any(window for _, window in held.cache.per_token)):
-        raise MemboundError(
-            f"field 'engine.prefix_caching' is true, but '{model.name}' has recurrent states or windows, which blocks "
-            "of tokens do not hold; set it to false"
-        )
+    _check_blocks(scenario, model, fitting)
+    if engine.prefix_caching:
+        _check_prefix_caching(model, setup, held.cache)
     blocks = engine.num_blocks // ranks if engine.num_blocks is not None else fitting
     if engine.num_blocks is None and longest is not None and not engine.prefix_caching:
         blocks = min(fitting, -(-seats // ranks) * (useful_of_one + fixed_blocks))
@@ -113,6 +96,38 @@ def kv_memory(
         engine.prefix_caching,
         ranks,
     )
+
+
+def _check_blocks(scenario: Scenario, model: ModelSpec, fitting: int) -> None:
+    """Raises MemboundError where the engine names fewer blocks than its ranks need, or more than `fitting` on each."""
+    named, ranks = scenario.engine.num_blocks, scenario.parallel.dp
+    if named is None:
+        return
+    if named < ranks:
+        raise MemboundError(
+            f"field 'engine.num_blocks' is {named}, but each of the {ranks} ranks of parallel.dp needs "
+            f"blocks of its own; give at least {ranks}"
+        )
+    if named > ranks * fitting:
+        raise MemboundError(
+            f"field 'engine.num_blocks' is {named}, but '{scenario.hardware}' holds at most "
+            f"{ranks * fitting} blocks of {scenario.engine.block_size} tokens beside the weights of '{model.name}'"
+        )
+
+
+def _check_prefix_caching(model: ModelSpec, setup: EngineSetup, cache: CacheTerms) -> None:
+    """Raises MemboundError where what a sequence holds is not all in blocks, which others could share."""
+    lossy = "kv_eviction" if setup.kv_budget is not None and setup.kv_budget.evicts else setup.kv.name
+    if lossy == "kv_eviction" or setup.kv.window:
+        raise MemboundError(
+            f"field 'engine.prefix_caching' is true, but {lossy} keeps tokens of a sequence outside of blocks, where "
+            "others cannot find them; set it to false, or take another technique"
+        )
+    if cache.state_bytes or any(window for _, window in cache.per_token):
+        raise MemboundError(
+            f"field 'engine.prefix_caching' is true, but '{model.name}' has recurrent states or windows, which blocks "
+            "of tokens do not hold; set it to false"
+        )
 
 
 def _most_held(engine: Engine, longest: int, max_context: int) -> int:
