@@ -159,9 +159,12 @@ class Scheduler:
             return f"{total} tokens are more than engine.reserved_tokens ({self.reserved_tokens}); raise it"
         taken = self.reserving.of(request) or total
         if pool.blocks_for(taken) > pool.num_blocks:
+            fixed = pool.fixed_blocks
+            beside = f", of which windows and states of a sequence take {fixed}" if fixed else ""
             return (
-                f"{taken} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}; give shorter "
-                "requests, more devices (parallel.tp), or fewer bits (kv_quantization, weight_quantization)"
+                f"{taken} tokens do not fit into {pool.num_blocks} KV blocks of {pool.block_size}{beside}; "
+                "give shorter requests, more devices (parallel.tp), or fewer bits (kv_quantization, "
+                "weight_quantization)"
             )
         if not self.batching.cuts_long_prompts and total > self.max_batched_tokens:
             return (
