@@ -22,6 +22,7 @@ from membound.kernels.triton import check, split
 from membound.kernels.triton.kivi_round import check_kivi, constants_of, key_meta_at
 from membound.kernels.triton.lang import LOG2E, dot, half_of, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.widen import codes_of
 
 
@@ -79,8 +80,10 @@ def kivi_attention_kernel(q, out, log_sum, key_codes, key_words, value_codes, va
                           HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
                           GROUP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
                           BLOCK_PART: tl.constexpr, ROW_BLOCKS: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
+                          OVERLAP: tl.constexpr,
                           SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head and BLOCK_R of its rows, split); row = new token * query heads + query head."""
+    follow(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
     MEMBERS: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(1) // ROW_BLOCKS

@@ -19,6 +19,7 @@ from membound.kernels.kivi import KiviBlocks
 from membound.kernels.recurrent import seats_of
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 
 @triton.jit
@@ -54,8 +55,9 @@ def kivi_round_kernel(key_codes, key_meta, value_codes, value_meta, recent_keys,
                       query_start, context_len, table_stride,
                       KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
                       WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, PART: tl.constexpr,
-                      BLOCK_PART: tl.constexpr):  # fmt: skip
+                      OVERLAP: tl.constexpr, BLOCK_PART: tl.constexpr):  # fmt: skip
     """Program (sequence, KV head): rounds the oldest recent tokens, until those of this step fit into the window."""
+    follow(OVERLAP)
     sequence, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(context_len + sequence)
     start = context - (tl.load(query_start + sequence + 1) - tl.load(query_start + sequence))

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 
 @triton.jit
 def latent_store_kernel(q, latents, norm, cos, sin, positions, slots, cache, eps, latent_stride, cache_stride,
                         HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr,
                         BLOCK_SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_HALF: tl.constexpr,
-                        BLOCK_H: tl.constexpr):  # fmt: skip
+                        OVERLAP: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """Program (token, tile): the first tile stores, each of the others rotates BLOCK_H heads of q."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     d = tl.arange(0, BLOCK_HALF)

@@ -17,6 +17,7 @@ from torch import Tensor
 from membound.kernels.triton import check, split
 from membound.kernels.triton.lang import LOG2E, dot, softmax_step
 from membound.kernels.triton.launch import Config, configure, launch, machine_for, splits_for
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.verify_attention import LARGEST_TREE
 
 
@@ -24,8 +25,10 @@ from membound.kernels.triton.verify_attention import LARGEST_TREE
 def mla_decode_kernel(q, tree, out, log_sum, cache, table, query_start, context_len, scale, tokens, table_stride,
                       cache_stride,
                       HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                      OVERLAP: tl.constexpr,
                       SHORTEST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """Program (sequence, BLOCK_R of its rows, split); row = new token * HEADS + head."""
+    follow(OVERLAP)
     sequence = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     context = tl.load(context_len + sequence)

@@ -15,14 +15,17 @@ from membound.kernels.triton.launch import Config, configure, launch, machine_fo
 from membound.kernels.triton.linear_int4 import PACK_ROWS, int4_products
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks, fp8_blocks_products
 from membound.kernels.triton.moe_experts import ExpertWeights, expert_tile, store_slots
+from membound.kernels.triton.overlap import follow
 
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_linear_int4_kernel(x, data, scale, zero, bias, out, order, offsets, experts, columns, groups, x_stride,
                     ROWS_A_TOKEN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, PACK_N: tl.constexpr,
                     SCALE_BF16: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, PADDED: tl.constexpr,
+                    OVERLAP: tl.constexpr,
                     STAGES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert)."""
+    follow(OVERLAP)
     expert, busy, here, slot = expert_tile(order, offsets, experts, PADDED, BLOCK_M)
     if not busy:
         return
@@ -47,8 +50,9 @@ def moe_linear_int4_kernel(x, data, scale, zero, bias, out, order, offsets, expe
 def moe_linear_fp8_blocks_kernel(x, x_scale, data, scale, bias, out, order, offsets, experts, columns, k_size, blocks,
                           x_stride, ROWS_A_TOKEN: tl.constexpr, WIDEN: tl.constexpr, EVEN_K: tl.constexpr,
                           SCALE_BLOCK: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
-                          BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+                          OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert); without `x_scale`, x and the products are halves."""
+    follow(OVERLAP)
     expert, busy, here, slot = expert_tile(order, offsets, experts, PADDED, BLOCK_M)
     if not busy:
         return

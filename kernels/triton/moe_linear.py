@@ -18,15 +18,17 @@ from membound.kernels.triton.linear_mxfp4 import PACK_ROWS
 from membound.kernels.triton.linear_w8a8 import BLOCK, Fp8Blocks
 from membound.kernels.triton.moe_experts import ExpertWeights, check_slots, expert_tile, store_slots
 from membound.kernels.triton.moe_groups import start_fp8_blocks, start_int4
+from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.widen import e2m1_to_bf16, fp8_to, int8_to
 
 
 @triton.jit(do_not_specialize=["experts"])
 def moe_linear_kernel(x, data, scale, bias, out, order, offsets, experts, columns, k_size, x_stride,
-                      ROWS_A_TOKEN: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
+                      OVERLAP: tl.constexpr, ROWS_A_TOKEN: tl.constexpr, FORMAT: tl.constexpr, WIDEN: tl.constexpr,
                       EVEN_K: tl.constexpr, PADDED: tl.constexpr, PACK_N: tl.constexpr, STAGES: tl.constexpr,
                       BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of slots of one expert)."""
+    follow(OVERLAP)
     expert, busy, here, slot = expert_tile(order, offsets, experts, PADDED, BLOCK_M)
     if not busy:
         return
@@ -147,8 +149,9 @@ def moe_linear(
 
 
 @triton.jit
-def moe_combine_kernel(slots, weights, out, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def moe_combine_kernel(slots, weights, out, columns, OVERLAP: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """Program (token, block of columns)."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -12,6 +12,7 @@ from torch import Tensor
 from membound.kernels.routing import Routing
 from membound.kernels.triton import check
 from membound.kernels.triton.launch import configure, launch, machine_for
+from membound.kernels.triton.overlap import follow
 
 Scoring = Literal["softmax", "sigmoid"]
 MOST_EXPERTS = 1024
@@ -22,8 +23,9 @@ def moe_routing_kernel(logits, bias, places, experts, weights, probabilities, sc
                        TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
                        BIAS_LOGITS: tl.constexpr, GROUPS: tl.constexpr, GROUP_TOP_K: tl.constexpr,
                        BEST_TWO: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-                       BLOCK_G: tl.constexpr):  # fmt: skip
+                       OVERLAP: tl.constexpr, BLOCK_G: tl.constexpr):  # fmt: skip
     """Program (token): all experts' scores in registers, the best taken out TOP_K times, of equals the lowest id."""
+    follow(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     real = expert < EXPERTS
@@ -141,8 +143,11 @@ def route(
 
 
 @triton.jit(do_not_specialize=["slots"])
-def expert_order_kernel(chosen, order, offsets, slots, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def expert_order_kernel(
+    chosen, order, offsets, slots, OVERLAP: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program (expert): counts the slots of those before it, then lists its own."""
+    follow(OVERLAP)
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     place = expert * 0
@@ -175,8 +180,10 @@ def expert_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit(do_not_specialize=["tokens"])
 def count_routed_kernel(offsets, probabilities, counted, load, probability, tokens, EXPERTS: tl.constexpr,
+                        OVERLAP: tl.constexpr,
                         TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Program (BLOCK_E experts)."""
+    follow(OVERLAP)
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     real = expert < EXPERTS
     begin = tl.load(offsets + expert, mask=real, other=0)
