@@ -58,6 +58,7 @@ __all__ = [
     "MemboundError",
     "OperatingPoint",
     "Plan",
+    "Question",
     "RunResult",
     "Scenario",
     "Stack",
@@ -76,6 +77,7 @@ __all__ = [
     "sweep",
 ]
 
+# A scenario, the name of one that ships with membound, the path of a YAML file, or a scenario's fields.
 Question = Scenario | str | Path | Mapping[str, Any]
 
 
