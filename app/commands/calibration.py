@@ -85,6 +85,8 @@ def _calibrate(threads: int | None, device: str = "cpu", quick: bool = False) ->
                 err=True,
             )
         takes = "half a minute" if quick else "two to three minutes"
+        if device == "cuda":
+            takes = "a minute or two" if quick else "several minutes, in which kernels are compiled too,"
         listener.progress(0.0, f"loading torch; what follows takes {takes} on a quiet machine")
         need_torch()
         if device == "cuda":
