@@ -151,7 +151,10 @@ def micro_batch(parallel: Parallelism, shape: StepShape) -> tuple[StepShape, Cou
         return shape, 1.0
     micro = parallel.micro_batches_of(shape.sequences)
     shape = shape.uneven(np.minimum(micro, float(parallel.pp)), parallel.dp)
-    return shape.divided(micro), np.maximum(micro / parallel.pp, 1.0)
+    # of fewer sequences than fill all micro-batches the first has one on each rank
+    whole = np.minimum(micro, np.maximum(shape.sequences / parallel.dp, 1.0))
+    parts = np.where(np.asarray(shape.prefill_sequences) > 0, micro, whole)[()]
+    return shape.divided(parts), np.maximum(micro / parallel.pp, 1.0)
 
 
 def filling_passes(parallel: Parallelism, sequences: Count) -> Count:

@@ -25,8 +25,9 @@ def slowest_stage(
     """How often each operator of a pass of a micro-batch counts where all stages are busy, of `costs` in their order.
 
     A micro-batch then moves on with the slowest stage, so that a round of all takes as many of its turns as there are
-    stages: its layers count for those of the others, and the vocabulary's matrix once for each of them. Where stages
-    are idle nobody waits for the slowest, and all count once. None without stages.
+    stages: its layers count for those of the others, and the vocabulary's matrix once for each of them, or not at all
+    where another stage is slower. Where stages are idle nobody waits for the slowest, and all count once. None without
+    stages.
     """
     pp = parallel.pp
     if pp == 1:
@@ -40,10 +41,10 @@ def slowest_stage(
     weights: list[Count] = []
     for cost in costs:
         name = cost.operator.name
-        if name in _BETWEEN or name in _FIRST or (name in _LAST and not last_is_slowest):
+        if name in _BETWEEN or name in _FIRST:
             weights.append(1.0)
         elif name in _LAST:
-            weights.append(1.0 + full * (pp - 1.0))
+            weights.append(1.0 + full * (pp - 1.0 if last_is_slowest else -1.0))
         else:
             weights.append(1.0 + full * (pp * stage_layers / layers - 1.0))
     return weights

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membound.roofline.cost import StepCost, pipelined_cost, step_cost
+from membound.roofline.cost import StepCost, micro_batch, pipelined_cost, step_cost
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.operating_point import OperatingPoint
@@ -136,9 +136,7 @@ def test_a_full_pipeline_moves_at_the_pace_of_its_slowest_stage(layers, pp, head
     if micro < pp:
         assert spent == pytest.approx(layers + head_s)
         return
-    slowest = max(least + head_s, least + 1.0 if more else 0.0)
-    first_has_a_head = 0.0 if slowest == least + head_s else head_s  # counted once where others wait for the first
-    assert spent == pytest.approx(pp * slowest + first_has_a_head)
+    assert spent == pytest.approx(pp * max(least + head_s, least + 1.0 if more else 0.0))
 
 
 def test_equal_stages_take_what_one_device_would():
@@ -162,3 +160,10 @@ def test_degrees_are_numbers_and_make_the_same_devices():
     divided = Parallelism(tp=2, pp=4, dp=1, ep=2, micro_batches=8)
     assert divided.degrees() == {"tp": 2, "pp": 4, "dp": 1, "ep": 2, "cp": 1}
     assert Parallelism(**divided.degrees()).devices == divided.devices
+
+
+def test_of_fewer_sequences_than_fill_all_micro_batches_the_first_has_one_on_each_rank():
+    """Five on four ranks are a micro-batch of four and one of one, not two of two and a half."""
+    parallel = Parallelism(dp=4, pp=2, ep=4)
+    parts = [float(micro_batch(parallel, StepShape.decode(float(n), 40.0))[0].sequences) for n in (3, 4, 5, 8, 20)]
+    assert parts == [3.0, 4.0, 4.0, 4.0, 10.0]
