@@ -19,7 +19,14 @@ help:
 setup:
 	@.ci/bootstrap.sh setup
 
-dashboard: setup
+# Kernels are compiled on first use anyway; whoever opens the page for the first time should not wait for that.
+.venv/.kernels: $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h) | setup
+	@echo "compiling the kernels for this processor, once"
+	@.venv/bin/python -c "from membound.kernels.cpu.build import load_library; load_library()" 2>/dev/null || \
+	  echo "they cannot be compiled here: membound doctor says why"
+	@touch $@
+
+dashboard: setup .venv/.kernels
 	@.venv/bin/membound dashboard
 
 test:

@@ -44,3 +44,15 @@ def test_make_names_its_targets(checkout: Path, run: Callable[..., Any]) -> None
     assert done.returncode == 0, done.stderr
     for target in ("setup", "dashboard", "test", "lint", "clean"):
         assert f"make {target}" in done.stdout
+
+
+def test_kernels_are_compiled_before_the_dashboard_starts_and_anew_where_a_source_changed(
+    checkout: Path, run: Callable[..., Any], root: Path
+) -> None:
+    shutil.copytree(root / "kernels" / "cpu", checkout / "kernels" / "cpu")
+    (checkout / ".venv").mkdir()
+    first = run("make", "-n", "dashboard", cwd=checkout).stdout
+    assert first.index("bootstrap.sh setup") < first.index("load_library()") < first.index("membound dashboard")
+    (checkout / ".venv" / ".kernels").touch()
+    assert "load_library()" not in run("make", "-n", "dashboard", cwd=checkout).stdout
+    assert "load_library()" in run("make", "-n", "-W", "kernels/cpu/linear.cpp", "dashboard", cwd=checkout).stdout
