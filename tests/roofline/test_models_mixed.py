@@ -256,6 +256,25 @@ def test_a_step_is_no_faster_than_its_weights_pass_memory(name: str, phase: str)
     assert longer.cost.time_s > point.cost.time_s
 
 
+@pytest.mark.parametrize(
+    "name", [*MIXED, "Gemma-3n-E4B", "Gemma-4-E2B", "LongCat-Flash", "MiniMax-M3", "Step-3", "Kimi-K3"]
+)
+@pytest.mark.parametrize("phase", ["decode", "prefill", "verify"])
+def test_groups_and_operators_add_up_to_the_step(name: str, phase: str) -> None:
+    point = OperatingPoint(get_model(name), hardware=H100, setup=PLAIN, phase=phase, batch=4, context=2048)  # type: ignore[arg-type]
+    document = point.to_json()
+    operators = document["operators"]
+    assert len({op["name"] for op in operators}) == len(operators)
+    assert sum(op["time_s"] for op in operators) == pytest.approx(document["step"]["time_s"])
+    assert sum(group["time_s"] for group in document["groups"]) == pytest.approx(document["step"]["time_s"])
+
+
+@pytest.mark.parametrize("name", ["Falcon-40B", "DeepSeek-V3"])
+def test_a_model_does_not_draft_for_one_whose_tokens_are_others(name: str) -> None:
+    families = {get_model(other).tokenizer_family for other in ("Falcon-H1-1.5B", "DeepSeek-OCR")}
+    assert get_model(name).tokenizer_family not in families
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_a_scenario_with_it_is_simulated(name: str) -> None:
     scenario = load_scenario("live-cpu").with_techniques(()).with_value("model", name)
