@@ -1,7 +1,7 @@
-"""Which part of its arrivals must an engine be sized for, and how is it the one that is simulated?
+"""Which part of varying arrivals must an engine be sized for, and how is just that part simulated?
 
-Some thousand requests are minutes of a day: those of the night say nothing about two in the afternoon. Where a run
-would see only a part of how arrivals vary, that is the busiest one. Plans, stacks and advice take the same.
+A run of a few thousand requests covers minutes of a day, and the minutes of the night say nothing about the afternoon.
+If a run would cover only a part of how arrivals vary, the busiest part is taken. Plans, stacks and advice use the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALL_OF_IT = 10.0
 
 @dataclass(frozen=True)
 class BusiestPart:
-    """The part in which most requests come: how many a second, when in words, and the arrivals from there on."""
+    """The part in which most requests arrive: the rate, when it is in words, and arrivals that begin there."""
 
     rate_rps: float
     when: str
@@ -41,12 +41,12 @@ class BusiestPart:
 
 
 def requests_seen(workload: Workload) -> int:
-    """Requests that a run of the workload sees, where a trace without a number of them may be of any size."""
+    """Requests that a run of the workload covers; a default if the workload names no number, as a trace may be huge."""
     return ENOUGH_REQUESTS if workload.requests is None else workload.requests
 
 
 def at_its_busiest(scenario: Scenario) -> Scenario:
-    """The scenario with its requests around the busiest moment, where they are a part of how arrivals vary."""
+    """The scenario with its requests around the busiest moment, if they do not cover all of how arrivals vary."""
     requests = requests_seen(scenario.workload)
     part = busiest_of(scenario.workload, requests)
     changes = {"requests": requests} | ({} if part is None else {"arrivals": part.arrivals.model_dump(mode="json")})
@@ -54,10 +54,10 @@ def at_its_busiest(scenario: Scenario) -> Scenario:
 
 
 def busiest_of(workload: Workload, requests: int) -> BusiestPart | None:
-    """The busiest part, with the arrivals so that `requests` requests are around its middle.
+    """The busiest part, with arrivals shifted such that `requests` requests lie around its middle.
 
-    None where arrivals are alike at all times, or where a run of so many requests sees all that they do. Of
-    conversations an arrival brings all turns.
+    None if arrivals do not vary, or if so many requests cover all of their variation. An arrival of a conversation
+    counts with all its turns.
     """
     turns = turns_of(workload)
     part = _part(workload.arrivals, math.ceil(requests / turns))

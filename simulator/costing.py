@@ -1,4 +1,4 @@
-"""What does an engine come to under a load: by closed forms in milliseconds, or by a discrete-event run?
+"""How fast is an engine under a load: by closed forms in milliseconds, or by a discrete-event run?
 
 Stacks and advice ask this of many engines that differ by a technique or two; each is computed once.
 """
@@ -30,10 +30,10 @@ from membound.simulator.workers import Workers
 
 
 class Served(NamedTuple):
-    """Both metrics, sequences that decode together, and what binds: shares of the time of prompts and decode steps.
+    """How an engine serves: both metrics, the sequences that decode together, and each bound's share of the time.
 
-    `drafting` has the parameters that it speculates with. `prompt_share` is the share of the time that prompts take;
-    of a run it is None where no step decodes alone, so that nobody can tell. `kernels` are what each bound's time
+    `drafting` has the parameters of its speculation. `prompt_share` is the share of the time that prompts take; for a
+    run in which no step decodes alone it cannot be told, and is None. `kernels` are what each bound's time
     depends on.
     """
 
@@ -51,7 +51,7 @@ class Served(NamedTuple):
         return {name: value for name, value in self._asdict().items() if name != "kernels"}
 
     def better(self, than: Served, metric: GainMetric) -> float:
-        """How many times better than another: a time falls, a rate rises."""
+        """The gain over another engine: the ratio of times or rates, above 1 if this one is better."""
         if metric == "tpot_s":
             return than.tpot_s / self.tpot_s
         return self.output_tokens_per_s / than.output_tokens_per_s
@@ -98,7 +98,7 @@ class ClosedForm:
 
 
 def simulated(scenario: Scenario) -> Served:
-    """A discrete-event run of a scenario that is at its busiest where its arrivals vary.
+    """The result of a discrete-event run, at the busiest part if arrivals vary.
 
     Raises MemboundError for an engine that is not possible.
     """
@@ -124,7 +124,8 @@ def _kernels(scenario: Scenario) -> dict[str, Hashable]:
 
 
 def _prompt_share(steps: Mapping[str, Column]) -> float | None:
-    """The share of the steps' time that prompts take: of steps with decodes what goes beyond one without prompts."""
+    """The share of the steps' time that prompts take. In steps that also decode, it is the time beyond that of a decode
+    step without prompts."""
     decoding, prompts = steps["sequences"] > steps["prefill_sequences"], steps["prefill_sequences"] > 0
     both, alone = decoding & prompts, decoding & ~prompts
     time_s, count = steps["time_s"], steps["steps"]
@@ -146,7 +147,7 @@ Evaluate = Callable[[Scenario], Served]
 
 
 class Costing:
-    """What engines come to, or in a sentence why they cannot be, each computed once."""
+    """How fast engines are, each computed once, or a sentence that says why one is not possible."""
 
     def __init__(self, evaluate: Evaluate, workers: Workers | None = None) -> None:
         self._evaluate = evaluate
@@ -161,7 +162,7 @@ class Costing:
         self._found |= {scenario.digest: outcome for (_, scenario), outcome in zip(tasks, done, strict=True)}
 
     def served(self, scenario: Scenario) -> Served | str:
-        """What the scenario's engine comes to, or why it cannot be."""
+        """How fast the scenario's engine is, or why it is not possible."""
         digest = scenario.digest
         if digest not in self._found:
             self._found[digest] = _outcome((self._evaluate, scenario))

@@ -1,4 +1,4 @@
-"""What load is a workload: how long are its requests, how many come a second, how long do clients think?"""
+"""What load does a workload make: how long are its requests, how many arrive a second, how long do clients think?"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from membound.simulator.scheduling.workload import request_stream
 from membound.simulator.scheduling.workload.arrivals import mean_rate_rps, mean_s
 from membound.simulator.scheduling.workload.traces import Stamp, read_trace, stamp_of
 
-# Requests that are drawn to know a workload's lengths.
+# Requests that are drawn to estimate a workload's lengths.
 SAMPLE = 2000
-# Rows of a trace at which its rates are looked up: of a longer one those come first, however large the file is.
+# Rows of a trace from which its rates are estimated: the first ones, however large the file is.
 MOST_ROWS = 1 << 20
 
 
@@ -31,7 +31,7 @@ class Lengths:
 
     @classmethod
     def of(cls, workload: Workload) -> Lengths:
-        """Those of the workload's first requests, of a conversation all its turns."""
+        """The lengths of the workload's first requests, and of all turns of its first conversations."""
         firsts = islice(request_stream(workload), SAMPLE)
         turns = [turn for first in firsts for turn in first.turns()]
         prompts = np.array([turn.prompt_tokens for turn in turns], dtype=np.float64)
@@ -42,13 +42,13 @@ class Lengths:
         return cls(np.array([prompt_tokens]), np.array([output_tokens]))
 
     def at_context(self, context: float) -> Lengths:
-        """The same outputs behind equal prompts with which a decode step attends to `context` tokens on average."""
+        """The same outputs, with equal prompts such that a decode step attends to `context` tokens on average."""
         outputs = np.minimum(self.outputs, max(context - 1.0, 1.0))
         prompt = max(1.0, context - (outputs.mean() + 1.0) / 2.0)
         return Lengths(np.full(len(outputs), prompt), outputs)
 
     def within(self, tokens: float) -> Lengths:
-        """Those of requests of at most so many tokens, prompt and output; all of them where there is none."""
+        """The lengths of requests of at most so many tokens, prompt and output; all if no request is that short."""
         short = self.prompts + self.outputs <= tokens
         return Lengths(self.prompts[short], self.outputs[short]) if short.any() and not short.all() else self
 

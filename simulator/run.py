@@ -1,4 +1,4 @@
-"""What does a scenario come to in virtual time?"""
+"""How is a scenario simulated in virtual time?"""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OwnClock:
 
 @dataclass(frozen=True)
 class DeployedScenario:
-    """All that a scenario names, found: what each of its engines is built of."""
+    """A scenario with its model, device times and memory looked up: what each of its engines is built of."""
 
     scenario: Scenario
     model: ModelSpec
@@ -120,12 +120,12 @@ def run(
 ) -> RunResult:
     """Serves the scenario's workload in virtual time.
 
-    `hardware` stands in for the scenario's; `executor` replaces the roofline, for instance by recorded step times.
-    `watch` is told the virtual time now and then, and may raise to end the run. Equal steps run as one event, unless
-    `step_by_step`. Where nobody looks at single steps, `Lockstep` serves for an ordinary engine, faster and with the
-    same records. Of engines for prompts and for outputs `enough` is told each request that ends, and may say that the
-    run ends there, with what was recorded until then. Raises MemboundError where the scenario names something unknown
-    or the model does not fit.
+    `hardware` replaces the scenario's; `executor` replaces the roofline, for instance by recorded step times.
+    `observer` sees every step; `watch` is told the virtual time now and then, and may raise to end the run. Equal steps
+    run as one event, unless `step_by_step`. If nobody looks at single steps, an ordinary engine is simulated by
+    `Lockstep`, which is faster and gives the same records. With disaggregated prefill, `enough` is told each request
+    that ends, and may end the run, with what was recorded until then. Raises MemboundError if the scenario names
+    something unknown or the model does not fit.
     """
     looking = observer if watch is None else _with_watch(observer, watch)
     if scenario.cluster is not None:

@@ -1,7 +1,7 @@
-"""What does a scenario come to under a steady load, by closed forms? In milliseconds, for stacks, advice and plans.
+"""How fast is a scenario under a steady load? By closed forms, in milliseconds, for stacks, advice and plans.
 
-The load is a closed loop of some clients whose requests have the workload's mean lengths; queues, bursts and tails are
-the simulator's.
+The load is a closed loop of clients whose requests have the workload's mean lengths. Queues, bursts and tail latencies
+are left to the simulator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from membound.simulator.load import Lengths, Load, arrival_rate, think_s
 
 
 def refuse_what_only_runs_show(scenario: Scenario) -> None:
-    """Raises MemboundError where the closed forms of one engine would pass over something that the scenario names."""
+    """Raises MemboundError if the scenario names something that the closed forms of one engine would ignore."""
     if scenario.engine.prefix_caching:
         raise MemboundError(
             "only a simulation knows what a prefix cache saves; use --simulate, or leave --closed-form out"

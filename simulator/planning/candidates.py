@@ -1,7 +1,7 @@
-"""Which deployments could serve a rate, and what would each come to? Thousands of them, by closed forms.
+"""Which deployments could serve a load, and how fast would each be? Thousands of them, by closed forms.
 
-A replica is costed once over all its batches; how it does at a rate follows from those curves, with the means of the
-load and a rough 99th percentile. The simulator has the last word on the few that matter.
+The step times of a replica are computed once over all its batches. Means and rough 99th percentiles at a given load
+follow from these curves. The simulator has the last word on the few candidates that matter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TAIL = 2.326
 
 
 class Estimate(NamedTuple):
-    """A replica under a load: means, and rough 99th percentiles. Elementwise for arrays of loads."""
+    """The latencies of a replica under a load: means and rough 99th percentiles, elementwise for arrays of loads."""
 
     load: Values
     batch: Values
@@ -52,7 +52,8 @@ class Estimate(NamedTuple):
     requests_per_s: Values
 
     def meets(self, slo: Slo, *, tails: bool, slack: float = 1.0) -> NDArray[np.bool_]:
-        """Where every bound holds: of the 99th percentiles, or of the means alone, which no engine can miss less."""
+        """Whether every bound of the objective holds: for the 99th percentiles, or only for the means, a necessary
+        condition."""
         ttft, tpot = (self.ttft_p99_s, self.tpot_p99_s) if tails else (self.ttft_s, self.tpot_s)
         good = np.isfinite(self.tpot_s)
         for value, bound in ((ttft, slo.ttft_s), (tpot, slo.tpot_s), (self.e2e_p99_s if tails else None, slo.e2e_s)):
@@ -63,8 +64,8 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplicaCurves:
-    """A model on some devices in a precision, with its curves: seconds of a decode step, and seconds that a prompt
-    adds, at each of `batches` sequences."""
+    """One engine on some devices in a precision, with its curves: for each of `batches`, the seconds of a decode step
+    and the seconds that a prompt adds."""
 
     scenario: Scenario
     hardware: HardwareSpec
@@ -86,7 +87,7 @@ class ReplicaCurves:
 
     @cached_property
     def whole_request_s(self) -> Values:
-        """Seconds of a request at each batch in a closed loop that keeps it."""
+        """Seconds from start to end of a request, at each batch, if a closed loop keeps the batch constant."""
         return self.lengths.output_tokens * self.decode_s + self.batches * self.prompt_s
 
     @property
@@ -95,13 +96,13 @@ class ReplicaCurves:
         return float(np.max(self.batches / self.whole_request_s))
 
     def at_rates(self, rates: Values) -> Estimate:
-        """At rates of Poisson arrivals: the batch is that at which as many end as arrive.
+        """Latencies under Poisson arrivals. The batch is the one at which as many requests end as arrive.
 
-        Of `rate` prompts a second each takes its time from decoding, so that a step and what prompts add to it take
-        C = D / (1 - rate P) on average. Who arrives waits for the end of a step, longer ones more often; then all who
-        came meanwhile have their prompts in one step and their first tokens at its end. The batch and the prompts
-        beside one's own vary as Poisson counts do; those that pass during an output as in a busy period (Borel), since
-        each makes it longer. Where few seats are free first tokens wait for one.
+        Each of the `rate` prompts a second takes its time from decoding, so that a step with what prompts add to it
+        takes C = D / (1 - rate P) on average. A request that arrives waits for the end of a step (long steps are hit
+        more often); then the prompts of all that arrived meanwhile share a step, and their first tokens come at its
+        end. The batch and the prompts beside one's own vary as Poisson counts do; those that pass during an output as
+        in a busy period (Borel), since each makes it longer. Where few seats are free first tokens wait for one.
         """
         n, rate = self.lengths.output_tokens, np.asarray(rates, dtype=np.float64)
         busy = rate[:, None] * self.prompt_s
@@ -140,10 +141,10 @@ class ReplicaCurves:
         )
 
     def at_concurrency(self, clients: Values, think_s: float = 0.0) -> Estimate:
-        """With clients in a closed loop, who think after an answer; those without a seat wait for one.
+        """Latencies with clients in a closed loop, who think after each answer; clients without a seat wait for one.
 
-        Of N clients n have a request under way: N - n = X(n) Z think, at the rate X(n) at which n are served. Who is
-        under way varies as the clients do independently of each other.
+        Of N clients, n have a request in flight and N - n = X(n) Z think, where X(n) is the rate at which n are
+        served. The number in flight varies as if the clients were independent of each other.
         """
         clients = np.asarray(clients, dtype=np.float64)
         under_way = self._under_way(clients, think_s)
@@ -162,22 +163,22 @@ class ReplicaCurves:
         return Estimate(clients, b, tpot, tpot_p99, ttft, ttft_p99, e2e_p99, b / request)
 
     def _clients(self, think_s: float) -> Values:
-        """Clients of whom each of `batches` is under way, when the others think."""
+        """How many clients there are when each of `batches` is in flight and the others think."""
         return self.batches * (1.0 + think_s / self.whole_request_s)
 
     def _under_way(self, clients: Values, think_s: float) -> Values:
-        """Of so many clients: between two batches linearly, below the first from 0; beyond the last nobody is served
-        sooner."""
+        """Requests in flight for so many clients: interpolated linearly between batches, and from 0 below the first;
+        clients beyond the last batch all wait."""
         known = np.concatenate(([0.0], np.maximum.accumulate(self._clients(think_s))))
         within = np.interp(clients, known, np.concatenate(([0.0], self.batches)))
         return within + np.maximum(clients - known[-1], 0.0)
 
     def at(self, demand: Demand, loads: Values) -> Estimate:
-        """At shares of the demand."""
+        """Latencies at loads in the unit of the demand: requests a second, or clients."""
         return self.at_rates(loads) if demand.rate_rps is not None else self.at_concurrency(loads, demand.think_s)
 
     def most_load(self, demand: Demand, *, tails: bool) -> float:
-        """The largest share of the demand with which it meets the objective; 0 where none does."""
+        """The largest load, in the unit of the demand, at which it meets the objective; 0 if there is none."""
         if demand.rate_rps is not None:
             loads = self.most_rps * np.linspace(1.0, RATES, RATES) / (RATES + 0.5)
         else:
@@ -214,7 +215,7 @@ class ReplicaCurves:
         return engines, decode
 
     def most_of_pools(self, demand: Demand, prompt_engines: int, decode_engines: int) -> float:
-        """The most requests a second that pools of so many engines serve; the smaller of the two."""
+        """The most requests a second that pools of so many engines serve: the smaller of the two pools decides."""
         decode = self._decoding.most_load(_without_first_tokens(demand), tails=False)
         return min(prompt_engines / float(self.prompt_s[0]), decode_engines * decode)
 
@@ -224,7 +225,7 @@ class ReplicaCurves:
         return replace(self, prompt_s=np.zeros(len(self.batches)))
 
     def replicas(self, demand: Demand, *, tails: bool) -> int | None:
-        """How many of it meet the objective together; None where no number does."""
+        """How many replicas it takes to meet the objective; None if no number does."""
         most = self.most_load(demand, tails=tails)
         return None if most <= 0.0 else max(1, math.ceil(demand.amount / most - 1e-9))
 

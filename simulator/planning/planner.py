@@ -46,9 +46,9 @@ PRECISIONS = ("given", "8bit", "4bit")
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer, the confirmed runners-up, the best of each precision, of each device, and the front.
+    """The answer, the confirmed runners-up, the best of each precision and of each device, and the Pareto front.
 
-    `missing` says what a part of a plan is without.
+    `missing` says what a plan that is not whole yet lacks.
     """
 
     scenario: Scenario
@@ -152,8 +152,8 @@ def plan_by_stages(
     workers: Workers | None = None,
     progress: Progress = silent,
 ) -> Iterator[Plan]:
-    """The plan as far as it is known: by closed forms, as the simulator searched it, with what else was compared, with
-    the upper ends of its times, and whole. `missing` says what the others are without."""
+    """The plan in stages, each more complete than the last: from closed forms alone, confirmed by the simulator, with
+    other devices compared, with the upper ends of predicted times, and whole. `missing` says what a stage lacks."""
     if scenario.cluster is not None:
         raise MemboundError("field 'cluster' names replicas, and a plan chooses them; remove it, or simulate it")
     demand, specs, precisions = demand_of(scenario), devices_of(scenario, devices), options.precisions

@@ -25,7 +25,7 @@ from membound.simulator.steady import load_of
 
 @dataclass(frozen=True)
 class Point:
-    """Where a stack is looked at: the plain engine there, and the load."""
+    """An operating point at which a stack is evaluated: the plain engine there, and its load."""
 
     values: dict[str, Any]
     plain: Scenario

@@ -1,8 +1,9 @@
 """What do techniques gain together, against the product of what each gains alone?
 
-Gains do not multiply: each technique moves the bottleneck that the next one finds. A stack is looked at from the plain
-engine on: each technique alone, added one by one in the given and in the best order, all together, and the share of
-each in the whole gain (Shapley, A value for n-person games, 1953: its mean contribution over all orders, in ln-gain).
+Gains do not multiply: each technique moves the bottleneck that the next one finds. A stack starts from the plain engine
+and evaluates each technique alone, added one by one in the given order and in the best order, and all together. The
+share of each technique in the whole gain is its Shapley value (A value for n-person games, 1953): its mean contribution
+over all orders, in ln-gain.
 """
 
 from __future__ import annotations
