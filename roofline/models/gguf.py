@@ -36,11 +36,28 @@ _ARCHITECTURES = {
     "command-r": "CohereForCausalLM",
     "granite": "GraniteForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "apertus": "ApertusForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "bailingmoe": "BailingMoeForCausalLM",
+    "bailingmoe2": "BailingMoeV2ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "rwkv6": "Rwkv6ForCausalLM",
     "rwkv7": "Rwkv7ForCausalLM",
 }
+
+# what layers of a hybrid are that have no KV heads
+_HYBRIDS = {"lfm2": "conv", "lfm2moe": "conv", "granitehybrid": "mamba"}
 
 # what config.json calls what a GGUF calls `<architecture>.<key>`
 _KEYS = {
@@ -86,7 +103,14 @@ def read_metadata(fields: Mapping[str, Any], name: str, *, tie_embeddings: bool)
             f"general.architecture of {name} is {arch!r}, which is not supported: "
             f"a GGUF must be one of {', '.join(_ARCHITECTURES)}."
         )
-    config = {key: _one(fields, f"{arch}.{gguf_key}", name) for gguf_key, key in _KEYS.items()}
+    kinds = _kinds_of_layers(fields, str(arch))
+    config = {
+        key: max(fields[f"{arch}.{gguf_key}"])
+        if kinds and key == "num_key_value_heads"
+        else _one(fields, f"{arch}.{gguf_key}", name)
+        for gguf_key, key in _KEYS.items()
+    }
+    config["layer_types"] = kinds
     config["tie_word_embeddings"] = tie_embeddings
     if config["vocab_size"] is None:
         config["vocab_size"] = len(fields.get("tokenizer.ggml.tokens") or ()) or None
@@ -97,6 +121,14 @@ def read_metadata(fields: Mapping[str, Any], name: str, *, tie_embeddings: bool)
     c = Config(config, name, architecture, spoken)
     config |= _rope(c, fields, str(arch)) | _own_words(c, fields, str(arch))
     return read_family(c, f"GGUF metadata of {name}")
+
+
+def _kinds_of_layers(fields: Mapping[str, Any], arch: str) -> list[str] | None:
+    """Which layers of a hybrid attend: those that have KV heads."""
+    kv_heads = fields.get(f"{arch}.attention.head_count_kv")
+    if arch not in _HYBRIDS or not isinstance(kv_heads, list | tuple):
+        return None
+    return ["full_attention" if heads else _HYBRIDS[arch] for heads in kv_heads]
 
 
 def _one(fields: Mapping[str, Any], key: str, name: str) -> Any:
@@ -138,6 +170,18 @@ def _own_words(c: Config, fields: Mapping[str, Any], arch: str) -> dict[str, Any
             "intermediate_size": c.get("moe_intermediate_size"),
             "intermediate_size_mlp": c.get("intermediate_size"),
         }
+    if arch in ("lfm2", "lfm2moe"):
+        # the length of the network is that of its matrices
+        dense = {"num_experts": None} if not c.get("num_experts") else {}
+        kept = {"conv_L_cache": fields.get(f"{arch}.shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+        return dense | kept | {"num_dense_layers": c.get("first_k_dense_replace", default=0)}
+    if arch in ("granitehybrid", "falcon-h1"):
+        inner, heads = fields.get(f"{arch}.ssm.inner_size"), fields.get(f"{arch}.ssm.time_step_rank")
+        shared = c.get("shared_expert_intermediate_size", "intermediate_size")
+        ssm = {"mamba_d_ssm": inner, "mamba_n_heads": heads, "mamba_d_state": c.get("state_size")}
+        return ssm | {"num_local_experts": c.get("num_experts"), "shared_intermediate_size": shared}
+    if arch == "bailingmoe2":
+        return {"use_qk_norm": True, "moe_router_enable_expert_bias": True}
     if arch in ("mamba", "mamba2"):
         inner, rank = fields.get(f"{arch}.ssm.inner_size"), fields.get(f"{arch}.ssm.time_step_rank")
         if arch == "mamba":
