@@ -94,10 +94,11 @@ def verdict(case: Case, ours: Ours) -> Verdict:
 
 def cases() -> list[Case]:
     """All of them, in the order of the table."""
+    from membound.simulator.agreement.distserve import distserve
     from membound.simulator.agreement.serving import serving_cases
     from membound.simulator.agreement.steps import step_cases
 
-    return [*serving_cases(), *step_cases()]
+    return [*serving_cases(), *distserve(), *step_cases()]
 
 
 def table(cases: Iterable[Case], progress: Callable[[str], None] = lambda name: None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -309,90 +309,10 @@ def sarathi() -> list[Case]:
     ]  # fmt: skip
 
 
-# -- DistServe
-
-Slo = dict[str, float]
-DISTSERVE: dict[str, tuple[str, int, Slo, tuple[Tokens, Tokens]]] = {
-    "chatbot": ("OPT-13B", 1, {"ttft_s": 0.25, "tpot_s": 0.1}, (lognormal(755, 0.8, 1536), lognormal(200, 0.8, 512))),
-    "code": ("OPT-66B", 4, {"ttft_s": 0.125, "tpot_s": 0.2}, (lognormal(171, 0.4, 1024), lognormal(98, 0.6, 512))),
-    "summary": ("OPT-66B", 4, {"ttft_s": 15.0, "tpot_s": 0.15}, (lognormal(1738, 0.3, 1900), lognormal(91, 0.6, 140))),
-}
-
-
-class Pools(NamedTuple):
-    """Engines for prompts and for outputs, with the tensor parallelism of each."""
-
-    prefill_tp: int
-    prefill_engines: int
-    decode_tp: int
-    decode_engines: int
-
-
-@cache
-def goodput_per_gpu(workload: str, pools: Pools | None, slower: float) -> float:
-    """Requests a second and GPU of which 90 % meet both objectives."""
-    model, tp, slo, lengths = DISTSERVE[workload]
-    engine: dict[str, Any] = {}
-    gpus = tp
-    if pools:
-        gpus = pools.prefill_tp * pools.prefill_engines + pools.decode_tp * pools.decode_engines
-        engine["disaggregation"] = {
-            "prefill_engines": pools.prefill_engines,
-            "decode_engines": pools.decode_engines,
-            "prefill_parallel": {"tp": pools.prefill_tp},
-            "decode_parallel": {"tp": pools.decode_tp},
-            "link_bytes_per_s": 300e9,
-        }
-    at = serving(
-        model, "A100-SXM4-80GB", *lengths, {"tp": tp}, {name: bound / slower for name, bound in slo.items()},
-        max_num_seqs=256, max_batched_tokens=2560, profile="vllm-2023", batching="prefill_first", **engine,
-    )  # fmt: skip
-    start_rps = {"chatbot": 2.8, "code": 0.55, "summary": 0.37}[workload] * gpus
-    return capacity(lambda rate: run(at(rate, 300)).summary.slo_attainment >= 0.9, start_rps) / gpus / slower
-
-
-def distserve_gain(workload: str, pools: tuple[Pools, ...], slower: float) -> float:
-    """The best of some pools against one engine that does both."""
-    best = max(goodput_per_gpu(workload, one, slower) for one in pools)
-    return best / goodput_per_gpu(workload, None, slower)
-
-
-def distserve() -> list[Case]:
-    source = "Zhong et al., OSDI 2024; A1-58"
-    error = step_error("A100-SXM4-80GB", "vllm-2023")
-    same = "goodput a GPU at 90 % attainment, lognormal lengths (means from memory, sigmas assumed), KV over NVLink"
-    baseline = "vLLM of 2023 (prompts first, not chunked)"
-    whole: dict[str, Any] = {"source": source, "how": "simulated", "error": error, "baseline": baseline}
-    return [
-        Case(
-            "distserve-chatbot", "prompts and outputs apart", published=Range.of(2.0, 4.6), within=2.5, **whole,
-            conditions="OPT-13B, TTFT 0.25 s and TPOT 0.1 s (from memory), A100-80GB, vLLM with TP 1, prompts with "
-            f"TP 2 and outputs with TP 1 (from memory); {same}",
-            value=lambda slower: distserve_gain("chatbot", (Pools(2, 1, 1, 1), Pools(2, 1, 1, 2)), slower),
-            why="TTFT binds here: at the knee its 90th percentile is at the bound, that of TPOT at two thirds of it, "
-            "and a pool for prompts alone waits as long for a long prompt. The paper's vLLM missed TPOT first (from "
-            "memory), so its steps took longer than the profile's; its range also spans OPT-66B and 175B",
-        ),
-        Case(
-            "distserve-code", "prompts and outputs apart", published=Range.of(5.7), within=2.5, **whole,
-            conditions=f"OPT-66B on HumanEval, TTFT 0.125 s and TPOT 0.2 s, vLLM with TP 4, pools of TP 4; {same}",
-            value=lambda slower: distserve_gain("code", (Pools(4, 3, 4, 1), Pools(4, 5, 4, 1)), slower),
-            why="how much is served within 0.125 s to a first token hangs on some per cent of a step's time (see the "
-            "interval); 3 and 5 engines for prompts were tried, and the paper chose another parallelism for them",
-        ),
-        Case(
-            "distserve-summary", "prompts and outputs apart", published=Range.of(4.3), within=4.0, **whole,
-            conditions=f"OPT-66B on LongBench, TTFT 15 s and TPOT 0.15 s (from memory), vLLM with TP 4; {same}",
-            value=lambda slower: distserve_gain("summary", (Pools(4, 1, 4, 1), Pools(4, 2, 4, 1)), slower),
-            why="as for the chatbot, the baseline differs more than the gain: our vLLM serves more than theirs did",
-        ),
-    ]  # fmt: skip
-
-
 def step_error(hardware: str, profile: str) -> float:
     """How far off step times may be."""
     return times_for(get_hardware(hardware), profile).relative_error
 
 
 def serving_cases() -> list[Case]:
-    return [*orca(), *paging(), *sarathi(), *distserve()]
+    return [*orca(), *paging(), *sarathi()]

@@ -1,6 +1,6 @@
 """Published results come out in direction, and within the factor that each case states; what does not says why.
 
-Figures and factors are those of `simulator/agreement/serving.py` and `simulator/agreement/steps.py`.
+Figures and factors are those of `serving.py`, `distserve.py` and `steps.py` in `simulator/agreement/`.
 """
 
 from __future__ import annotations
