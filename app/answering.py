@@ -1,4 +1,4 @@
-"""Who answers a question: which code with which facts, and what this home knows of devices beside them?
+"""What does an answer depend on: which version of the code and its data, and which devices this home knows?
 
 An answer that is kept holds for the one who gave it: another one may answer differently.
 """

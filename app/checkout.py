@@ -1,4 +1,4 @@
-"""Of which state of membound's source is this process? What a later reader of a run asks first."""
+"""Which version of membound's source does this process run? A later reader of a run asks that first."""
 
 from __future__ import annotations
 

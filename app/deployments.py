@@ -1,4 +1,4 @@
-"""How many of each device does a load take, and which is the cheapest? One plan a device, as one document."""
+"""How many of each device does a load take, and which is the cheapest? One plan for each device, in one document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is a scenario measured at somebody else's server, and held against its prediction?
+"""How is a scenario measured at another server, and compared with its prediction?
 
 The scenario says what the server is taken for: its hardware, engine profile and techniques are what is predicted.
 """

@@ -1,4 +1,4 @@
-"""What do an engine and its techniques come to at an operating point that a person chose?
+"""How fast are an engine and its techniques at an operating point that a person chose?
 
 The questions of the pages Techniques, Stack and Advisor, without the pages: `views.background` asks them in a process
 beside the server.

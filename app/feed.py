@@ -1,4 +1,4 @@
-"""How does a page follow a job without running again? Its parts ask the server for what is new, and move themselves.
+"""How does a page follow a job without being rerun? Its parts ask the server for what is new and update themselves.
 
 A page that runs again twice a second takes a tenth of a core from the run that it shows; what is new of a run is a few
 numbers. Parts that follow the same job share one question, and ask nothing while nobody sees the page.

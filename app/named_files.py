@@ -1,4 +1,4 @@
-"""Which files of this machine may a scenario name that came by a page?
+"""Which files of this machine may a scenario from a page name?
 
 Whoever sends a scenario does not own the machine: a page opens what was uploaded to it, what lies below
 `MEMBOUND_HOME/models`, and what lies below the folders that the server was started with.

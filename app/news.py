@@ -1,4 +1,4 @@
-"""What has happened to a job since somebody last looked? What a page that watches it asks for, and no more."""
+"""What has happened to a job since a page last asked? Only that is sent."""
 
 from __future__ import annotations
 

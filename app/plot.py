@@ -1,4 +1,4 @@
-"""How is a chart drawn in the page: in its place, once, and with the reader's zoom where it grows?
+"""How is a chart drawn in a page: in its place, only once, and with the reader's zoom kept as it grows?
 
 `st.plotly_chart` takes a chart down at each change of its data and draws the new one several times. This component
 keeps the node and lets Plotly find the difference.

@@ -1,4 +1,4 @@
-"""What does a kept run give away: who made it, one page that opens without a server, and when what happened?"""
+"""What can be downloaded of a kept run: who made it, a page that opens without a server, a timeline?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which server does a page's job measure, and which secret may be sent to it?
+"""Which server does a page's job measure, and which API key may be sent to it?
 
 Who uses a page chooses the address, so a page sends no variable of the server's environment that was not set for this.
 """

@@ -1,4 +1,4 @@
-"""How is the dashboard served, to this machine alone and without asking anything of any other?"""
+"""How is the dashboard served: to this machine alone, and without loading anything from other hosts?"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What does a workload come to under one policy and others: the runs, as the page draws them and as files?"""
+"""How is a workload served under different policies: the runs, as the page draws them and as files?"""
 
 from __future__ import annotations
 

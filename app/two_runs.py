@@ -1,4 +1,4 @@
-"""In what do two kept runs differ: in their numbers, in their scenarios, and in what they ran on?"""
+"""How do two kept runs differ: in their numbers, their scenarios, and what they ran on?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a comparison with a table of measurements come to, as one document?"""
+"""What is the result of a comparison with a table of measurements, as one document?"""
 
 from __future__ import annotations
 

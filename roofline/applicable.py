@@ -1,4 +1,4 @@
-"""Does what a scenario names change anything of its model?"""
+"""Does everything that a scenario names apply to its model?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can a model be divided over the devices of a deployment, and can its experts be placed so?"""
+"""Can a model, and its experts, be divided over the devices of a deployment?"""
 
 from __future__ import annotations
 

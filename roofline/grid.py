@@ -1,4 +1,4 @@
-"""How long does a decode step take over a whole grid of batches and contexts, set-up by set-up?"""
+"""How long do decode steps take, over a whole grid of batches and contexts and for each set-up?"""
 
 from __future__ import annotations
 

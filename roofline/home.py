@@ -1,4 +1,4 @@
-"""Where does membound keep what it learnt: calibrations, runs, weights, compiled kernels?"""
+"""Where does membound keep its files: calibrations, runs, weights, compiled kernels?"""
 
 from __future__ import annotations
 

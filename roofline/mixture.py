@@ -1,4 +1,4 @@
-"""Of which operators does a mixture of experts consist in a step?"""
+"""Which operators does a mixture of experts add to a step?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does each operator of a step serve?"""
+"""Which part of the model does each operator of a step belong to?"""
 
 from __future__ import annotations
 

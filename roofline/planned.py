@@ -1,4 +1,4 @@
-"""Which layers of a model have their weights in which formats?"""
+"""In which formats are the weights of each group of layers?"""
 
 from __future__ import annotations
 

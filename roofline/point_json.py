@@ -1,4 +1,4 @@
-"""How is an operating point written as JSON: what `membound predict` prints?"""
+"""What does `membound predict --json` print of an operating point?"""
 
 from __future__ import annotations
 

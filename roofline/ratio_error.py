@@ -1,4 +1,4 @@
-"""How far may the ratio of two predicted speeds be off? What both times rest on, they are wrong about together."""
+"""How far may the ratio of two predicted speeds be off? Errors that both times share cancel in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which number of devices, or which precision, would hold a model that does not fit?"""
+"""With how many devices, or in which precision, would a model fit that does not?"""
 
 from __future__ import annotations
 

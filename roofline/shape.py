@@ -1,4 +1,4 @@
-"""What of a step's batch decides its cost? A few sums, never the batch itself."""
+"""Which quantities of a batch decide the cost of its step? A few sums, never the batch itself."""
 
 from __future__ import annotations
 

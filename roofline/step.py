@@ -1,4 +1,4 @@
-"""Of which operators does a step consist on one device of a deployment?
+"""Which operators does a step run on one device of a deployment?
 
 Sources: Kaplan et al., Scaling Laws, 2020, appendix (FLOPs of a decoder); Ainslie et al., GQA, 2023 (KV bytes);
 DeepSeek-V2, 2024, section 2.1 (MLA and its absorbed form); Dao and Gu, Mamba-2, 2024 (state updates); Shoeybi et al.,

@@ -1,4 +1,4 @@
-"""What do kernels compute of prompts' attention, whose queries they take in whole tiles?"""
+"""How much of the attention of prompts do kernels compute, given that they take queries in whole tiles?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens back do a model's layers look at most?"""
+"""How far back do a model's layers look?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do layers that look back only so far see of a step's sequences, each of its own length?"""
+"""How many tokens do layers with a limited window see of a batch of sequences of different lengths?"""
 
 from __future__ import annotations
 

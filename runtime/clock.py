@@ -1,4 +1,4 @@
-"""What time is it in a real run?"""
+"""Which clock does a real run go by?"""
 
 from __future__ import annotations
 

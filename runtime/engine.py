@@ -1,4 +1,4 @@
-"""What does a scenario come to when it really runs?"""
+"""How is a scenario run for real?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of this machine's memory can be taken without others being swapped out?"""
+"""How much memory of this machine is free to take without swapping out other programs?"""
 
 from __future__ import annotations
 

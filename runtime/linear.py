@@ -1,4 +1,4 @@
-"""What is a linear layer, whatever its weights are stored in?"""
+"""What is a linear layer, whatever the format of its weights?"""
 
 from __future__ import annotations
 

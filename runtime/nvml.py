@@ -1,4 +1,4 @@
-"""In which state is an NVIDIA GPU: its power, its energy, its clocks? Read from the driver's library, never set.
+"""What are the power, energy and clocks of an NVIDIA GPU? Read from the driver's library, never set.
 
 The functions and constants are those of NVIDIA's NVML API reference (`nvml.h`), which come with every driver.
 """

@@ -1,4 +1,4 @@
-"""How does a process that works for another end when that one is gone, and how is it told the other way round?"""
+"""How does a worker process end when its parent is gone, and how does the parent learn that a worker has ended?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where do the tokens of several sequences lie that are computed in one pass?"""
+"""How are the tokens of several sequences laid out when one pass computes them together?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a scenario is predicted but does not run yet?"""
+"""Which parts of a scenario can be predicted but not run yet?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which angle is a head turned at each position?"""
+"""By which angles does rotary embedding turn a head at each position?"""
 
 from __future__ import annotations
 

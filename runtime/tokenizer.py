@@ -1,4 +1,4 @@
-"""How does text become tokens and tokens text again, also while they stream?"""
+"""How does text become tokens, and tokens text again, also in a stream?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is one engine of a scenario under closed forms: its deployment, whose steps may carry guesses?"""
+"""How do closed forms see one engine of a scenario? As a deployment whose steps may verify guesses."""
 
 from __future__ import annotations
 

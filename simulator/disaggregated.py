@@ -1,4 +1,4 @@
-"""What does a scenario come to when prompts and outputs have engines of their own?
+"""How is a scenario simulated when prefill and decode have engines of their own?
 
 Source: Zhong et al., DistServe, OSDI 2024; Patel et al., Splitwise, ISCA 2024, for the transfer layer by layer.
 

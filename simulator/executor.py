@@ -1,4 +1,4 @@
-"""What does a step come to by the roofline?"""
+"""How long does a planned step take by the roofline, and which tokens does it emit?"""
 
 from __future__ import annotations
 

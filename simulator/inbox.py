@@ -1,4 +1,4 @@
-"""How does an engine learn of work that nobody could foresee?"""
+"""How does an engine learn of work that arrives at times not known in advance?"""
 
 from __future__ import annotations
 

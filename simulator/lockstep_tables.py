@@ -1,4 +1,4 @@
-"""How do the numbers that are noted of steps become the recorder's tables and samples?"""
+"""How do the numbers noted for each step become the recorder's tables and samples?"""
 
 from __future__ import annotations
 

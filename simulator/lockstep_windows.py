@@ -1,4 +1,4 @@
-"""What do layers with a window see of those who decode in the fast loop, and what is written of it?"""
+"""How many tokens do layers with a window see of the decoding sequences in the fast loop, and how is that recorded?"""
 
 from __future__ import annotations
 

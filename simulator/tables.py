@@ -1,4 +1,4 @@
-"""At which amounts are times of steps tabulated, and what lies between two of them?"""
+"""At which amounts are step times tabulated, and how are they interpolated between?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many drafted tokens does content of a kind accept?
+"""How many drafted tokens are accepted, by the kind of content?
 
 Text has predictable stretches, in which nearly every draft is right, and surprising ones, in which few are. The
 profile is a Markov chain with those two states over the positions of the output; a draft is accepted with the

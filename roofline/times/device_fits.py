@@ -1,4 +1,4 @@
-"""How is what tables showed of a device kept in the user's home, and found again where the device is predicted?"""
+"""How are fits from tables kept in the user's home, and found again when their device is predicted?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters of the kernels' time do measurements show?
+"""Which parameters of the kernels' times fit a set of measurements?
 
 Robust least squares in logarithms, with few physical parameters and a prior: all devices together first, then each
 generation around that, each device around its generation, each library around its device. A scope with few rows so

@@ -1,4 +1,4 @@
-"""What did a table of measurements show of a device that is not here?
+"""What does a table of measurements say about a device that is not at hand?
 
 Its kernels are fitted around what is published of the device or of its nearest relatives, so that a few rows move the
 parameters that they show and leave the others. The fits of a device lie in one file of the user's home and come before

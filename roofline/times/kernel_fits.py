@@ -1,4 +1,4 @@
-"""Which parameters do a device's kernels have: those that were fitted on the nearest of all that somebody measured?"""
+"""Which fitted parameters do a device's kernels have? Those of the most closely related device that was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of an operator's time, and by whom?"""
+"""What is the time of an operator made of, and what must a source of times provide?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a cluster, and what does it come to?"""
+"""What happened in a cluster, and how does it become a result?"""
 
 from __future__ import annotations
 

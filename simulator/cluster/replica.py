@@ -1,4 +1,4 @@
-"""What does one replica of a cluster have to do, and what becomes of it when it fails?"""
+"""What does one replica of a cluster have to do, and what happens to its requests when it fails?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a scenario come to when replicas behind a router serve it?"""
+"""How is a scenario simulated when replicas behind a router serve it?"""
 
 from __future__ import annotations
 

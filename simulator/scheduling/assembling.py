@@ -1,4 +1,4 @@
-"""What does a planned step come to: its sums, its blocks, and the work of each sequence where an engine computes?"""
+"""What does a planned step consist of: its sums, its blocks, and, for an engine that computes, each sequence's work?"""
 
 from __future__ import annotations
 

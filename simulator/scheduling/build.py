@@ -1,4 +1,4 @@
-"""Which scheduler does a scenario ask for, and what does its record come to?"""
+"""Which scheduler does a scenario ask for, and how does its record become a result?"""
 
 from __future__ import annotations
 

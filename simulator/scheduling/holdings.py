@@ -1,4 +1,4 @@
-"""Which blocks does a running sequence hold, and what stays of them when it gives them up?"""
+"""Which blocks does a running sequence hold, and which stay cached when it gives them up?"""
 
 from __future__ import annotations
 

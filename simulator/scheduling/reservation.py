@@ -1,4 +1,4 @@
-"""For how many tokens does a request take its blocks when it joins?"""
+"""For how many tokens does a request reserve blocks when it joins?"""
 
 from __future__ import annotations
 
