@@ -236,6 +236,8 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "LlavaForConditionalGeneration": llama,
     "MllamaForConditionalGeneration": mllama,
     "MllamaForCausalLM": mllama,
+    "BitNetForCausalLM": llama,
+    "BitnetForCausalLM": llama,
     "CwmForCausalLM": llama,
     "MiniCPMForCausalLM": llama,
     "Ministral3ForCausalLM": llama,

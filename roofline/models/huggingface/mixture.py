@@ -79,7 +79,7 @@ def shared_width(c: Config) -> int:
 
 def deepseek(c: Config) -> Fields:
     """DeepSeek V2, V3, V3.2, Kimi K2, GLM-5: latent attention, dense layers first, shared experts."""
-    usual = "noaux_tc" if c.architecture == "DeepseekV3ForCausalLM" else None
+    usual = "noaux_tc" if c.architecture in ("DeepseekV3ForCausalLM", "AXK1ForCausalLM") else None
     balanced = c.get("topk_method", default=usual) == "noaux_tc"
     experts = routed(c, shared_intermediate=shared_width(c), router_bias=balanced)
     return model(c, latent(c), dense_first(c, experts))
@@ -238,6 +238,7 @@ FAMILIES: dict[str, Callable[[Config], Fields]] = {
     "DeepseekV3ForCausalLM": deepseek,
     "DeepseekV32ForCausalLM": deepseek,
     "KimiK25ForConditionalGeneration": deepseek,
+    "AXK1ForCausalLM": deepseek,
     "GlmMoeDsaForCausalLM": deepseek,
     "Glm4MoeForCausalLM": glm4_moe,
     "GptOssForCausalLM": gpt_oss,
