@@ -40,6 +40,9 @@ def grouped(
 ) -> tuple[OperatorGroup, ...]:
     """A step's operators by what they serve, each with its seconds by bound; groups without any are left out."""
     ffn_linears = {name for group in model.groups() for name, _, _ in group.ffn.linears(model.hidden, 1)}
+    for beside in model.besides:
+        linears = beside.layer_linears(model.hidden) + beside.step_linears(model.hidden, model.layers)
+        ffn_linears |= {name for name, _, _ in linears}
     members: dict[Group, list[int]] = {group: [] for group in GROUPS}
     for index, cost in enumerate(costs):
         members[_group_of(cost.operator, ffn_linears)].append(index)

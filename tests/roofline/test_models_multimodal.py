@@ -224,6 +224,15 @@ def test_a_table_of_layers_inputs_takes_memory_and_a_row_a_token() -> None:
     assert flops == pytest.approx(2 * 4 * matrices)
 
 
+def test_what_runs_beside_a_layer_is_shown_with_its_network() -> None:
+    model = get_model("Gemma-3n-E4B")
+    point = OperatingPoint(model, hardware=H100, setup=PLAIN, phase="decode", batch=4, context=2048)
+    groups = {group["name"]: group["operators"] for group in point.to_json()["groups"]}
+    beside = {name for one in model.besides for name, _, _ in one.layer_linears(model.hidden)}
+    assert beside <= {name.rsplit(".", 1)[-1] for name in groups["ffn"]}
+    assert {name.rsplit(".", 1)[-1] for name in groups["attention"]} == {"qkv", "attention", "o"}
+
+
 @pytest.mark.parametrize("name", ["Gemma-3n-E4B", "Gemma-4-E2B", "Llama-3.2-11B-Vision"])
 def test_it_is_predicted_and_simulated(name: str) -> None:
     point = OperatingPoint(get_model(name), hardware=H100, setup=PLAIN, phase="decode", batch=4, context=2048)
