@@ -294,6 +294,7 @@ template <class W> void linear(const Product& p, W w, bool bf16_tokens, int thre
 }  // namespace
 
 void linear_rows(const PackedWeight& w, const float* x, float* out, int64_t m, int threads) {
+    if (m == 0) return;
     const float unit = w.format == FP8 && !w.bf16_tokens ? E4M3_UNIT : 1.0f;
     const Product p{x, (const float*)w.scale, out, m, w.n, w.k, unit};
     switch (w.format) {

@@ -80,6 +80,13 @@ def test_every_batch_size_gives_the_bits_of_one_row_at_a_time(cpp, format):
         assert torch.equal(cpp.linear(x[:m], weight), single[:m]), m
 
 
+@pytest.mark.parametrize("format", [*EXACT, *CODED, *EIGHT_BIT_INPUTS])
+def test_no_tokens_have_no_products(cpp, format):
+    x, w = problem(0, 33, 96, seed=1)
+    for kernels in (cpp, CpuKernels()):
+        assert kernels.linear(x, kernels.pack(w, format)).shape == (0, 33)
+
+
 def test_bits_do_not_depend_on_the_number_of_threads(cpp):
     x, w = problem(40, 600, 577, seed=2)
     weight = cpp.pack(w, "bf16")
