@@ -135,11 +135,14 @@ def eagle() -> list[Case]:
     ]  # fmt: skip
 
 
+FIXED_BATCHES = "vllm-0.6-offline"
+
+
 def marlin_gain(model: str, hardware: str, tp: int, batch: int) -> float:
-    spec, clock = resolve_model(model), times(hardware, "vllm-0.6")
+    spec, clock = resolve_model(model), times(hardware, FIXED_BATCHES)
     shape = StepShape.decode(float(batch), 128.0)
     plain, packed = (
-        float(step_cost(spec, _setup("vllm-0.6", *techniques, tp=tp), clock, shape).time_s)
+        float(step_cost(spec, _setup(FIXED_BATCHES, *techniques, tp=tp), clock, shape).time_s)
         for techniques in ((), (WeightQuantization(format="int4"),))
     )
     return plain / packed
@@ -183,10 +186,10 @@ def marlin() -> list[Case]:
     return kernel + [
         Case(
             f"marlin-{name}-b{batch}", f"int4 weights end to end, batch {batch}", "vLLM, fp16 weights",
-            f"{model} on {tp} x {hardware}, engine as fitted to vLLM 0.6 (the paper is of August 2024), context 128 "
-            "(assumed)", source, Range.of(published), "closed form",
+            f"{model} on {tp} x {hardware}, engine as fitted to vLLM 0.6 (the paper is of August 2024), without a "
+            "server, as its batches are fixed, context 128 (assumed)", source, Range.of(published), "closed form",
             lambda slower, cell=(model, hardware, tp, batch): marlin_gain(*cell) / slower,  # type: ignore[misc]
-            times(hardware, "vllm-0.6").relative_error, within, why=why,
+            times(hardware, FIXED_BATCHES).relative_error, within, why=why,
         )
         for name, (model, hardware, tp, figures, within, why) in runs.items()
         for batch, published in figures.items()
