@@ -37,9 +37,14 @@ def rehearsed(scenario: Scenario) -> Scenario:
 
 
 def rehearsal_of(requests: Sequence[Request], most: int, max_batched_tokens: int, max_context: int) -> list[Request]:
-    """The longest turn and, shortened, the first of the requests, `most` together; their ids are of no request."""
+    """The longest turn and, shortened, the first of the requests, `most` together; their ids are of no request.
+
+    None where the model's context holds no turn: each of these is refused when it comes.
+    """
     turns = [turn for request in requests for turn in request.turns()]
     fitting = [turn for turn in turns if turn.tokens <= max_context]
+    if not fitting:
+        return []
     longest = max(fitting, key=lambda turn: turn.prompt_tokens)
     others = [request for request in requests if request is not longest and request.tokens <= max_context][: most - 1]
     room = max(MOST_IN_TREE + 1, STEPS_OF_PROMPTS * max_batched_tokens // max(len(others), 1))
@@ -52,6 +57,8 @@ def rehearsal_of(requests: Sequence[Request], most: int, max_batched_tokens: int
 
 def rehearse(requests: Sequence[Request], scheduler: Scheduler, executor: Executor) -> None:
     """Serves requests that all come at once, and keeps nothing of it."""
+    if not requests:
+        return
     client = client_for(ClosedLoop(concurrency=len(requests)), requests)
     for _ in serve(scheduler, client, executor, WallClock(), Recorder()):
         pass
