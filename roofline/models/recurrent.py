@@ -97,11 +97,11 @@ class Mamba1(WithoutKv, Frozen):
         return self.d_inner * (self.conv_width + 1 + 1 + self.d_state + 1) + norms
 
 
-class _Rwkv(WithoutKv, Frozen):
-    """What RWKV-6 and 7 share: a state of head_dim x head_dim a head, and the last token's input."""
+class _SquareState(WithoutKv, Frozen):
+    """A state of head_dim x head_dim a head."""
 
     heads: PositiveInt
-    head_dim: PositiveInt = 64
+    head_dim: PositiveInt
     state_bits: StateBits = 32
 
     @property
@@ -114,6 +114,12 @@ class _Rwkv(WithoutKv, Frozen):
 
     def state_elements_on_gpu(self, tp: int) -> int:
         return split(self.heads, tp, "heads") * self.head_dim**2
+
+
+class _Rwkv(_SquareState):
+    """What RWKV-6 and 7 share beside their state: the last token's input."""
+
+    head_dim: PositiveInt = 64
 
     @property
     def conv_elements(self) -> int:
@@ -219,28 +225,14 @@ class GatedDeltaNet(WithoutKv, Frozen):
         return self.conv_width * self.conv_channels + 2 * self.value_heads + self.value_head_dim
 
 
-class KimiDeltaAttention(WithoutKv, Frozen):
+class KimiDeltaAttention(_SquareState):
     """Linear attention with the delta rule and a decay for each channel (Kimi Linear, arXiv 2510.26692).
 
-    A state of head_dim x head_dim a head; decay and output gate come through projections of rank `head_dim`.
+    Decay and output gate come through projections of rank `head_dim`.
     """
 
     kind: Literal["kda"] = "kda"
-    heads: PositiveInt
-    head_dim: PositiveInt
     conv_width: PositiveInt = 4
-    state_bits: StateBits = 32
-
-    @property
-    def width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def state_elements(self) -> int:
-        return self.width * self.head_dim
-
-    def state_elements_on_gpu(self, tp: int) -> int:
-        return split(self.heads, tp, "heads") * self.head_dim**2
 
     @property
     def conv_elements(self) -> int:
