@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_json import config
 
 from membound.roofline.models import ModelError, ModelSpec, OtherRopeScaling, get_model
 from membound.roofline.models.files import resolve_model
@@ -32,20 +33,6 @@ LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
-
-
-def config(architecture: str, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Any:
-    """A config.json with the names that most families use."""
-    return {
-        "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": 4096,
-        **more,
-    }
 
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from config_json import config
 
 from membound.roofline.hardware import get_hardware
 from membound.roofline.memory import cache_terms
@@ -31,25 +32,12 @@ H100 = get_hardware("H100-SXM5")
 MIXED = ("Falcon-H1-7B", "Granite-4.0-H-Tiny", "LFM2-1.2B", "LFM2-8B-A1B", "Kimi-Linear-48B-A3B", "Bamba-9B")
 
 
-def fields(architecture: str, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Any:
-    return {
-        "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": 4096,
-        **more,
-    }
-
-
 def kinds(layers: int, attends: Any, attention: str, other: str) -> list[str]:
     return [attention if index in attends else other for index in range(layers)]
 
 
 CONFIGS = {
-    "Granite-4.0-H-Small": fields(
+    "Granite-4.0-H-Small": config(
         "GraniteMoeHybridForCausalLM",
         *(40, 4096, 32, 8, 100352),
         layer_types=kinds(40, (5, 15, 25, 35), "attention", "mamba"),
@@ -63,7 +51,7 @@ CONFIGS = {
         shared_intermediate_size=1536,
         tie_word_embeddings=True,
     ),
-    "Granite-4.0-H-Micro": fields(
+    "Granite-4.0-H-Micro": config(
         "GraniteMoeHybridForCausalLM",
         *(40, 2048, 32, 8, 100352),
         layer_types=kinds(40, (5, 15, 25, 35), "attention", "mamba"),
@@ -75,7 +63,7 @@ CONFIGS = {
         shared_intermediate_size=8192,
         tie_word_embeddings=True,
     ),
-    "Bamba-9B": fields(
+    "Bamba-9B": config(
         "BambaForCausalLM",
         *(32, 4096, 32, 8, 128256),
         attn_layer_indices=[9, 18, 27],
@@ -84,7 +72,7 @@ CONFIGS = {
         mamba_d_state=128,
         intermediate_size=14336,
     ),
-    "Falcon-H1-0.5B": fields(
+    "Falcon-H1-0.5B": config(
         "FalconH1ForCausalLM",
         *(36, 1024, 8, 2, 32784),
         head_dim=64,
@@ -95,7 +83,7 @@ CONFIGS = {
         mamba_d_state=128,
         mamba_rms_norm=False,
     ),
-    "LFM2-1.2B": fields(
+    "LFM2-1.2B": config(
         "Lfm2ForCausalLM",
         *(16, 2048, 32, 8, 65536),
         block_ff_dim=12288,
@@ -103,7 +91,7 @@ CONFIGS = {
         conv_L_cache=3,
         tie_embedding=True,
     ),
-    "LFM2-8B-A1B": fields(
+    "LFM2-8B-A1B": config(
         "Lfm2MoeForCausalLM",
         *(24, 2048, 32, 8, 65536),
         intermediate_size=7168,
@@ -115,7 +103,7 @@ CONFIGS = {
     ),
     "Kimi-K3": {
         "architectures": ["KimiK3ForConditionalGeneration"],
-        "text_config": fields(
+        "text_config": config(
             "KimiLinearForCausalLM",
             *(93, 7168, 96, 96, 163840),
             intermediate_size=33792,
@@ -140,7 +128,7 @@ CONFIGS = {
             },
         ),
     },
-    "Kimi-Linear-48B-A3B": fields(
+    "Kimi-Linear-48B-A3B": config(
         "KimiLinearForCausalLM",
         *(27, 2304, 32, 32, 163840),
         head_dim=72,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from config_json import config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,18 +22,7 @@ from membound.simulator.run import run
 
 PLAIN = EngineSetup()
 
-
-def fields(architecture: str, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> Any:
-    return {
-        "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": 131072,
-        **more,
-    }
+fields = partial(config, max_position_embeddings=131072)
 
 
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": 1536}
