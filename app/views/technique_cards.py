@@ -43,7 +43,6 @@ def technique_cards(
     choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate
 ) -> None:
     """A card for each technique, by the layer of the engine that it changes; only of the layers that are looked at."""
-    st.header(t("techniques.cards"), anchor="cards")
     st.caption(t("techniques.cards_caption"))
     tabs = st.tabs([t(f"techniques.section_{section}") for section in SECTIONS], key="layers", on_change="rerun")
     for tab, layers in zip(tabs, SECTIONS.values(), strict=True):

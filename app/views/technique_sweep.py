@@ -36,10 +36,8 @@ GUESSES = 4
 NEARLY_ALL = 0.9
 
 
-@st.fragment
 def technique_sweep(choice: EngineChoice, measured: Sequence[Measured], t: Translate) -> None:
-    """The gains over batch or context; what is swept, and over what, changes no more of the page than this."""
-    st.header(t("techniques.sweep"), anchor="sweep")
+    """The gains over batch or context."""
     with st.container(horizontal=True, vertical_alignment="bottom"):
         axis = fields.one_of("choice", "over", AXES, AXES[0], t, lambda name: t(f"techniques.over_{name}"))
         drafts = fields.one_of("choice", "drafts", DRAFTS, DRAFTS[0], t, lambda name: t(f"techniques.drafts_{name}"))
@@ -213,7 +211,6 @@ def experts_read(choice: EngineChoice, t: Translate) -> None:
     if ffn is None:
         st.caption(t("techniques.no_experts", model=choice.model_name))
         return
-    st.header(t("techniques.experts"), anchor="experts")
     plain = [share_of_experts(ffn, batch) for batch in BATCHES]
     verify = [share_of_experts(ffn, batch * (1 + GUESSES)) for batch in BATCHES]
     now = share_of_experts(ffn, choice.batch)

@@ -13,7 +13,7 @@ from membound.app.figures import techniques as figures
 from membound.app.figures.comparison import technique_title
 from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
-from membound.app.views import background, states
+from membound.app.views import background, fields, linked, states
 from membound.app.views.charts import chart
 from membound.app.views.choices import short_count
 from membound.app.views.engine_choice import choose_engine, conditions, in_short
@@ -35,6 +35,9 @@ QUESTIONS = {
     "w8a8": ("w8a8",),
     "kv": ("kv_quantization",),
 }
+# What the page shows below its answer. A control answers sooner where only the part that is looked at is computed,
+# sent and drawn.
+PARTS = ("gains", "sweep", "cards", "experts")
 
 
 def page() -> None:
@@ -54,17 +57,29 @@ def page() -> None:
         return
     measured = measured_gains(choice.model_name, choice.device_name)
     _answer(choice, effects, t)
-    _gains(choice, effects, measured, t)
-    technique_sweep(choice, measured, t)
-    technique_cards(choice, effects, measured, t)
-    experts_read(choice, t)
+    _part(choice, effects, measured, t)
+
+
+@st.fragment
+def _part(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[Measured], t: Translate) -> None:
+    """The part that is looked at; another one changes no more of the page than this."""
+    part = fields.one_of("techniques", "part", PARTS, PARTS[0], t)
+    if part == "gains":
+        _gains(choice, effects, measured, t)
+    elif part == "sweep":
+        technique_sweep(choice, measured, t)
+    elif part == "cards":
+        technique_cards(choice, effects, measured, t)
+    else:
+        experts_read(choice, t)
 
 
 def _effects(choice: EngineChoice) -> dict[str, Effect] | None:
     """What each technique does alone; None while that is computed, in as many parts as there are processes for it."""
     parts = background.parts_of(tuple(TECHNIQUES))
     asked = [background.ask((choice.effects_key, part), effects_of, choice, part) for part in parts]
-    ask_ahead(choice)
+    if linked.seed("part", linked.one_of(PARTS), PARTS[0]) == "sweep":
+        ask_ahead(choice)
     found = background.answers(asked, "techniques")
     return None if found is None else {name: part[name] for name in TECHNIQUES for part in found if name in part}
 
@@ -163,9 +178,9 @@ def _gains(choice: EngineChoice, effects: dict[str, Effect], measured: Sequence[
                 spread=near.row.spread if near is not None and comparable else None,
             )
         )
-    if not rows:
+    if not rows:  # the cards say of each why
+        technique_cards(choice, effects, measured, t)
         return
-    st.header(t("techniques.gains"), anchor="gains")
     best = max(rows, key=lambda row: row.predicted)
     chart(
         figures.gains_figure(rows, t),

@@ -242,10 +242,11 @@ def test_every_format_that_a_page_offers_is_costed_or_refused_in_a_sentence(devi
 
 def test_weights_that_are_multiplied_with_narrow_activations_are_named_and_said_to_be_faster(store: Store) -> None:
     """int4 weights with int8 activations: on a device with an int8 rate a prompt is not slower than with bf16 ones."""
-    words = words_of(open_page("techniques", hw="A10G", weights="int4/int8"))
+    words = words_of(open_page("techniques", hw="A10G", weights="int4/int8", part="cards"))
     assert "weight quantization, int4 + int8" in words
     assert T("techniques.about_weight_quantization_multiplied") in words
-    assert T("techniques.about_weight_quantization") in words_of(open_page("techniques", hw="A10G", weights="int4"))
+    unpacked = words_of(open_page("techniques", hw="A10G", weights="int4", part="cards"))
+    assert T("techniques.about_weight_quantization") in unpacked
     base = EngineChoice("Llama-3.1-8B", "A10G", 1, "graphs", 32, 2048, "output_tokens_per_s")
     alone, multiplied = (
         effects_of(replace(base, weights=name), ["weight_quantization"])["weight_quantization"]
@@ -254,41 +255,49 @@ def test_weights_that_are_multiplied_with_narrow_activations_are_named_and_said_
     assert (multiplied.gain("output_tokens_per_s") or 0) > (alone.gain("output_tokens_per_s") or 0)
 
 
+def test_only_the_part_that_is_looked_at_is_drawn_and_it_is_in_the_url(store: Store) -> None:
+    at = open_page("techniques")
+    assert not at.multiselect and at.toggle(key="techniques_gains_table")
+    at.segmented_control(key="part").set_value("sweep").run()
+    assert at.multiselect(key="sweep") and at.query_params["part"] in ("sweep", ["sweep"])
+    assert "techniques_gains_table" not in [toggle.key for toggle in at.toggle]
+
+
 def test_the_sweep_says_where_fixed_drafts_stop_to_pay(store: Store) -> None:
-    assert "pays up to batch" in words_of(open_page("techniques", sweep="eagle"))
-    assert "pays up to batch" in words_of(open_page("techniques", sweep="weight_quantization"))
-    context = words_of(open_page("techniques", sweep="kv_quantization", over="ctx", batch="32"))
+    assert "pays up to batch" in words_of(open_page("techniques", part="sweep", sweep="eagle"))
+    assert "pays up to batch" in words_of(open_page("techniques", part="sweep", sweep="weight_quantization"))
+    context = words_of(open_page("techniques", part="sweep", sweep="kv_quantization", over="ctx", batch="32"))
     assert "at every context" in context or "pays from context" in context
 
 
 def test_a_technique_that_cannot_be_swept_is_one_sentence(store: Store) -> None:
-    at = open_page("techniques", sweep="mtp")
+    at = open_page("techniques", part="sweep", sweep="mtp")
     assert "has no module for multi-token prediction" in at.warning[0].value
 
 
 def test_a_link_sweeps_each_technique_once_and_no_more_than_can_be_told_apart(store: Store) -> None:
-    at = open_page("techniques", sweep=",".join(("eagle", *TECHNIQUES)))
+    at = open_page("techniques", part="sweep", sweep=",".join(("eagle", *TECHNIQUES)))
     assert not at.exception
     swept = at.multiselect(key="sweep").value
     assert swept[0] == "eagle" and len(swept) == len(set(swept)) == MOST_SWEPT
 
 
 def test_an_empty_sweep_says_what_to_do(store: Store) -> None:
-    at = open_page("techniques")
+    at = open_page("techniques", part="sweep")
     at.multiselect(key="sweep").set_value([]).run()
     assert not at.exception and T("techniques.none_swept") in words_of(at)
 
 
 def test_experts_are_drawn_of_a_mixture_only(store: Store) -> None:
-    mixture = words_of(open_page("techniques", model="Mixtral-8x7B", hw="H100-SXM5", tp="2", batch="1"))
+    mixture = words_of(open_page("techniques", part="experts", model="Mixtral-8x7B", hw="H100-SXM5", tp="2", batch="1"))
     assert "uses 2 of 8 experts" in mixture and "**25 %**" in mixture
     assert "From batch 8 on" in mixture  # 1 - (1 - 2/8)^8 = 90 %
-    assert "has no experts" in words_of(open_page("techniques"))
+    assert "has no experts" in words_of(open_page("techniques", part="experts"))
 
 
 def test_a_measured_gain_stands_beside_the_prediction(store: Store) -> None:
     _measured(store, int8_weights=(4, 1.53), ngram_speculation=(4, 1.04))
-    at = open_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", sweep="int8_weights")
+    at = open_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="4", part="cards")
     words = words_of(at)
     assert "Measured here: 1.53× ± 0.02 tokens/s at users: 4 (" in words and "1.04× ± 0.02" not in words
     assert "against plain engine)" in words
@@ -297,9 +306,7 @@ def test_a_measured_gain_stands_beside_the_prediction(store: Store) -> None:
 
 
 def test_this_machine_without_measurements_says_where_to_make_them(store: Store) -> None:
-    words = words_of(
-        open_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="1", sweep="int8_weights")
-    )
+    words = words_of(open_page("techniques", model="SmolLM2-135M", hw="local", ctx="512", batch="1"))
     assert T("techniques.not_measured", model="SmolLM2-135M") in words
     assert T("techniques.not_measured", model="Llama-3.1-8B") not in words_of(open_page("techniques"))
 

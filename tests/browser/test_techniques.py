@@ -75,6 +75,7 @@ def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Sessio
     answer = re.compile(r"Does speculation help at batch 32\?.*Yes: 1\.", re.DOTALL)
     tab.page.locator("p", has_text=answer).wait_for(timeout=TIMEOUT_MS)
     tab.at("batch=32")
+    tab.choose(EN("techniques.part"), EN("techniques.part_sweep"))
     tab.sees(re.compile("pays up to batch"))
     tab.settle()
 
@@ -125,8 +126,8 @@ def test_the_advisors_first_move_opens_in_the_stack(session: Session) -> None:
 
 
 def test_numbers_are_shown_as_a_table_and_downloaded(session: Session) -> None:
-    tab = session().open("/techniques?sweep=eagle")
-    tab.page.get_by_text(EN("chart.table"), exact=True).nth(1).click()
+    tab = session().open("/techniques?part=sweep&sweep=eagle")
+    tab.page.get_by_text(EN("chart.table"), exact=True).click()
     with tab.page.expect_download() as download:
         tab.page.get_by_role("button", name=EN("chart.csv")).click()
     lines = download.value.path().read_text("utf-8").splitlines()
