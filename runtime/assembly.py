@@ -6,6 +6,7 @@ import os
 import platform
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from membound.runtime.clock import WallClock
 from membound.runtime.cuda_graphs import decode_graphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.decoders import DeviceModels
+from membound.runtime.device_room import cache_room
 from membound.runtime.executor import TorchExecutor
 from membound.runtime.kv.block_moves import BlockMover
 from membound.runtime.nvml import EnergyMeter
@@ -144,13 +146,16 @@ def assemble(
     With `moves` blocks come and go, else only where the engine asks. Raises MemboundError where the model or a request
     does not fit, or two parts of the scenario exclude each other.
     """
+    decoders.collect()
     decoder, block_size = decoders.engine_decoder(scenario), scenario.engine.block_size
     requests = requests_for(scenario, vocab=decoder.spec.vocab)
     longest = _longest(scenario, requests, decoder.spec.max_context)
     # Processes on a CPU share it, its memory too, so that together they are one device; GPUs are devices each.
     shared = decoders.device.startswith("cpu")
     sharing = scenario.setup.parallel.tp if shared else 1
-    memory = kv_memory(scenario, decoder.spec, hardware.memory_bytes / (sharing * engines), longest)
+    turns = [turn.tokens for request in requests for turn in request.turns() if turn.tokens <= longest]
+    room_of = partial(kv_memory, scenario, decoder.spec, longest=longest, turns=turns)
+    memory = cache_room(decoders, scenario, hardware.memory_bytes / (sharing * engines), room_of)
     as_one = scenario.model_copy(update={"parallel": SINGLE}) if shared else scenario
     times = times_for(hardware)
     kv = decoder.new_cache(memory.num_blocks, block_size, memory.seats)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+
+import torch
 
 from membound.kernels.base import Kernels
 from membound.roofline.divisible import check_parallel
@@ -60,12 +63,42 @@ class DeviceModels:
         """The whole decoder with its weights in the format that the scenario's techniques ask for, packed once."""
         key = self._key(scenario)
         if key not in self._decoders:
-            self._decoders[key] = self._built(scenario)
+            self._decoders[key] = self._built_beside_others(scenario)
         return self._with_store(self._decoders[key], scenario)
+
+    def bytes_beside(self, scenario: Scenario) -> int:
+        """Bytes of the weights that stay loaded beside those of the scenario's decoder."""
+        return sum(other.weight_bytes + other.embed.nbytes for _, other in self._beside(scenario))
+
+    def keep_only(self, scenario: Scenario) -> None:
+        """Lets all decoders but the scenario's go; one that somebody else holds stays as long as that."""
+        for key, other in self._beside(scenario):
+            del self._decoders[key]
+            self._storing = {stored: decoder for stored, decoder in self._storing.items() if stored[0] != id(other)}
+            self._offloads.pop((key, 1), None)
+        self.collect()
+
+    def collect(self) -> None:
+        """Frees what nobody holds any more, such as the cache and the graphs of the engine before."""
+        if not self.device.startswith("cpu"):
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _beside(self, scenario: Scenario) -> list[tuple[tuple[str, str, str], Decoder]]:
+        """A divided decoder is none of these: its parts are in processes of their own."""
+        own = self._key(scenario) if scenario.setup.parallel.tp == 1 else None
+        return [(key, other) for key, other in self._decoders.items() if key != own]
 
     def offload(self, scenario: Scenario) -> OffloadedExperts | None:
         """Where the experts of the scenario's decoder lie, if elsewhere."""
         return self._offloads.get((self._key(scenario), scenario.setup.parallel.tp))
+
+    def _built_beside_others(self, scenario: Scenario) -> Decoder:
+        """A new decoder; if there is no room for it, all others leave the device first."""
+        with suppress(torch.OutOfMemoryError):
+            return self._built(scenario)
+        self.keep_only(scenario)
+        return self._built(scenario)
 
     def _built(self, scenario: Scenario) -> Decoder:
         loaded, recipe = self.model(scenario), self._recipe(scenario)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from membound.roofline.errors import MemboundError
@@ -44,13 +45,19 @@ class KvMemory:
 
 
 def kv_memory(
-    scenario: Scenario, model: ModelSpec, memory_bytes: float, longest: int | None = None, reach: int | None = None
+    scenario: Scenario,
+    model: ModelSpec,
+    memory_bytes: float,
+    longest: int | None = None,
+    reach: int | None = None,
+    turns: Iterable[int] = (),
 ) -> KvMemory:
     """The engine's KV memory: blocks as given, else what a device of `memory_bytes` holds beside all weights.
 
-    With the tokens of the `longest` request, no more blocks than its requests can use. No request has more than `reach`
-    tokens, the longest or what the model takes without it. Raises MemboundError where the weights leave no room for a
-    single block, or not for as many as given.
+    With the tokens of the `longest` request, no more blocks than its requests can use; a prefix cache keeps those of
+    requests that have ended, so also with the tokens of all `turns` no more than these and its requests together. No
+    request has more than `reach` tokens, the longest or what the model takes without it. Raises MemboundError where the
+    weights leave no room for a single block, or not for as many as given.
     """
     engine, setup = scenario.engine, scenario.setup
     reach = longest or reach or model.max_context
@@ -72,7 +79,11 @@ def kv_memory(
         )
     block_bytes = token_bytes * engine.block_size
     seats, fixed_blocks, ranks = scenario.seats, 0, setup.parallel.dp
-    useful_of_one = -(-_most_held(engine, reach, model.max_context) // engine.block_size)
+
+    def blocks_of(tokens: int) -> int:
+        return -(-_most_held(engine, tokens, model.max_context) // engine.block_size)
+
+    useful_of_one = blocks_of(reach)
     if block_bytes:
         fitting = int(spare // block_bytes)
         fixed_blocks = int(-(-fixed_bytes // block_bytes))
@@ -83,8 +94,9 @@ def kv_memory(
     if engine.prefix_caching:
         _check_prefix_caching(model, setup, held.cache)
     blocks = engine.num_blocks // ranks if engine.num_blocks is not None else fitting
-    if engine.num_blocks is None and longest is not None and not engine.prefix_caching:
-        blocks = min(fitting, -(-seats // ranks) * (useful_of_one + fixed_blocks))
+    cached = sum(map(blocks_of, turns)) if engine.prefix_caching else 0
+    if engine.num_blocks is None and longest is not None and (cached or not engine.prefix_caching):
+        blocks = min(fitting, -(-seats // ranks) * (useful_of_one + fixed_blocks) + cached)
     host_blocks = int(engine.host_kv_gib * 2**30 // block_bytes) if block_bytes else 0
     return KvMemory(
         ranks * blocks,
