@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from membound.app.disturbed import ELSEWHERE, STALLED, badness, comparable, problem_of
+from membound.app.disturbed import ELSEWHERE, STALLED, comparable, problem_of
 from membound.app.listener import Listener
 from membound.roofline.hardware import HardwareSpec
 from membound.roofline.results.comparison import Comparison, Quality, baseline_row, variant_row
@@ -29,12 +29,8 @@ if TYPE_CHECKING:
 
 BASELINE = "baseline"
 LIVE_INTERVAL_S = 0.5
-TRIES = 3
-# Where a browser draws on the same cores every run is disturbed, and repeating them all would not end.
-REPEATED_SHARE = {STALLED: 0.2, ELSEWHERE: 0.5}
-PATIENCE_S = 10.0  # before a run, until memory is as calibrated
+PATIENCE_S = 10.0  # before a turn or a run, until memory is as calibrated
 WAITED_SHARE = 0.5  # of the time that the runs took, for all that is waited
-FOR_GOOD = 6  # runs elsewhere in a row: nothing is repeated or waited for until a run is as calibrated again
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def predict_rows(scenario: Scenario, hardware: HardwareSpec) -> ComparisonResult
 
 
 def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listener: Listener) -> ComparisonResult:
-    """Predicts every cell, then measures each point's cells next to each other, `repeats` times."""
+    """Predicts every cell, then measures each point's engines side by side, `repeats` times."""
     listener.progress(0.0, "predicting")
     result = predict_rows(scenario, hardware)
     for row in result.rows:
@@ -103,7 +99,7 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
 
     listener.progress(0.0, f"loading {scenario.model}")
     points = points_of(scenario)
-    cells = _Cells(points, scenario.repeats, runtime, hardware, listener)
+    measuring = _Measuring(points, scenario.repeats, runtime, hardware, listener)
     qualities = _judged(scenario, runtime, listener)
     rows: list[Comparison] = []
     made = _Rows(scenario, hardware)
@@ -111,15 +107,15 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
         asked = point.scenarios()
         runs: dict[str, list[RunResult]] = {name: [] for name in asked}
         for repeat in range(scenario.repeats):
-            for name, engine in asked.items():
-                runs[name].append(cells.measure(index, point, name, engine, repeat))
+            for name, run in measuring.once(point, repeat):
+                runs[name].append(run)
         result.measured |= {(index, name): measured for name, measured in runs.items()}
         predicted = {name: result.predicted[index, name] for name in asked}
         rows += made.of(point, predicted, runs, qualities)
         for row in rows[-1 - len(point.variants) :]:
             listener.event("row", row.model_dump(mode="json"))
     listener.progress(1.0, "done")
-    return ComparisonResult(rows, result.predicted, result.measured, cells.notes())
+    return ComparisonResult(rows, result.predicted, result.measured, measuring.notes())
 
 
 class _Rows:
@@ -149,8 +145,8 @@ class _Rows:
         return rows
 
 
-class _Cells:
-    """Runs the measured cells one by one and reports how far they are."""
+class _Measuring:
+    """Measures a point's engines side by side, and those that need the machine for themselves one by one."""
 
     def __init__(
         self, points: list[Point], repeats: int, runtime: Runtime, hardware: HardwareSpec, listener: Listener
@@ -158,51 +154,57 @@ class _Cells:
         self.runtime = runtime
         self.hardware = hardware
         self.listener = listener
+        self.repeats = repeats
         self.total = repeats * sum(len(point.scenarios()) for point in points)
-        self.done = self.elsewhere_in_row = 0
-        self.waited_s = self.ran_s = 0.0
-        self.repeated, self.remained = Counter[str](), Counter[str]()
+        self.done = 0
+        self.began_s, self.waited_s = time.perf_counter(), 0.0
+        self.disturbed = Counter[str]()
         self.last: RunResult | None = None
 
-    def measure(self, index: int, point: Point, name: str, scenario: Scenario, repeat: int) -> RunResult:
-        payload = {"technique": name, "point": point.values, "repeat": repeat}
-        self.listener.event("cell", payload | {"index": self.done, "total": self.total})
-        message = f"{name}, {_point_text(point.values)}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
-        run = self._run(scenario, message)
-        for _ in range(TRIES - 1):
-            if not (problem := problem_of(run)) or not self._worth_repeating(problem):
-                break
-            self.repeated[problem] += 1
-            run = min(run, self._run(scenario, message), key=badness)
+    def once(self, point: Point, repeat: int) -> Iterator[tuple[str, RunResult]]:
+        """Each engine's run, by its name."""
+        asked, where = point.scenarios(), _point_text(point.values)
+        beside = {name: engine for name, engine in asked.items() if self.runtime.takes_turns(engine)}
+        if len(beside) > 1:
+            what = f"{len(beside)} engines in turn, {where}, repeat {repeat + 1} of {self.repeats}"
+            yield from zip(beside, map(self._noted, self._in_turn(list(beside.values()), what)), strict=True)
+        for name in [name for name in asked if len(beside) <= 1 or name not in beside]:
+            what = f"{name}, {where}, repeat {repeat + 1} (cell {self.done + 1} of {self.total})"
+            yield name, self._noted(self._alone(asked[name], what))
+
+    def _in_turn(self, engines: list[Scenario], what: str) -> list[RunResult]:
+        """One of them is watched: all come equally far at the same time."""
+        watched = (engines[0], self._observer(engines[0], what, len(engines)))
+        others = [(engine, self._unwatched) for engine in engines[1:]]
+        return self.runtime.run_in_turn([watched, *others], self.hardware, self._settle)
+
+    def _alone(self, engine: Scenario, what: str) -> RunResult:
+        self._settle()
+        return self.runtime.run(engine, self.hardware, observer=self._observer(engine, what, 1))
+
+    def _observer(self, engine: Scenario, what: str, cells: int) -> LiveObserver:
+        return LiveObserver(engine, self.runtime, self.listener, what, self.done / self.total, cells / self.total)
+
+    def _unwatched(self, step: Step, outcome: Outcome, end_s: float) -> None:
+        self.listener.check_cancelled()
+
+    def _settle(self) -> None:
+        ran_s = time.perf_counter() - self.began_s - self.waited_s
+        left_s = PATIENCE_S + WAITED_SHARE * ran_s - self.waited_s
+        self.waited_s += self.runtime.settle(self.hardware, min(PATIENCE_S, max(0.0, left_s)))
+
+    def _noted(self, run: RunResult) -> RunResult:
         if problem := problem_of(run):
-            self.remained[problem] += 1
+            self.disturbed[problem] += 1
         self.done += 1
         self.last = run
         return run
 
-    def _worth_repeating(self, problem: str) -> bool:
-        return self.repeated[problem] < REPEATED_SHARE[problem] * self.total and self.elsewhere_in_row < FOR_GOOD
-
-    def _run(self, scenario: Scenario, message: str) -> RunResult:
-        if self.elsewhere_in_row < FOR_GOOD:
-            left_s = PATIENCE_S + WAITED_SHARE * self.ran_s - self.waited_s
-            self.waited_s += self.runtime.settle(self.hardware, min(PATIENCE_S, max(0.0, left_s)))
-        observer = LiveObserver(scenario, self.runtime, self.listener, message, self.done / self.total, 1 / self.total)
-        start_s = time.perf_counter()
-        run = self.runtime.run(scenario, self.hardware, observer=observer)
-        self.ran_s += time.perf_counter() - start_s
-        self.elsewhere_in_row = self.elsewhere_in_row + 1 if problem_of(run) == ELSEWHERE else 0
-        return run
-
     def notes(self) -> list[str]:
         notes = list(self.last.provenance.notes) if self.last else []
-        if count := self.repeated[STALLED]:
-            notes.append(f"{count} runs were repeated because other programs held up their threads")
-        if count := self.repeated[ELSEWHERE]:
-            notes.append(f"{count} runs were repeated because memory was not as when this machine was calibrated")
-        if count := self.remained[STALLED]:
+        if count := self.disturbed[STALLED]:
             notes.append(f"{count} of {self.total} cells stayed disturbed by other programs: close them")
-        if count := self.remained[ELSEWHERE]:
+        if count := self.disturbed[ELSEWHERE]:
             notes.append(
                 f"{count} of {self.total} cells had other memory than the calibration: run `membound calibrate` again"
             )

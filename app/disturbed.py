@@ -23,11 +23,6 @@ def problem_of(run: RunResult) -> str | None:
     return STALLED if run.provenance.stalls > STALLS_PER_STEP * len(run.steps["time_s"]) else None
 
 
-def badness(run: RunResult) -> tuple[bool, int]:
-    """Less is better of two runs of one scenario."""
-    return problem_of(run) == ELSEWHERE, run.provenance.stalls
-
-
 def comparable(measured: Iterable[Pair]) -> list[Pair]:
     """The pairs whose runs both had the memory of the calibration; else those that had the same; else all."""
     pairs = list(measured)

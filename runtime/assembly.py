@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -63,8 +65,8 @@ class Assembly:
     executor: TorchExecutor
     recorder: Recorder
     notes: list[str]
-    stalls_before: int = field(init=False)
-    compilations_before: int = field(init=False)
+    stalls: int = 0
+    compilations: int = 0
     meter: EnergyMeter = field(init=False)
     offload: OffloadedExperts | None = field(init=False)
 
@@ -73,12 +75,19 @@ class Assembly:
         self.offload = self.decoders.offload(self.scenario)
 
     def begin(self) -> None:
-        """The run's clock begins: energy, stalls and experts that are fetched count from here on."""
+        """The run's clock begins: energy and experts that are fetched count from here on."""
         if self.offload is not None:
             self.offload.reset()
-        self.stalls_before = self.decoders.kernels.stalls()
-        self.compilations_before = self.decoders.kernels.compilations()
         self.meter.begin()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Stalls and compilations within it are this engine's."""
+        kernels = self.decoders.kernels
+        stalls, compilations = kernels.stalls(), kernels.compilations()
+        yield
+        self.stalls += kernels.stalls() - stalls
+        self.compilations += kernels.compilations() - compilations
 
     def result(
         self,
@@ -103,11 +112,11 @@ class Assembly:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             hardware=self.hardware.name,
             versions={"torch": torch.__version__, "python": platform.python_version()},
-            stalls=(stalls := self.decoders.kernels.stalls() - self.stalls_before),
+            stalls=self.stalls,
             memory=memory,
             emulated=bool(emulated),
             notes=[
-                *_conditions(self.decoders.kernels, stalls),
+                *_conditions(self.decoders.kernels, self.stalls),
                 *_memory_changed(memory),
                 self.decoders.model(asked).weights.origin,
                 "the bounds of steps are attributed by the roofline of their shapes",
@@ -126,9 +135,8 @@ class Assembly:
 
     def _compiled(self) -> list[str]:
         """In words, how many kernels were compiled on the way, which is time that no step takes again."""
-        count = self.decoders.kernels.compilations() - self.compilations_before
         said = "kernels were compiled while requests waited for them; another run in this process is free of that"
-        return [f"{count} {said}"] if count else []
+        return [f"{self.compilations} {said}"] if self.compilations else []
 
 
 def assemble(

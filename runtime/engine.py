@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -12,27 +11,19 @@ from membound.kernels.base import Kernels
 from membound.kernels.dispatch import kernels_for
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, get_hardware
-from membound.roofline.results.result import MemoryRates, RunResult
+from membound.roofline.results.result import RunResult
 from membound.roofline.scenario import Scenario
 from membound.runtime.assembly import Assembly, assemble
 from membound.runtime.calibration.memory_watch import MemoryWatch, watchable
-from membound.runtime.clock import WallClock
+from membound.runtime.clock import RunClock, WallClock
 from membound.runtime.decoder import Decoder
 from membound.runtime.decoders import DeviceModels
 from membound.runtime.loading.loaded import LoadedModel
 from membound.runtime.parallel.group import Group
 from membound.runtime.refusals import unmeasured_scenario
-from membound.simulator.scheduling.client import client_for
-from membound.simulator.scheduling.loop import Clock, Executor, serve
+from membound.runtime.turns import Serving, in_turn
+from membound.simulator.scheduling.loop import Clock, Executor
 from membound.simulator.scheduling.recorder import Observer, Recorder
-
-
-class RunClock(Protocol):
-    """A clock that can also be waited for."""
-
-    def now_s(self) -> float: ...
-
-    def wait_until(self, until_s: float) -> None: ...
 
 
 class Runtime:
@@ -93,36 +84,51 @@ class Runtime:
             raise MemboundError(problem)
         hardware = hardware or get_hardware(scenario.hardware)
         with _memory_enough(scenario):
-            return self._run(scenario, hardware, observer, clock, wrap, recorder)
+            if scenario.engine.disaggregation is not None:
+                from membound.runtime.disaggregated.run import run_disaggregated
 
-    def _run(
+                return run_disaggregated(self, scenario, hardware, observer)
+            recorder = recorder or Recorder(observer)
+            serving = self._serving(scenario, hardware, recorder, clock or WallClock(), wrap)
+            serving.turn()
+            return serving.result()
+
+    def takes_turns(self, scenario: Scenario) -> bool:
+        """Whether the scenario's engine can serve beside others: alone in this process, with all that it holds in
+        memory that others leave room for."""
+        own = scenario.engine.disaggregation is None and scenario.setup.parallel.devices == 1
+        return own and scenario.setup.expert_storage is None and self.device.startswith("cpu")
+
+    def run_in_turn(
+        self,
+        asked: Sequence[tuple[Scenario, Observer | None]],
+        hardware: HardwareSpec,
+        before_turn: Callable[[], None] = lambda: None,
+    ) -> list[RunResult]:
+        """Serves several scenarios side by side, a few steps of each in turn; see `turns.in_turn`.
+
+        `before_turn` is called before each turn. Raises MemboundError where one cannot run.
+        """
+        engines = []
+        for scenario, observer in asked:
+            if problem := unmeasured_scenario(scenario):
+                raise MemboundError(problem)
+            with _memory_enough(scenario):
+                engines.append(self._serving(scenario, hardware, Recorder(observer), WallClock()))
+        with _memory_enough(asked[0][0]):
+            return in_turn(engines, before_turn)
+
+    def _serving(
         self,
         scenario: Scenario,
         hardware: HardwareSpec,
-        observer: Observer | None,
-        clock: RunClock | None,
-        wrap: Callable[[Executor], Executor] | None,
-        recorder: Recorder | None,
-    ) -> RunResult:
-        if scenario.engine.disaggregation is not None:
-            from membound.runtime.disaggregated.run import run_disaggregated
-
-            return run_disaggregated(self, scenario, hardware, observer)
-        clock = clock or WallClock()
-        recorder = recorder or Recorder(observer)
+        recorder: Recorder,
+        clock: RunClock,
+        wrap: Callable[[Executor], Executor] | None = None,
+    ) -> Serving:
         assembly = self.assemble(scenario, clock, hardware, recorder)
-        watch = self._watch_of(hardware)
-        before = watch.rate() if watch else 0.0
-        if isinstance(clock, WallClock):
-            clock.begin()
-        assembly.begin()
-        executor: Executor = wrap(assembly.executor) if wrap else assembly.executor
-        client = client_for(scenario.workload.arrivals, assembly.requests)
-        for until_s in serve(assembly.scheduler, client, executor, clock, recorder):
-            clock.wait_until(until_s)
-        assembly.scheduler.check_integrity()
-        memory = MemoryRates(before=before, after=watch.rate(), calibrated=_watched(hardware)) if watch else None
-        return assembly.result(scenario, recorder, memory=memory)
+        executor = wrap(assembly.executor) if wrap else None
+        return Serving(assembly, clock, executor, self._watch_of(hardware), _watched(hardware))
 
     def settle(self, hardware: HardwareSpec, patience_s: float) -> float:
         """Waits up to `patience_s` until memory is as when `hardware` was calibrated, where that is known.

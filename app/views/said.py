@@ -19,7 +19,7 @@ PREFIX = "says."
 NESTED = ("part", "rest", "source")
 # Placeholders that hold a count, so that a name with the same words is not taken for one.
 COUNTS = (
-    *("at", "attempt", "cell", "cells", "number", "of", "repeat", "repeats"),
+    *("at", "attempt", "cell", "cells", "engines", "number", "of", "repeat", "repeats"),
     *("runs", "threads", "times", "total", "tries"),
 )
 # Names of techniques that are no word of any language, or a name that is written otherwise.

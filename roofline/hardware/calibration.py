@@ -7,7 +7,7 @@ The tables here are measured by `runtime/calibration/` on generic shapes, never 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,14 @@ def attention_over(kv_values: str) -> str:
     return f"attention_{kv_values}"
 
 
-def one_state(rate: float, other: float) -> bool:
-    """Whether two rates of memory in bytes/s belong to one state of a machine."""
-    return max(rate, other) <= (1 + STATE_TOLERANCE) * min(rate, other)
+@overload
+def one_state(rate: float, other: float) -> bool: ...
+@overload
+def one_state(rate: NDArray[np.float64], other: float) -> NDArray[np.bool_]: ...
+def one_state(rate: float | NDArray[np.float64], other: float) -> bool | NDArray[np.bool_]:
+    """Whether rates of memory in bytes/s belong to one state of a machine with another."""
+    same = np.maximum(rate, other) <= (1 + STATE_TOLERANCE) * np.minimum(rate, other)
+    return same if isinstance(same, np.ndarray) else bool(same)
 
 
 def recurrence_of(mixer: str) -> str:

@@ -178,7 +178,7 @@ def variant_row(
     conditions: str,
     quality: Quality | None = None,
 ) -> Comparison:
-    """A variant's gain; each pair is (baseline, variant), measured pairs ran next to each other.
+    """A variant's gain; each pair is (baseline, variant), measured pairs ran in the same repeat.
 
     The measured gain is the median of the pairs' ratios, so that a drift of the machine cancels within each pair. An
     engine that was emulated has none.

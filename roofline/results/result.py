@@ -74,19 +74,27 @@ class Summary(BaseModel):
     cost_usd_per_million_tokens: float | None
 
 
+MOST_ELSEWHERE = 0.2  # of a run's turns move its mean by no more than runs of one state differ
+
+
 class MemoryRates(BaseModel):
-    """Bytes/s that a plain read of memory gave before and after a run, and when the machine was calibrated."""
+    """Bytes/s that a plain read of memory gave before and after a run, and when the machine was calibrated.
+
+    Of a run in turns, the medians before and after them, and which share of them was `elsewhere`, in another state.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     before: float
     after: float
     calibrated: float
+    elsewhere: float = 0.0
 
     @property
     def as_calibrated(self) -> bool:
         """Whether the run had the memory that its prediction counts on."""
-        return one_state(self.before, self.calibrated) and one_state(self.after, self.calibrated)
+        here = one_state(self.before, self.calibrated) and one_state(self.after, self.calibrated)
+        return here and self.elsewhere <= MOST_ELSEWHERE
 
 
 class Provenance(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -229,15 +230,17 @@ class _Calibrator:
             ],
         )
         progress(1.0, "checking the tables on other shapes")
-        if self.watch is not None and repeated.memory_rate is not None:
-            self.watch.settled(repeated.memory_rate, PATIENCE_S)
         return calibration.model_copy(update={"residual": float(np.median(self._errors(calibration)))})
 
     def _errors(self, calibration: Calibration) -> list[float]:
-        """Relative errors of the tables on the plan's checks."""
+        """Relative errors of the tables on the plan's checks, in the state of memory that the tables are of."""
         times = CalibratedTimes(hardware_of(calibration), calibration)
         errors = []
+        patient_until_s = time.perf_counter() + PATIENCE_S
         for check in self.plan.checks:
+            if self.watch is not None and calibration.watched_bytes_per_s is not None:
+                left_s = max(0.0, patient_until_s - time.perf_counter())
+                self.watch.settled(calibration.watched_bytes_per_s, left_s)
             for operator, working_set_bytes, measured_s in self._measured(check, times.activation_bytes):
                 predicted_s = float(times.of(operator, working_set_bytes).time_s)
                 errors.append(abs(predicted_s / measured_s - 1))

@@ -20,7 +20,10 @@ Values = NDArray[np.float64]
 TOLERANCE = 0.20
 PASSES = 2
 TRIES = 3
-PATIENCE_S = 10.0  # before a part is measured again, until memory is as it was
+PATIENCE_S = 10.0  # before something is measured again, until memory is as it was
+WATCH_EVERY_S = 0.25
+MOST_ELSEWHERE = 0.1  # of a part's values may have been measured in another state of memory
+FEWEST_IN_STATE = 0.4  # of all values, for a state to be this machine's usual one
 
 
 class CalibrationError(MemboundError):
@@ -31,20 +34,23 @@ class CalibrationError(MemboundError):
 class Part:
     """One thing that is measured in passes: `measure` yields `count` values, of which less is better.
 
-    A value that could not be measured is NaN. `rates` has what memory gave before and after each pass, where that is
-    watched, and `state` what it must have given for a pass to count.
+    A value that could not be measured is NaN. `rates` has what memory gave before and after each value [count, 2],
+    where that is watched, and `state` what it must have given for a value to count.
     """
 
     name: str
     count: int
     measure: Callable[[], Iterator[float]]
     passes: list[Values] = field(default_factory=list)
-    rates: list[tuple[float, float]] = field(default_factory=list)
+    rates: list[Values] = field(default_factory=list)
     state: float | None = None
 
-    def in_state(self) -> list[Values]:
-        """The passes during which memory gave what `state` says."""
-        return [one for one, rates in zip(self.passes, self.rates, strict=True) if self._within(rates)]
+    @property
+    def lacking(self) -> bool:
+        """Whether more than a few of its values were not measured twice while memory gave what `state` says."""
+        samples = np.isfinite(self._in_state()).sum(axis=0)
+        measurable = np.isfinite(np.array(self.passes)).any(axis=0)
+        return bool(np.sum(measurable & (samples < PASSES)) > MOST_ELSEWHERE * self.count)
 
     def difference(self) -> float:
         """The relative difference of the two passes that are most alike, as the median over their values."""
@@ -52,7 +58,7 @@ class Part:
 
     def typical(self) -> Values:
         """Each value's mean over the passes, without those that were disturbed: a fifth above the least or more."""
-        passes = np.array(self._counted())
+        passes = self._counted()
         least = np.fmin.reduce(passes)
         calm = np.where(passes <= least * (1 + TOLERANCE), passes, np.nan)
         counts = np.maximum(np.sum(np.isfinite(calm), axis=0), 1)
@@ -64,13 +70,21 @@ class Part:
         best: Values = np.fmin.reduce(self._counted())
         return best
 
-    def _within(self, rates: tuple[float, ...]) -> bool:
-        return self.state is None or all(one_state(rate, self.state) for rate in rates)
+    def _in_state(self) -> Values:
+        """All passes [passes, count], NaN where memory did not give what `state` says."""
+        passes = np.array(self.passes)
+        if self.state is None:
+            return passes
+        within: Values = np.where(_at(self.state, np.array(self.rates)), passes, np.nan)
+        return within
 
-    def _counted(self) -> list[Values]:
-        """Those in the state, or all where two of these could not be had or are not alike."""
-        within = self.in_state()
-        return within if len(within) >= PASSES and _difference(within) <= TOLERANCE else self.passes
+    def _counted(self) -> Values:
+        """Those in the state, and of a value without any all; all of all where those in the state are not alike."""
+        passes, within = np.array(self.passes), self._in_state()
+        if _difference(within) > TOLERANCE:
+            return passes
+        counted: Values = np.where(np.isfinite(within).any(axis=0), within, passes)
+        return counted
 
 
 @dataclass(frozen=True)
@@ -102,60 +116,84 @@ def repeat(
     for attempt in range(PASSES, TRIES + 1):
         for part in parts:
             if part.difference() > TOLERANCE:
-                if watch is not None and part.state is not None:
-                    watch.settled(part.state, PATIENCE_S)
                 text = f"{part.name} again, attempt {attempt} of {TRIES}"
-                _measure(part, text, total, total, progress, watch)
+                _measure(part, text, total, total, progress, watch, time.perf_counter() + PATIENCE_S)
     worst = max(parts, key=lambda part: part.difference())
     if worst.difference() > TOLERANCE:
         raise CalibrationError(
             f"two measurements of {worst.name} differ by {worst.difference():.0%}, more than {TOLERANCE:.0%}, "
             f"even after {TRIES} attempts; close other programs and run `membound calibrate` again"
         )
-    return Repeated(worst.difference(), parts[0].state, tuple(part.name for part in parts if _lacking(part)))
+    return Repeated(worst.difference(), parts[0].state, tuple(part.name for part in parts if part.lacking))
 
 
 def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, allowed_s: float) -> None:
-    """Says in which state of memory passes count, and for `allowed_s` repeats what lacks passes in it.
+    """Says in which state of memory values count, and for `allowed_s` repeats what lacks values in it.
 
-    Where most passes were in no common one, other programs disturb memory all the time, and all passes count.
+    Where too few were in any common one, other programs disturb memory all the time, and all count.
     """
-    all_rates = [rates for part in parts for rates in part.rates]
-    state = max((before for before, _ in all_rates), key=lambda rate: _passes_at(rate, all_rates))
-    if 2 * _passes_at(state, all_rates) < len(all_rates):
+    rates = np.concatenate([one for part in parts for one in part.rates])
+    candidates = np.unique(rates[:, 0])
+    state = float(max(candidates, key=lambda rate: np.sum(_at(rate, rates))))
+    if np.mean(_at(state, rates)) < FEWEST_IN_STATE:
         return
     for part in parts:
         part.state = state
     end_s = time.perf_counter() + allowed_s
-    while lacking := [part for part in parts if _lacking(part)]:
+    while lacking := [part for part in parts if part.lacking]:
         for part in lacking:
-            if (left_s := end_s - time.perf_counter()) <= 0:
+            if time.perf_counter() >= end_s:
                 return
             text = f"{part.name} again, when memory gives {state / 1e9:.0f} GB/s as before"
             progress(1.0, text)
-            watch.settled(state, min(PATIENCE_S, left_s))
-            _measure(part, text, 1, 1, progress, watch)
+            _measure(part, text, 1, 1, progress, watch, end_s)
 
 
-def _passes_at(rate: float, rates: Sequence[tuple[float, float]]) -> int:
-    """Passes that began and ended while memory gave so many bytes/s."""
-    return sum(one_state(rate, before) and one_state(rate, after) for before, after in rates)
+def _at(rate: float, rates: Values) -> NDArray[np.bool_]:
+    """Where the rates before and after [..., 2] are of one state with `rate`."""
+    return np.all(one_state(rates, rate), axis=-1)
 
 
-def _difference(passes: Sequence[Values]) -> float:
-    pairs = combinations(passes, 2)
-    return min(float(np.nanmedian(np.maximum(a, b) / np.minimum(a, b))) - 1 for a, b in pairs)
+def _difference(passes: Values) -> float:
+    """Of the two passes that are most alike; infinite where no two share values."""
+    pairs = [np.maximum(a, b) / np.minimum(a, b) for a, b in combinations(passes, 2)]
+    return min((float(np.nanmedian(pair)) - 1 for pair in pairs if np.isfinite(pair).any()), default=np.inf)
 
 
-def _lacking(part: Part) -> bool:
-    return len(part.in_state()) < PASSES
-
-
-def _measure(part: Part, text: str, done: int, total: int, progress: Progress, watch: MemoryWatch | None) -> None:
-    before = watch.rate() if watch else 0.0
+def _measure(
+    part: Part,
+    text: str,
+    done: int,
+    total: int,
+    progress: Progress,
+    watch: MemoryWatch | None,
+    patient_until_s: float = 0.0,
+) -> None:
+    """A pass; with a state to be in, memory is waited for on the way until then, each time `PATIENCE_S` at most."""
     values: list[float] = []
-    for value in part.measure():
+    rates: list[tuple[float, float]] = []
+    for value in part.measure() if watch is None else _watched(part, watch, rates, patient_until_s):
         progress(min(1.0, (done + len(values)) / total), text)
         values.append(value)
     part.passes.append(np.array(values))
-    part.rates.append((before, watch.rate() if watch else 0.0))
+    part.rates.append(np.array(rates or [(0.0, 0.0)] * len(values)))
+
+
+def _watched(
+    part: Part, watch: MemoryWatch, rates: list[tuple[float, float]], patient_until_s: float
+) -> Iterator[float]:
+    """The values of a pass; `rates` takes what memory gave before and after each, which those of a moment share."""
+    values, more, rate = part.measure(), True, watch.rate()
+    while more:
+        if part.state is not None and not one_state(rate, part.state):
+            watch.settled(part.state, min(PATIENCE_S, max(0.0, patient_until_s - time.perf_counter())))
+            rate = watch.rate()
+        chunk: list[float] = []
+        more, end_s = False, time.perf_counter() + WATCH_EVERY_S
+        for value in values:
+            chunk.append(value)
+            if more := time.perf_counter() > end_s:
+                break
+        before, rate = rate, watch.rate()
+        rates += [(before, rate)] * len(chunk)
+        yield from chunk

@@ -273,9 +273,10 @@ def _serve(assembly: Assembly, prefill: PrefillProcess, clock: WallClock) -> Rou
     assembly.begin()
     prefill.say(repr(clock.began))
     router.start()
-    for until_s in serve(assembly.scheduler, router, assembly.executor, clock, assembly.recorder):
-        if until_s == math.inf:
-            router.wait()
+    with assembly.counted():
+        for until_s in serve(assembly.scheduler, router, assembly.executor, clock, assembly.recorder):
+            if until_s == math.inf:
+                router.wait()
     prefill.close_requests()
     assembly.scheduler.check_integrity()
     return router

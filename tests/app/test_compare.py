@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from membound.app.compare import FOR_GOOD, compare, predict_rows
+from membound.app.compare import PATIENCE_S, compare, predict_rows
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
 from membound.roofline.results.result import MemoryRates, RunResult
@@ -29,19 +29,36 @@ class Quiet:
 class SimulatedRuntime:
     """Measures what the simulator predicts; `emulated` names techniques whose time means nothing.
 
-    `memory` has GB/s that memory gives before and after each run in turn, of 35 when it was calibrated; runs elsewhere
-    take half as long.
+    `memory` has GB/s that memory gives before and after each run, of 35 when it was calibrated; runs elsewhere take
+    half as long. Engines run side by side unless `alone`. Whoever waits for memory waits `waits_s`, if he may.
     """
 
-    def __init__(self, emulated: str | None = None, memory: Iterable[tuple[float, float]] = ()) -> None:
+    def __init__(
+        self,
+        emulated: str | None = None,
+        memory: Iterable[tuple[float, float]] = (),
+        alone: bool = False,
+        waits_s: float = 0.0,
+    ) -> None:
         self.ran: list[Scenario] = []
+        self.beside: list[int] = []
         self.emulated = emulated
         self.memory = iter(memory)
-        self.settled = 0
+        self.alone = alone
+        self.waits_s = waits_s
+        self.settled: list[float] = []
 
     def settle(self, hardware: Any, patience_s: float) -> float:
-        self.settled += 1
-        return 0.0
+        self.settled.append(patience_s)
+        return min(self.waits_s, patience_s)
+
+    def takes_turns(self, scenario: Scenario) -> bool:
+        return not self.alone
+
+    def run_in_turn(self, asked: Any, hardware: Any, before_turn: Any) -> list[RunResult]:
+        self.beside.append(len(asked))
+        before_turn()
+        return [self.run(scenario, hardware, observer) for scenario, observer in asked]
 
     def model(self, scenario: Scenario) -> Any:
         return SimpleNamespace(spec=get_model(scenario.model), tokenizer=None)
@@ -82,10 +99,12 @@ def scenario() -> Scenario:
     )
 
 
-def test_every_engine_runs_once_a_repeat_and_baselines_are_shared(scenario: Scenario) -> None:
-    runtime = SimulatedRuntime()
+@pytest.mark.parametrize("alone", [False, True], ids=["side by side", "one by one"])
+def test_every_engine_runs_once_a_repeat_and_baselines_are_shared(scenario: Scenario, alone: bool) -> None:
+    runtime = SimulatedRuntime(alone=alone)
     result = compare(scenario, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
     assert len(runtime.ran) == 2 * 5  # plain, continuous twice (a variant, and a baseline), a stack, chunks
+    assert runtime.beside == ([] if alone else [5, 5])
     assert [row.technique for row in result.rows] == ["baseline", *(one.name for one in scenario.compared())]
     for row in result.rows:
         assert row.error == pytest.approx(0.0) and row.spread == pytest.approx(0.0)
@@ -107,22 +126,24 @@ def test_what_is_emulated_has_no_measured_gain(scenario: Scenario) -> None:
     assert rows[1].verdict == "emulated" and rows[1].measured is None and rows[1].samples == []
 
 
-def test_runs_while_memory_was_in_another_state_are_repeated_and_do_not_count(scenario: Scenario) -> None:
+def test_runs_while_memory_was_in_another_state_do_not_count(scenario: Scenario) -> None:
     one = parse_scenario(scenario.model_dump(mode="json") | {"variants": ["w8a8"], "repeats": 3})
-    calm, changed, fast = (35.0, 34.0), (36.0, 64.0), (65.0, 64.0)
-    # plain and w8a8 in turn; the third run changes state on the way, the last one stays elsewhere through its tries
-    runtime = SimulatedRuntime(memory=[calm, calm, changed, calm, calm, calm, fast, fast, fast, calm])
+    calm, changed = (35.0, 34.0), (36.0, 64.0)
+    runtime = SimulatedRuntime(memory=[calm, calm, calm, changed, calm, calm])  # plain and w8a8, three times
     result = compare(one, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
-    assert len(runtime.ran) == runtime.settled == 6 + 1 + 2
-    assert result.rows[0].error == pytest.approx(0.0) and len(result.rows[1].samples) == 2
-    assert result.rows[1].error == pytest.approx(0.0), "the pair with a run elsewhere does not count"
-    said = "3 runs were repeated because memory was not as when this machine was calibrated"
-    assert said in result.notes
+    assert len(runtime.ran) == 6 and len(result.rows[1].samples) == 2
+    assert [row.error for row in result.rows] == pytest.approx([0.0, 0.0])
     assert "1 of 6 cells had other memory than the calibration: run `membound calibrate` again" in result.notes
 
 
-def test_memory_that_changed_for_good_is_not_waited_for_and_gains_are_of_equal_memory(scenario: Scenario) -> None:
+def test_gains_of_equal_memory_count_where_it_is_always_another(scenario: Scenario) -> None:
     runtime = SimulatedRuntime(memory=itertools.repeat((65.0, 64.0)))
     result = compare(scenario, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
-    assert len(runtime.ran) == 2 * 5 + 4 and runtime.settled == FOR_GOOD
     assert all(row.error == pytest.approx(0.0) for row in result.rows[1:] if row.metric == "tpot_s")
+
+
+def test_memory_that_changed_for_good_is_not_waited_for_in_vain(scenario: Scenario) -> None:
+    runtime = SimulatedRuntime(alone=True, waits_s=PATIENCE_S)
+    compare(scenario, get_hardware("H100-SXM5"), runtime, Quiet())  # type: ignore[arg-type]
+    first, *later = runtime.settled
+    assert first == PATIENCE_S and max(later) < 1.0  # simulated runs took no time of which a share could be waited

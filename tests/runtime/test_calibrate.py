@@ -147,14 +147,25 @@ class FakeWatch(MemoryWatch):
         return 0.0
 
 
-def test_a_pass_during_which_memory_was_in_a_rare_state_is_measured_again_and_does_not_count() -> None:
+def test_a_value_measured_while_memory_was_in_a_rare_state_is_measured_again_and_does_not_count() -> None:
     steady, changed = _part(1.0, 1.02), _part(2.0, 1.3, 2.04)
-    # two rates a pass: the second pass of `changed` begins and ends while memory gives twice as much
-    watch = FakeWatch(35.0, 35.0, 36.0, 34.0, 35.0, 33.0, 65.0, 66.0, 35.0)
-    repeated = repeat([steady, changed], _silent, watch)
+    # two rates a pass: the second pass of `changed` begins and ends while memory gives twice as much, as does the third
+    # until it is waited for
+    watch = FakeWatch(35.0, 35.0, 36.0, 34.0, 35.0, 33.0, 65.0, 66.0, 65.0, 35.0)
+    repeated = repeat([steady, changed], _silent, watch, more_time=1e6)
     assert watch.waited_for == [35.0] and repeated.memory_rate == 35.0
     assert repeated.unsettled == () and repeated.difference == pytest.approx(0.02)
     assert changed.typical() == pytest.approx([2.02])
+
+
+def test_only_values_in_another_state_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "WATCH_EVERY_S", -1.0)  # each value has rates of its own
+    values = iter([[1.0, 10.0], [1.1, 6.0], [1.05, 10.4]])
+    part = Part("two sizes", 2, lambda: iter(next(values)))
+    # four rates a pass, the last behind its last value: the second value of the second pass ends at 65
+    watch = FakeWatch(*[35.0] * 6, 65.0, 35.0)
+    assert repeat([part], _silent, watch, more_time=1e6).unsettled == ()
+    assert part.typical() == pytest.approx([1.05, 10.2])
 
 
 def test_a_state_that_does_not_come_back_is_waited_for_no_longer_than_allowed_and_told() -> None:
@@ -166,7 +177,7 @@ def test_a_state_that_does_not_come_back_is_waited_for_no_longer_than_allowed_an
 
 def test_a_part_that_repeats_in_another_state_alone_is_taken_from_there() -> None:
     fickle, steady = _part(1.0, 1.4, 1.43), _part(1.0, 1.0)
-    watch = FakeWatch(35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 35.0, 65.0)
+    watch = FakeWatch(*[35.0] * 8, 65.0)
     repeated = repeat([fickle, steady], _silent, watch)
     assert repeated.difference == pytest.approx(1.43 / 1.4 - 1)
     assert watch.waited_for == [35.0], "it is waited for before the part is measured again"
