@@ -63,6 +63,9 @@ _QUALITY_BY_BITS = {
         4, 6.1, 210, "6.1 becomes 210 to 1.7e6 at 2 bits (LLaMA3-8B)", "arXiv 2404.14047, table 1; claims A1-48"
     ),
 }
+_FOUR_BIT_PRODUCTS_QUALITY = perplexity(
+    2, 17.92, 18.28, "17.92 to 18.28 (Qwen3-8B, NVFP4 weights and activations)", "Rodder5/Qwen3-8B-NVFP4 README.md"
+)
 _W8A8_FP8_QUALITY = points(
     1,
     73.48,
@@ -208,12 +211,24 @@ class WeightQuantization(WeightFormat):
         return replace(quantized, precision=plan)
 
     @classmethod
-    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+    def suited(cls, hardware: HardwareSpec) -> Self:
+        """Four bits as the device takes them: multiplied as they are where it can, as NVIDIA's and AMD's Quark do."""
+        if hardware.computes_in("fp4"):
+            multiplied = "nvfp4" if hardware.vendor == "NVIDIA" else "mxfp4"
+            return cls(format=multiplied, activations=multiplied)
         return cls() if hardware.kind == "cpu" else cls(format="awq")  # what GPUs' engines read and hubs hold
+
+    @classmethod
+    def advised(cls, model: ModelSpec, hardware: HardwareSpec, parallel: Parallelism) -> Self | None:
+        return cls.suited(hardware)
 
     @property
     def quality(self) -> Quality:
-        return of_width(_weight_format(self.format).width, _QUALITY_BY_BITS)
+        weights = _weight_format(self.format)
+        activations = parse_precision(self.activations or "", "activations") or engines_activations(weights)
+        if activations is not None and activations.width <= 4:
+            return _FOUR_BIT_PRODUCTS_QUALITY
+        return of_width(weights.width, _QUALITY_BY_BITS)
 
 
 def engines_activations(weights: Precision) -> Precision | None:

@@ -34,7 +34,10 @@ class FormatChoice(NamedTuple):
 def precisions(
     names: Sequence[str], model: ModelSpec, device: HardwareSpec, given: tuple[Technique, ...]
 ) -> Iterator[FormatChoice]:
-    """The named choices that this model has on this device; raises MemboundError for a name that is none."""
+    """The named choices that this model has on this device; raises MemboundError for a name that is none.
+
+    Weights that are published in no more bits stay as they are: DeepSeek-V3 has 8, gpt-oss 4.
+    """
     rest = tuple(technique for technique in given if technique.layer not in ("weights", "kv"))
     for name in names:
         if name == "given":
@@ -43,11 +46,15 @@ def precisions(
             eight = "fp8" if device.computes_in("fp8") else "int8"
             if device.computes_in(eight):
                 cache = (KvQuantization(format=eight),) if has_kv_cache(model) else ()
-                yield FormatChoice(name, (*rest, W8A8(format=eight), *cache))
+                yield FormatChoice(name, (*rest, *_narrowed(model, 8, W8A8.suited(device)), *cache))
         elif name == "4bit":
-            yield FormatChoice(name, (*rest, WeightQuantization(format="int4")))
+            yield FormatChoice(name, (*rest, *_narrowed(model, 4, WeightQuantization.suited(device))))
         else:
             raise MemboundError(f"precision '{name}' is unknown; give given, 8bit or 4bit")
+
+
+def _narrowed(model: ModelSpec, bits: int, technique: Technique) -> tuple[Technique, ...]:
+    return (technique,) if model.published.weights.width > bits else ()
 
 
 def parallelisms(model: ModelSpec, device: HardwareSpec) -> Iterator[Parallelism]:

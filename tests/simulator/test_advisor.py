@@ -215,9 +215,13 @@ def test_what_the_name_of_a_checkpoint_tells_is_no_move(name, device, left_out, 
     assert left_out not in found and kept in found
 
 
-def test_four_bits_are_advised_as_engines_of_the_device_have_them():
-    technique = moves(advise(scenario()))["weight_quantization"].move.technique
-    assert (technique.format, technique.method) == ("awq", "awq")
+@pytest.mark.parametrize(
+    ("device", "format", "activations"),
+    [("H100-SXM5", "awq", None), ("B200-SXM", "nvfp4", "nvfp4"), ("MI355X", "mxfp4", "mxfp4")],
+)
+def test_four_bits_are_advised_as_engines_of_the_device_have_them(device, format, activations):
+    technique = moves(advise(scenario(hardware=device)))["weight_quantization"].move.technique
+    assert (technique.format, technique.activations) == (format, activations)
 
 
 @pytest.mark.parametrize("concurrency", [1, 16, 128])

@@ -24,7 +24,7 @@ from membound.simulator.busiest import ENOUGH_REQUESTS
 from membound.simulator.deployment import deployment_of
 from membound.simulator.load import Lengths
 from membound.simulator.planning.candidates import ReplicaCurves, replica_of, replicas_on
-from membound.simulator.planning.choices import FormatChoice, parallelisms
+from membound.simulator.planning.choices import FormatChoice, parallelisms, precisions
 from membound.simulator.planning.demand import demand_of
 from membound.simulator.planning.deployed import Deployed, on_a_slower_clock, share_of
 from membound.simulator.planning.document import to_json
@@ -398,6 +398,20 @@ def test_narrower_precisions_are_options_beside_the_answer_not_the_answer():
     assert found.best.replica.precision.lossless and found.options["given"] is found.best
     eight = found.options["8bit"]
     assert not eight.replica.precision.lossless and eight.usd_per_h < found.best.usd_per_h
+
+
+def test_four_bits_that_a_device_multiplies_are_no_slower_than_eight():
+    asked = scenario(40.0, model="Llama-3.1-70B", slo={"ttft_s": 2.0, "tpot_s": 0.06})
+    options = plan(asked, devices=["B200-SXM"], confirm=0).options
+    assert options["4bit"].usd_per_h <= options["8bit"].usd_per_h < options["given"].usd_per_h
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"), [("DeepSeek-V3", "8bit"), ("gpt-oss-120b", "8bit"), ("gpt-oss-120b", "4bit")]
+)
+def test_weights_published_in_no_more_bits_stay_as_they_are(model, kept):
+    (choice,) = precisions([kept], resolve_model(model), get_hardware("B200-SXM"), ())
+    assert not [technique for technique in choice.techniques if technique.layer == "weights"]
 
 
 @pytest.mark.parametrize(
