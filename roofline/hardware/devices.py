@@ -37,8 +37,8 @@ def parse_hardware(document: Any, origin: str) -> HardwareSpec:
 
 # What a data sheet has at least, as a person types it, in bytes and operations a second.
 _LEAST = (
-    "; at least: {name: X1, vendor: NVIDIA, kind: gpu, memory_bytes: 80e9, bandwidth_bytes_per_s: 3.35e12, "
-    "matrix_flops: {bf16: 989e12, fp8: 1979e12}, source: its data sheet}"
+    "; at least: {name: X1, vendor: NVIDIA, kind: gpu, architecture: Hopper, memory_kind: HBM, memory_bytes: 80e9, "
+    "bandwidth_bytes_per_s: 3.35e12, matrix_flops: {bf16: 989e12, fp8: 1979e12}, source: its data sheet}"
 )
 
 

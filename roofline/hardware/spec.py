@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -146,6 +147,13 @@ class HardwareSpec(Part):
         except (TypeError, ValueError, OverflowError):
             return value
         return int(number) if number.is_integer() and not isinstance(value, bool) else value
+
+    @field_validator("memory_kind", mode="before")
+    @classmethod
+    def _without_its_generation(cls, value: Any) -> Any:
+        """HBM3e is HBM, and GDDR6X is GDDR: data sheets name the generation."""
+        family = re.fullmatch(r"(HBM|GDDR|LPDDR|DDR)\d*[EX]?", value.upper()) if isinstance(value, str) else None
+        return family[1] if family else value
 
     @model_validator(mode="after")
     def _rates_are_possible(self) -> HardwareSpec:

@@ -22,6 +22,8 @@ END_TO_END_COLUMNS = (
     *("kv_dtype", "technique", "batch_or_concurrency", "input_len", "output_len", "metric", "value", "baseline"),
     *("notes", "trust", "flags"),
 )
+# Without these no row says anything; of a run the rest may be left out, as it may be empty.
+_RUN_NEEDS = ("gpu", "model", "metric", "value")
 _SCHEMAS: dict[Schema, tuple[tuple[str, ...], str]] = {
     "operators": (OPERATOR_COLUMNS, "latency_us"),
     "end_to_end": (END_TO_END_COLUMNS, "value"),
@@ -118,16 +120,17 @@ def read_table(path: Path) -> Table:
 
 
 def _schema_of(header: tuple[str, ...], path: Path) -> Schema:
-    missing: dict[Schema, list[str]] = {
-        schema: [column for column in columns if column not in header] for schema, (columns, _) in _SCHEMAS.items()
-    }
-    for schema, absent in missing.items():
-        if not absent:
-            return schema
-    nearest = min(missing, key=lambda schema: len(missing[schema]))
+    def named(schema: Schema) -> int:
+        return len(set(header).intersection(_SCHEMAS[schema][0]))
+
+    meant = max(_SCHEMAS, key=named)
+    needed = _RUN_NEEDS if meant == "end_to_end" else OPERATOR_COLUMNS
+    missing = [column for column in needed if column not in header]
+    if not missing:
+        return meant
+    rest = "the others may be left out" if meant == "end_to_end" else "those of which nothing is known may be empty"
     raise MemboundError(
-        f"table '{path}' lacks the columns {', '.join(missing[nearest])} of the {nearest.replace('_', '-')} schema; "
-        "those of which nothing is known may be empty"
+        f"table '{path}' lacks the columns {', '.join(missing)} of the {meant.replace('_', '-')} schema; {rest}"
     )
 
 

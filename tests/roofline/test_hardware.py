@@ -411,6 +411,14 @@ def test_sparse_rates_are_between_once_and_twice_the_dense(dense: float, ratio: 
             parse_hardware(document, "test")
 
 
+@pytest.mark.parametrize(
+    ("written", "kind"), [("HBM3e", "HBM"), ("gddr6x", "GDDR"), ("LPDDR5X", "LPDDR"), ("DDR5", "DDR"), ("HBM", "HBM")]
+)
+def test_a_memory_is_of_the_kind_of_its_generation(written: str, kind: str) -> None:
+    document = get_hardware("H100-SXM5").model_dump(mode="json", exclude_defaults=True) | {"memory_kind": written}
+    assert parse_hardware(document, "the sheet").memory_kind == kind
+
+
 def test_bytes_of_memory_may_be_written_with_an_exponent_and_must_be_whole():
     """YAML reads 48e9 as text."""
     document = get_hardware("L40S").model_dump(mode="json", exclude={"calibration"})

@@ -76,6 +76,15 @@ def test_a_table_is_told_apart_by_its_columns(tmp_path: Path) -> None:
     assert runs(tmp_path / "runs.csv", {}).schema == "end_to_end"
 
 
+def test_columns_of_runs_of_which_nothing_is_known_may_be_left_out(tmp_path: Path) -> None:
+    known = {name: value for name, value in RUN.items() if value}
+    whole = validate_table(table(tmp_path / "whole.csv", [RUN], END_TO_END_COLUMNS))
+    short = validate_table(table(tmp_path / "short.csv", [known], tuple(known)))
+    assert len(known) < len(END_TO_END_COLUMNS) and [one.predicted for one in short.results] == [
+        one.predicted for one in whole.results
+    ]
+
+
 def test_columns_may_be_in_any_order_and_more_than_needed(tmp_path: Path) -> None:
     columns = ("mine", *reversed(OPERATOR_COLUMNS))
     read = read_table(table(tmp_path / "ops.csv", [GEMM | {"latency_us": 80.0, "mine": "x"}], columns))
@@ -89,6 +98,7 @@ def test_columns_may_be_in_any_order_and_more_than_needed(tmp_path: Path) -> Non
         (b"a,b\n1,2\n", f"lacks the columns {', '.join(OPERATOR_COLUMNS)} of the operators schema"),
         (",".join(c for c in OPERATOR_COLUMNS if c != "kv_len").encode(), "lacks the columns kv_len of the operators"),
         (",".join(c for c in END_TO_END_COLUMNS if c != "value").encode(), "lacks the columns value of the end-to-end"),
+        (b"model,engine,value\nx,vllm,1\n", "lacks the columns gpu, metric of the end-to-end schema"),
         (",".join(OPERATOR_COLUMNS).encode(), "has a header and no rows"),
         (b"source,\xff\xfe\n", "is not CSV in UTF-8"),
     ],
