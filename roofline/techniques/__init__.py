@@ -133,7 +133,9 @@ def engine_setup(
     techniques = tuple(techniques)
     setting = [technique for technique in techniques if technique.sets_weights]
     if len(setting) > 1:
-        formats = " and ".join(technique.apply(EngineSetup()).weights.name for technique in setting)
+        formats = " and ".join(
+            getattr(technique, "format", None) or technique.apply(EngineSetup()).weights.name for technique in setting
+        )
         raise MemboundError(f"weights cannot be {formats} at once; give one technique that quantizes them")
     setup = EngineSetup(precision=PLAIN if setting else published)
     for name in without:

@@ -126,8 +126,8 @@ def test_a_page_stands_any_model_on_any_device(store: Store, name: str, model: s
 def test_a_model_that_does_not_fit_is_said_with_what_would_help(store: Store, name: str) -> None:
     at = open_page(name, model="Llama-3.1-70B", hw="H100-SXM5")
     assert "does not fit" in words_of(at)
-    if name != "stack":  # four bits by default, and as engines read them where they are advised
-        assert {"techniques": "weight quantization, int4", "advisor": "weight quantization, AWQ"}[name] in words_of(at)
+    if name != "stack":  # four bits as engines read them
+        assert "weight quantization, AWQ" in words_of(at)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -426,7 +426,7 @@ def test_what_several_techniques_make_fit_is_not_said_to_need_one_of_them(store:
 def test_techniques_that_exclude_each_other_are_refused_in_one_sentence(store: Store) -> None:
     at = open_page("stack", stack="weight_quantization,w8a8,eagle,medusa")
     assert len(at.warning) == 2
-    assert "weights cannot be int4 and fp8 at once" in at.warning[0].value
+    assert "weights cannot be awq and fp8 at once" in at.warning[0].value
     assert all("\n" not in warning.value for warning in at.warning)
 
 
