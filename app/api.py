@@ -13,7 +13,7 @@ scenario's fields. Whatever cannot be answered raises `MemboundError`, one sente
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +90,16 @@ def scenario(question: Question, values: Mapping[str, Any] | None = None) -> Sce
         found = question
     elif isinstance(question, Mapping):
         found = parse_scenario(dict(question))
-    else:
+    elif isinstance(question, str | Path):
         found = load_scenario(str(question))
+    else:
+        raise MemboundError(
+            f"the scenario is {question!r}; give a name, a path, a mapping of its fields, or a Scenario"
+        )
+    if not isinstance(values or {}, Mapping) or not all(isinstance(path, str) for path in values or {}):
+        raise MemboundError(
+            f"values is {values!r}; give a mapping of dotted paths to values, such as {{'parallel.tp': 2}}"
+        )
     return found.with_values(values or {})
 
 
@@ -144,9 +152,9 @@ def simulate(question: Question, *, observer: Observer | None = None) -> RunResu
 def stack(
     question: Question,
     *,
-    techniques: Sequence[str] | None = None,
-    batches: Sequence[int] = (),
-    contexts: Sequence[int] = (),
+    techniques: str | Sequence[str] | None = None,
+    batches: int | Sequence[int] = (),
+    contexts: int | Sequence[int] = (),
     metric: GainMetric | None = None,
     simulate: bool = False,
     workers: Workers | None = None,
@@ -160,9 +168,9 @@ def stack(
     """
     return stacking.stack(
         scenario(question),
-        techniques=techniques,
-        batches=batches,
-        contexts=contexts,
+        techniques=None if techniques is None else _names("techniques", techniques),
+        batches=_several(batches),
+        contexts=_several(contexts),
         metric=metric,
         simulate=simulate,
         workers=workers,
@@ -195,8 +203,8 @@ def advise(
 def plan(
     question: Question,
     *,
-    devices: Sequence[str] | None = None,
-    precisions: Sequence[str] = planner.PRECISIONS,
+    devices: str | Sequence[str] | None = None,
+    precisions: str | Sequence[str] = planner.PRECISIONS,
     objective: Objective = "cost",
     confirm: int = 3,
     workers: Workers | None = None,
@@ -209,8 +217,8 @@ def plan(
     """
     return planner.plan(
         scenario(question),
-        devices=devices,
-        precisions=precisions,
+        devices=None if devices is None else _names("devices", devices),
+        precisions=_names("precisions", precisions),
         objective=objective,
         confirm=confirm,
         workers=workers,
@@ -220,7 +228,7 @@ def plan(
 
 def sweep(
     question: Question,
-    over: Mapping[str, Sequence[Any] | NDArray[Any]],
+    over: Mapping[str, Any],
     *,
     simulate: bool = True,
     workers: Workers | None = None,
@@ -228,13 +236,14 @@ def sweep(
 ) -> list[Swept]:
     """The scenario at every point of the product of values, on all cores unless `workers` says who computes.
 
-    `over` has the values of fields by their dotted paths, or of `batch` and `context`; the last field varies fastest.
+    `over` has the values of fields by their dotted paths, or of `batch` and `context`, each a sequence, an array or one
+    value; the last field varies fastest.
     Where not `simulate`, closed forms give the means of a steady load. A point that cannot be served says why in its
     `reason`. `pandas.DataFrame(point.row for point in sweep(...))` is a table.
     """
-    axes = [
-        (path, list(values.tolist() if isinstance(values, np.ndarray) else values)) for path, values in over.items()
-    ]
+    axes = [(path, _several(values)) for path, values in over.items()]
+    if empty := [path for path, values in axes if not values]:
+        raise MemboundError(f"over['{empty[0]}'] has no values; give at least one, or leave the field out")
     return sweeping.sweep(scenario(question), axes, simulate=simulate, workers=workers, progress=progress)
 
 
@@ -269,6 +278,20 @@ def compare(question: Question, *, progress: Progress = silent) -> ComparisonRes
     with _alone("compare", progress):
         hardware, runtime = machine_for(asked)
         return compared(asked, hardware, runtime, ProgressListener(progress))
+
+
+def _several(given: Any) -> list[Any]:
+    """What may be given alone or in a sequence or array; a text, and a mapping, is one value."""
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+        return [given]
+    return list(given.tolist() if isinstance(given, np.ndarray) else given)
+
+
+def _names(field: str, given: Any) -> list[str]:
+    names = _several(given)
+    if strange := [name for name in names if not isinstance(name, str)]:
+        raise MemboundError(f"{field} has {strange[0]!r}; give names as text, alone or in a sequence")
+    return names
 
 
 @contextmanager

@@ -80,6 +80,33 @@ def test_a_sweep_takes_arrays_and_gives_rows_of_a_table() -> None:
     assert all({*axes, "tpot_s", "bottleneck_share.compute", "reason"} <= set(point.row) for point in points)
 
 
+def test_what_may_be_several_may_be_one() -> None:
+    alone = api.stack(ASKED, techniques="w8a8", batches=8)
+    assert [one.together for one in alone] == [
+        one.together for one in api.stack(ASKED, techniques=["w8a8"], batches=[8])
+    ]
+    (point,) = api.sweep(ASKED, {"parallel.tp": 8}, simulate=False, workers=api.Workers("sequential"))
+    assert point.values == {"parallel.tp": 8}
+    named = api.plan(ASKED, devices="H100-SXM5", precisions="given", confirm=0)
+    assert named.best is not None and named.best.replica.hardware.name == "H100-SXM5"
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: api.scenario(3), "the scenario is 3; give a name"),
+        (lambda: api.scenario(ASKED, {1: 1}), "values is {1: 1}; give a mapping of dotted paths"),
+        (lambda: api.scenario(ASKED, [("hardware", "H20")]), "values is "),
+        (lambda: api.stack(ASKED, techniques=[3]), "techniques has 3; give names as text"),
+        (lambda: api.plan(ASKED, devices=[None]), "devices has None; give names"),
+        (lambda: api.sweep(ASKED, {"parallel.tp": []}), r"over\['parallel.tp'\] has no values"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_with_its_name(ask: Any, says: str) -> None:
+    with pytest.raises(MemboundError, match=says):
+        ask()
+
+
 def test_techniques_stack_and_advice_and_plans_are_of_the_same_scenario() -> None:
     (stack,) = api.stack(ASKED, techniques=["weight_quantization:int4", "kv_quantization"], batches=[8])
     assert stack.together is not None and stack.product is not None and stack.together > 1.0
