@@ -65,13 +65,14 @@ const bar = (Plotly, data) => ({
   ],
 });
 
-// Names in lines of about so many letters; what is written without spaces is as wide as two of them and may break anywhere.
+// Names in lines of about so many letters; what is written without spaces is as wide as two of them and may break
+// anywhere but before a sign that closes and behind one that opens.
 const inLines = (name, most) => {
   const lines = [""];
   let length = 0;
-  for (const piece of String(name).match(/<br>|[\u2e80-\uffef]|[^\s\u2e80-\uffef<]+\s*|\s+|</g) ?? []) {
+  for (const piece of String(name).match(/<br>|（*(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef<]+\s*|\s+|<)[，。、；：）]*/g) ?? []) {
     if (piece === "<br>") { lines.push(""); length = 0; continue; }
-    const wide = /[\u2e80-\uffef]/.test(piece) ? 2 : piece.trimEnd().length;
+    const wide = [...piece.trimEnd()].reduce((sum, letter) => sum + (/[\u2e80-\uffef]/.test(letter) ? 2 : 1), 0);
     if (length && length + wide > most) { lines.push(""); length = 0; }
     lines[lines.length - 1] += piece;
     length += wide;
@@ -81,7 +82,7 @@ const inLines = (name, most) => {
 
 // On a narrow screen names beside the rows leave room for what they name, those under the columns stand upright, and
 // what is written into the chart is smaller.
-const NARROW = 520, ROW_NAMES = 120, COLUMN_NAME = 95, NAME_LINE = 11;
+const NARROW = 520, ROW_NAMES = 120, COLUMN_NAME = 95, NAME_LINE = 11, TITLE_LETTER = 8.5, MORE_ROOM = 1.25;
 // A term's English behind its translation, which a narrow screen has no room for.
 const short = (name) => String(name).replace(/（[A-Za-z][^（）]{6,}）/g, "");
 // As many lines of a name as its row has room for.
@@ -100,13 +101,19 @@ const fitted = (traces, layout, width) => {
   const rows = names?.some((name) => String(name).length > 16)
     ? { tickvals: yaxis?.tickvals ?? names, ticktext: names.map((name) => cut(inLines(short(name), 19), most)), tickfont: { ...yaxis?.tickfont, size: 10 } }
     : {};
-  const across = traces.find(({ type }) => type === "heatmap")?.x?.length;
-  const columns = xaxis?.tickangle === 0 && across && (width - ROW_NAMES) / across < COLUMN_NAME ? { tickangle: -90 } : {};
+  const across = traces.find(({ type }) => type === "heatmap")?.x;
+  const columns = xaxis?.tickangle === 0 && across && (width - ROW_NAMES) / across.length < COLUMN_NAME
+    ? { tickangle: -90, tickvals: across, ticktext: across.map((name) => inLines(short(name.replaceAll("<br>", " ")), 16)) } : {};
+  const said = xaxis?.title?.text;
+  const title = said ? { title: { ...xaxis.title, text: inLines(said, Math.floor((width - ROW_NAMES) / TITLE_LETTER)) } } : {};
   const annotations = layout.annotations?.map((each) => ({ ...each, font: { ...each.font, size: Math.min(each.font?.size ?? 12, 9.5) } }));
   const beside = Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key));
   const few = beside.length < 2 ? {} : Object.fromEntries(beside.map((key) => [key, { ...layout[key], nticks: 3, tickfont: { size: 10 } }]));
   const legend = width < 380 && layout.legend?.font && { ...layout.legend, font: { ...layout.legend.font, size: Math.min(layout.legend.font?.size ?? 12, 9.5) } };
-  return { ...layout, ...few, ...legend && { legend }, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...few.xaxis, ...columns } };
+  // words behind the bars, which are as long as on a wide screen
+  const behind = traces.some(({ textposition }) => textposition === "outside") && xaxis?.range;
+  const room = behind ? { range: [behind[0], MORE_ROOM * behind[1]] } : {};
+  return { ...layout, ...few, ...legend && { legend }, ...annotations && { annotations }, yaxis: { ...yaxis, ...rows }, xaxis: { ...xaxis, ...title, ...room, ...few.xaxis, ...columns } };
 };
 
 const MOST_WORDS_PX = 10.5;

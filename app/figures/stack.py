@@ -84,8 +84,10 @@ def waterfall_figure(
             orientation="h",
             name=bound_words(bound, t),
             marker={
-                "color": COLORS[bound],
-                "pattern": {"shape": PATTERNS[bound], "solidity": 0.2, "fillmode": "overlay", "fgcolor": "white"},
+                # pale, so that the interval is seen on it
+                "color": translucent(COLORS[bound], 0.45),
+                "line": {"color": COLORS[bound], "width": 1.5},
+                "pattern": {"shape": PATTERNS[bound], "solidity": 0.2, "fillmode": "overlay", "fgcolor": COLORS[bound]},
             },
             hovertext=[f"{level.title}: {level.words}" for level in held],
             hoverinfo="text",

@@ -308,7 +308,6 @@ def _rules(document: dict[str, Any], t: Translate) -> None:
     if not document["rules"]:
         return
     st.header(t("advisor.rules"), anchor="rules")
-    st.caption(t("advisor.rules_caption"))
     agreed = {True: "agrees", False: "disagrees", None: "unknown"}
     lines = []
     for rule in document["rules"]:

@@ -38,7 +38,7 @@ def _questions() -> None:
     if "pages" not in st.session_state:
         return
     t = translate()
-    with st.container(horizontal=True, vertical_alignment="center"):
+    with st.container(horizontal=True, vertical_alignment="center", key="questions"):
         tour.begin(t)
         for page, choices in QUESTIONS.items():
             st.page_link(
@@ -51,7 +51,7 @@ def _questions() -> None:
 
 def _measure(job: Job | None) -> None:
     t = translate()
-    with st.container(border=True):
+    with st.container(border=True, key="measure_box"):
         st.header(t("start.measure_title"), anchor="measure")
         whole = load_scenario(SCENARIO)
         titles = t("sign.list").join(technique_title(technique.name, t) for technique in whole.techniques)

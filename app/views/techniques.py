@@ -10,7 +10,7 @@ import streamlit as st
 from membound.app import text
 from membound.app.engine_choice import EngineChoice, effects_of
 from membound.app.figures import techniques as figures
-from membound.app.figures.comparison import technique_title
+from membound.app.figures.comparison import proper, technique_title
 from membound.app.figures.template import bound_words
 from membound.app.i18n import Translate
 from membound.app.views import background, fields, linked, states
@@ -127,13 +127,13 @@ def _answer(choice: EngineChoice, effects: dict[str, Effect], t: Translate) -> N
         sentences.append(t("techniques.waiting", fits=f"{before.served.batch:.0f}", batch=choice.batch))
     st.write(" ".join(sentences))
     asked = {question: {name: effects[name] for name in names} for question, names in QUESTIONS.items()}
-    st.markdown("\n\n".join(_question(choice, question, own, t) for question, own in asked.items()))
+    st.markdown("\n".join(f"- {_question(choice, question, own, t)}" for question, own in asked.items()))
 
 
 def _question(choice: EngineChoice, question: str, effects: dict[str, Effect], t: Translate) -> str:
     """A question and its answer in one line, by the technique that gains most."""
     format = getattr(next(iter(effects.values())).technique, "format", "")
-    words = {"batch": choice.batch, "context": short_count(choice.context), "format": format}
+    words = {"batch": choice.batch, "context": short_count(choice.context), "format": proper(format)}
     asked = t(f"techniques.ask_{question}", **words)
     gains = {name: gain for name, effect in effects.items() if (gain := effect.gain(choice.metric)) is not None}
     if not gains:

@@ -73,7 +73,7 @@ def test_a_newcomer_learns_whether_speculation_helps_at_batch_32(session: Sessio
     tab.page.get_by_role("link", name=EN("start.ask_techniques")).click()
     # the link on Start, which is still there while the page is read, asks the same
     answer = re.compile(r"Does speculation help at batch 32\?.*Yes: 1\.", re.DOTALL)
-    tab.page.locator("p", has_text=answer).wait_for(timeout=TIMEOUT_MS)
+    tab.page.locator("li", has_text=answer).wait_for(timeout=TIMEOUT_MS)
     tab.at("batch=32")
     tab.choose(EN("techniques.part"), EN("techniques.part_sweep"))
     tab.sees(re.compile("pays up to batch"))
@@ -101,7 +101,7 @@ def test_a_model_that_does_not_fit_is_said_with_what_would_help(session: Session
 
 def test_techniques_that_exclude_each_other_are_refused_and_the_rest_is_drawn(session: Session) -> None:
     tab = session().open("/stack?stack=weight_quantization,w8a8,eagle")
-    tab.page.locator("[data-testid=stAlert]", has_text="weights cannot be int4 and fp8 at once").wait_for()
+    tab.page.locator("[data-testid=stAlert]", has_text="weights cannot be awq and fp8 at once").wait_for()
     tab.answers(re.compile("^Gain in"))
     tab.settle()
 
@@ -151,7 +151,7 @@ def test_a_control_costs_the_server_little(session: Session, dashboard: Any) -> 
 def _answer(tab: Any, batch: str) -> None:
     """The click on a batch, until the whole page is the new answer."""
     tab.choose(EN("choice.batch"), batch)
-    tab.page.locator("p", has_text=f"Does speculation help at batch {batch}?").wait_for(timeout=TIMEOUT_MS)
+    tab.page.locator("li", has_text=f"Does speculation help at batch {batch}?").wait_for(timeout=TIMEOUT_MS)
     tab.settle()
 
 
