@@ -133,10 +133,10 @@ def _settle(parts: Sequence[Part], progress: Progress, watch: MemoryWatch, allow
     Where too few were in any common one, other programs disturb memory all the time, and all count.
     """
     rates = np.concatenate([one for part in parts for one in part.rates])
-    candidates = np.unique(rates[:, 0])
-    state = float(max(candidates, key=lambda rate: np.sum(_at(rate, rates))))
-    if np.mean(_at(state, rates)) < FEWEST_IN_STATE:
+    within = max((_at(rate, rates) for rate in np.unique(rates[:, 0])), key=np.sum)
+    if np.mean(within) < FEWEST_IN_STATE:
         return
+    state = float(np.median(rates[within]))
     for part in parts:
         part.state = state
     end_s = time.perf_counter() + allowed_s
