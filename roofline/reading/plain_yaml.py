@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Any
 
 import yaml
@@ -14,6 +15,27 @@ from membound.roofline.reading.problems import shown
 _MOST_BYTES = 10 * 2**20
 # Values that aliases may bring beyond those that are written out: nine lines of nine aliases each are 400 million.
 _MOST_ALIASED = 10_000
+
+
+# What a person can do about what a YAML reader says, by a part of its words.
+_REMEDIES = (
+    (r"'\\t' that cannot start", "indent with spaces, not with tabs"),
+    (r"character (\S+) that cannot start", "quote the text that begins with {}"),
+    (r"mapping values are not allowed", "check the indentation, and quote a text that has a colon"),
+    (r"expected <block end>", "check the indentation against the lines above"),
+    (r"expected ',' or '(.)'", "a comma or a closing {} is missing"),
+    (r"unexpected end of stream", "a quotation mark is not closed"),
+    (r"undefined alias '(.*)'", "quote *{}, or name with &{} what it repeats"),
+    (r"could not determine a constructor", "remove the tag, which begins with an exclamation mark"),
+)
+
+
+def _remedy(problem: str) -> str:
+    """What to do about it, after a colon; empty where nobody knows."""
+    for said, remedy in _REMEDIES:
+        if found := re.search(said, problem):
+            return ": " + remedy.replace("{}", found[1] if found.groups() else "")
+    return ""
 
 
 class _TwiceError(yaml.MarkedYAMLError):
@@ -104,7 +126,9 @@ def parse_yaml(text: str, origin: str, *, dates: bool = False) -> Any:
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where else ""
-        raise MemboundError(f"{origin} is not valid YAML{line}") from None
+        raise MemboundError(
+            f"{origin} is not valid YAML{line}{_remedy(getattr(error, 'problem', None) or '')}"
+        ) from None
     except _EndlessError:
         raise MemboundError(
             f"{origin} repeats parts of itself by aliases (*name) until it has more than {_MOST_ALIASED:,} values; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -281,3 +282,21 @@ def test_weights_are_a_choice_or_a_path(weights: str) -> None:
     assert asked.with_value("weights", weights).weights == weights
     with pytest.raises(MemboundError, match=r"field 'weights' is 'pretraind'.*pretrained, or the path"):
         asked.with_value("weights", "pretraind")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slo:\n\tttft_s: 1\n", "at line 2: indent with spaces, not with tabs"),
+        ("model: @llama\n", "at line 1: quote the text that begins with '@'"),
+        ("name: a: b\n", "at line 1: check the indentation, and quote a text that has a colon"),
+        ("slo:\n  ttft_s: 1\n tpot_s: 2\n", "at line 3: check the indentation against the lines above"),
+        ("techniques: [w8a8, eagle\n", "at line 2: a comma or a closing ] is missing"),
+        ("name: 'x\n", "at line 2: a quotation mark is not closed"),
+        ("name: *b\n", "at line 1: quote *b, or name with &b what it repeats"),
+        ("name: !!python/object:os.x []\n", "at line 1: remove the tag"),
+    ],
+)
+def test_what_yaml_cannot_read_says_what_to_do(text: str, says: str) -> None:
+    with pytest.raises(MemboundError, match=re.escape(f"it is not valid YAML {says}")):
+        parse_yaml(text, "it")
