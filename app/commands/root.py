@@ -114,6 +114,7 @@ def predict(
     """
     from membound.app.reports import operating_point as report
     from membound.roofline.operating_point import OperatingPoint
+    from membound.simulator.scheduling.build import static_said
     from membound.simulator.steady import usual_step
 
     chosen = scenario_of(scenario, set_, hardware)
@@ -122,6 +123,7 @@ def predict(
         usual = usual_step(chosen, phase)
         batch, context = batch or usual.batch, context or usual.context
         notes.append(f"batch {batch} at context {context} is by {usual.whose}; --batch and --context ask about others")
+        notes += static_said(chosen) if phase == "decode" else ()
     point = OperatingPoint.of(chosen, batch=batch, context=context, phase=phase)
     document = {"scenario": chosen.model_dump(mode="json"), **point.to_json(), "notes": notes}
     if (drafts := chosen.setup.drafts) is not None and phase != "verify":

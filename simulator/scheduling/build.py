@@ -185,7 +185,7 @@ def usual_limits_said(scenario: Scenario) -> Iterator[str]:
         yield f"limits that nobody names are those of engine profile '{engine.profile}': {', '.join(said)}"
 
 
-def _static_said(scenario: Scenario) -> Iterator[str]:
+def static_said(scenario: Scenario) -> Iterator[str]:
     """That batches are static because nothing was said, of an engine that is known to batch otherwise."""
     engine = scenario.engine
     usual = get_profile(engine.profile).batching
@@ -266,7 +266,7 @@ def run_result(
         covered = covered_said(scenario.workload.arrivals, float(np.max(requests["arrival_s"])))
         provenance.notes.extend([] if covered is None else [covered])
     provenance.notes.extend(_backlog_said(scenario.workload, requests))
-    provenance.notes.extend(_static_said(scenario))
+    provenance.notes.extend(static_said(scenario))
     provenance.notes.extend(usual_limits_said(scenario))
     if scenario.cluster is None and scenario.engine.disaggregation is None:
         provenance.notes.extend(_seats_said(scenario.seats, requests, steps))

@@ -163,6 +163,20 @@ def test_predict_explains_its_number(tiny: str) -> None:
     assert "measured on H100-SXM5" in words and "interval ±" in words
 
 
+def test_predict_says_where_its_load_is_one_of_static_batches(tiny: str) -> None:
+    """The same question with another technique would have another batch, and nobody would know why."""
+
+    def told(*more: str) -> bool:
+        return "batches are static" in " ".join(
+            membound("predict", tiny, "--set", "engine.profile=vllm", *more).stdout.split()
+        )
+
+    assert told("--set", "techniques=[w8a8]")
+    assert not told("--set", "techniques=[w8a8, continuous_batching]")
+    assert not told("--set", "techniques=[w8a8]", "--batch", "8", "--context", "100")
+    assert not told("--set", "techniques=[w8a8]", "--phase", "prefill")
+
+
 def test_validate_prints_one_document_and_writes_every_row(tmp_path: Path) -> None:
     table, rows = tmp_path / "ops.csv", tmp_path / "rows.csv"
     table.write_text(OPERATORS)
