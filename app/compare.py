@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,8 @@ def predict_rows(scenario: Scenario, hardware: HardwareSpec) -> ComparisonResult
 
 
 def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listener: Listener) -> ComparisonResult:
-    """Predicts every cell, then measures each point's engines side by side, `repeats` times."""
+    """Predicts every cell, measures each point's engines side by side, `repeats` times, then what lossy ones cost in
+    quality: who waits sees prediction beside measurement before that."""
     listener.progress(0.0, "predicting")
     result = predict_rows(scenario, hardware)
     for row in result.rows:
@@ -99,10 +100,15 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
 
     listener.progress(0.0, f"loading {scenario.model}")
     points = points_of(scenario)
-    measuring = _Measuring(points, scenario.repeats, runtime, hardware, listener)
-    qualities = _judged(scenario, runtime, listener)
-    rows: list[Comparison] = []
+    lossy = [one for one in scenario.compared() if not one.lossless]
+    measuring = _Measuring(points, scenario.repeats, runtime, hardware, listener, judged=len(lossy))
     made = _Rows(scenario, hardware)
+
+    def rows_of(index: int, point: Point, qualities: Mapping[str, Quality | None]) -> list[Comparison]:
+        names = point.scenarios()
+        predicted = {name: result.predicted[index, name] for name in names}
+        return made.of(point, predicted, {name: result.measured[index, name] for name in names}, qualities)
+
     for index, point in enumerate(points):
         asked = point.scenarios()
         runs: dict[str, list[RunResult]] = {name: [] for name in asked}
@@ -110,10 +116,10 @@ def compare(scenario: Scenario, hardware: HardwareSpec, runtime: Runtime, listen
             for name, run in measuring.once(point, repeat):
                 runs[name].append(run)
         result.measured |= {(index, name): measured for name, measured in runs.items()}
-        predicted = {name: result.predicted[index, name] for name in asked}
-        rows += made.of(point, predicted, runs, qualities)
-        for row in rows[-1 - len(point.variants) :]:
+        for row in rows_of(index, point, {}):
             listener.event("row", row.model_dump(mode="json"))
+    qualities = _judged(scenario, lossy, runtime, listener, measuring.share)
+    rows = [row for index, point in enumerate(points) for row in rows_of(index, point, qualities)]
     listener.progress(1.0, "done")
     return ComparisonResult(rows, result.predicted, result.measured, measuring.notes())
 
@@ -149,13 +155,20 @@ class _Measuring:
     """Measures a point's engines side by side, and those that need the machine for themselves one by one."""
 
     def __init__(
-        self, points: list[Point], repeats: int, runtime: Runtime, hardware: HardwareSpec, listener: Listener
+        self,
+        points: list[Point],
+        repeats: int,
+        runtime: Runtime,
+        hardware: HardwareSpec,
+        listener: Listener,
+        judged: int,
     ) -> None:
         self.runtime = runtime
         self.hardware = hardware
         self.listener = listener
         self.repeats = repeats
         self.total = repeats * sum(len(point.scenarios()) for point in points)
+        self.share = self.total / (self.total + judged)  # of all work; what is judged after it takes about a cell each
         self.done = 0
         self.began_s, self.waited_s = time.perf_counter(), 0.0
         self.disturbed = Counter[str]()
@@ -183,7 +196,8 @@ class _Measuring:
         return self.runtime.run(engine, self.hardware, observer=self._observer(engine, what, 1))
 
     def _observer(self, engine: Scenario, what: str, cells: int) -> LiveObserver:
-        return LiveObserver(engine, self.runtime, self.listener, what, self.done / self.total, cells / self.total)
+        cell = self.share / self.total
+        return LiveObserver(engine, self.runtime, self.listener, what, cell * self.done, cell * cells)
 
     def _unwatched(self, step: Step, outcome: Outcome, end_s: float) -> None:
         self.listener.check_cancelled()
@@ -265,15 +279,18 @@ class LiveObserver:
         self.listener.event("text", {"request": sequence, "prompt": prompt, "text": text})
 
 
-def _judged(scenario: Scenario, runtime: Runtime, listener: Listener) -> dict[str, Quality | None]:
-    """The price of every lossy variant by its name: a minute each before the first cell, which is told."""
+def _judged(
+    scenario: Scenario, lossy: Sequence[Variant], runtime: Runtime, listener: Listener, done: float
+) -> dict[str, Quality | None]:
+    """The price of every lossy variant by its name: up to a minute each, after the share `done` of all work."""
     from membound.runtime.quality import divergence
 
-    plain, lossy = scenario.with_techniques(()), [one for one in scenario.compared() if not one.lossless]
+    plain = scenario.with_techniques(())
     qualities: dict[str, Quality | None] = {}
     for number, variant in enumerate(lossy, start=1):
         listener.check_cancelled()
-        listener.progress(0.0, f"judging the quality of {variant.name} ({number} of {len(lossy)})")
+        fraction = done + (1 - done) * (number - 1) / len(lossy)
+        listener.progress(fraction, f"judging the quality of {variant.name} ({number} of {len(lossy)})")
         qualities[variant.name] = divergence(variant.baseline(plain), variant.scenario(plain), runtime)
     return qualities
 

@@ -10,6 +10,7 @@ import streamlit as st
 
 from membound.app import feed, jobs, text
 from membound.app.busy import usable_cores
+from membound.app.figures import comparison
 from membound.app.figures.live import SERIES, live_figure
 from membound.app.i18n import Translate
 from membound.app.news import busy_said, progress_said
@@ -70,7 +71,7 @@ def _running(job_id: str, watch_text: bool) -> None:
     if watch_text and watched.points:
         _live(job, watched, heard)
     if watch_text:
-        _rows(watched)
+        _rows(job, watched)
 
 
 def _noted() -> None:
@@ -121,13 +122,15 @@ def _live(job: Job, watched: Watched, heard: dict[str, Any]) -> None:
             _written(watched.written, t)
 
 
-def _rows(watched: Watched) -> None:
+def _rows(job: Job, watched: Watched) -> None:
     """What the run has predicted and measured so far."""
     t = translate()
-    gains = [row for row in results.rows_of(watched.rows) if row.technique != "baseline"]
+    rows = results.rows_of(watched.rows)
+    gains = [row for row in rows if row.technique != "baseline"]
     if gains:
         st.markdown(t("live.rows"))
-        st.dataframe(tables.gains_table(gains, t), hide_index=True)
+        alt = comparison.alt_text(rows, t)
+        chart(comparison.gains_figure(rows, t), key=f"rows_{job.id}", alt=alt, table=tables.gains_table(gains, t))
 
 
 def _written(text_so_far: dict[str, Any] | None, t: Translate) -> None:

@@ -13,6 +13,7 @@ import pytest
 from membound.app.compare import PATIENCE_S, compare, predict_rows
 from membound.roofline.hardware import get_hardware
 from membound.roofline.models import get_model
+from membound.roofline.results.comparison import Quality
 from membound.roofline.results.result import MemoryRates, RunResult
 from membound.roofline.scenario import Scenario, parse_scenario
 from membound.simulator.run import run as simulate
@@ -117,6 +118,29 @@ def test_rows_before_a_measurement_are_those_after_it_less_what_was_measured(sce
     after = compare(scenario, hardware, SimulatedRuntime(), Quiet()).rows  # type: ignore[arg-type]
     assert [row.predicted for row in before] == [row.predicted for row in after]
     assert {row.verdict for row in before} == {"not measured"}
+
+
+def test_prediction_stands_beside_measurement_before_quality_is_judged(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = Quality(kl_nats=0.1, top1_agreement=0.9, tokens=100, against="bf16")
+    monkeypatch.setattr("membound.runtime.quality.divergence", lambda *asked: judged)
+    told: list[Any] = []
+    fractions: list[float] = []
+
+    class Heard(Quiet):
+        def progress(self, fraction: float, message: str = "") -> None:
+            fractions.append(fraction)
+            told.append(message)
+
+        def event(self, kind: str, payload: Any) -> None:
+            told.append(payload)
+
+    result = compare(scenario, get_hardware("H100-SXM5"), SimulatedRuntime(), Heard())  # type: ignore[arg-type]
+    before = told[: next(at for at, one in enumerate(told) if str(one).startswith("judging"))]
+    measured = {one["technique"] for one in before if isinstance(one, dict) and one.get("measured") is not None}
+    assert measured == {row.technique for row in result.rows}
+    assert [row.quality for row in result.rows if not row.lossless] == [judged] and fractions == sorted(fractions)
 
 
 def test_what_is_emulated_has_no_measured_gain(scenario: Scenario) -> None:

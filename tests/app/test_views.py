@@ -317,6 +317,7 @@ def test_a_running_job_shows_progress_text_and_predictions(calibrated: Store) ->
     at = open_page("live", job=job_id)
     assert not at.exception
     assert "Why is the sky blue? <b>Because</b>▌" in [text.value for text in at.text]
+    at.toggle(key=f"rows_{job_id}_table").set_value(True).run()
     assert any(frame.value[T("column.predicted")].tolist() == ["1.80× (1.62–1.98)"] for frame in at.dataframe)
     at.button(key=f"cancel_{job_id}").click().run()
     assert calibrated.job(job_id).cancel_requested is not None
