@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from membound.app.views import results, tables
 from membound.app.views.charts import chart
 from membound.app.views.session import language, store, this_machine, translate
 from membound.app.worker import MEASUREMENTS
+from membound.roofline.results.comparison import Comparison
 
 POLL_S = 0.5
 # A run on the CPU is being timed while a page looks at it, and where cores are few they are the run's own. What a look
@@ -68,10 +69,16 @@ def _running(job_id: str, watch_text: bool) -> None:
             st.rerun(scope="fragment")
     if warning is not None and not feed.is_served():
         st.warning(warning, icon=":material/hourglass:")
-    if watch_text and watched.points:
+    if not watch_text:
+        return
+    rows = results.rows_of(watched.rows)
+    answered = any(row.measured is not None for row in rows)
+    if answered:  # what was asked comes before how it comes about
+        _rows(job, rows)
+    if watched.points:
         _live(job, watched, heard)
-    if watch_text:
-        _rows(job, watched)
+    if not answered:
+        _rows(job, rows)
 
 
 def _noted() -> None:
@@ -122,10 +129,9 @@ def _live(job: Job, watched: Watched, heard: dict[str, Any]) -> None:
             _written(watched.written, t)
 
 
-def _rows(job: Job, watched: Watched) -> None:
+def _rows(job: Job, rows: Sequence[Comparison]) -> None:
     """What the run has predicted and measured so far."""
     t = translate()
-    rows = results.rows_of(watched.rows)
     gains = [row for row in rows if row.technique != "baseline"]
     if gains:
         st.markdown(t("live.rows"))

@@ -87,7 +87,7 @@ def first_look(whole: Scenario) -> Scenario:
     point = {"workload.arrivals.concurrency": USERS, "workload.requests": REQUESTS}
     said = f"{whole.name} at {USERS} users with {REQUESTS} requests: the newcomer's first look."
     short = {"name": FIRST_LOOK, "description": said, "repeats": REPEATS}
-    return whole.model_copy(update={"sweep": ()}).with_values(short | point)
+    return whole.model_copy(update={"sweep": (point,)}).with_values(short)
 
 
 def _outcome(job: Job) -> None:

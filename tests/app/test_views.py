@@ -110,7 +110,8 @@ def test_a_first_look_may_be_asked_for_before_the_roofs_are_measured(store: Stor
     scenario = scenario_of_text(look.spec["scenario"])
     whole = load_scenario("live-cpu")
     assert (scenario.model, scenario.techniques) == (whole.model, whole.techniques)
-    assert scenario.repeats > 1 and len(list(scenario.points())) == 1, "a spread at one operating point"
+    ((point, _),) = scenario.points()
+    assert scenario.repeats > 1 and point["workload.arrivals.concurrency"] == 4, "a spread at one named operating point"
 
 
 def test_roofs_that_were_measured_quickly_say_so_and_offer_the_rest(calibrated: Store) -> None:
