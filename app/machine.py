@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from membound.app.home import membound_home
 from membound.roofline.errors import MemboundError
 from membound.roofline.hardware import HardwareSpec, is_local, local_hardware
 from membound.roofline.home import local_calibration_path
@@ -29,8 +30,9 @@ def calibrate_machine(
     """Measures this machine's roofs and keeps them; the old calibration stays where that fails.
 
     A `quick` calibration measures no more than what a first look needs. Raises MemboundError where torch is missing,
-    or finds no GPU that is asked for.
+    or finds no GPU that is asked for, and where it could not be kept, before minutes are spent on it.
     """
+    membound_home()
     need_torch()
     import torch
 

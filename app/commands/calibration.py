@@ -72,8 +72,10 @@ def ensure_calibrated(scenario: Scenario) -> None:
 
 
 def _calibrate(threads: int | None, device: str = "cpu", quick: bool = False) -> Calibration:
+    from membound.app.home import membound_home
     from membound.app.machine import calibrate_machine, need_torch
 
+    membound_home()  # one that cannot keep it is said before minutes are spent
     cores = usable_cores()
     if threads is not None and threads > cores:
         raise MemboundError(f"option --threads is {threads}, but this machine has {cores} usable cores; give {cores}")

@@ -59,10 +59,11 @@ def experiment(
     with progress() if name.value in PREDICTED else measuring(f"experiment {name.value}") as listener:
         hardware, runtime = machine_of(name.value)
         finding = run(name.value, Ask(listener, hardware, runtime, quick))
+    # Printed first: a full disk must not cost the measurement.
+    print_result(finding.to_json(), as_json, lambda _: table(finding))
     keep(finding, quick)
     if out is not None:
         write(finding, out)
-    print_result(finding.to_json(), as_json, lambda _: table(finding))
 
 
 def keep(finding: Finding, quick: bool) -> str:

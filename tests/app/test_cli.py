@@ -231,6 +231,19 @@ def test_calibrate_from_a_table_keeps_fits_that_predict_names(
     assert any("ops.csv" in kernel["sources"] for kernel in predicted["origin"]["kernels"])
 
 
+def test_a_home_that_cannot_keep_a_calibration_is_said_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes, and was lost at their end."""
+    from membound.runtime.calibration import calibrate as measuring
+
+    taken = tmp_path / "file"
+    taken.touch()
+    monkeypatch.setenv("MEMBOUND_HOME", str(taken / "home"))
+    monkeypatch.setattr(measuring, "calibrate", lambda **_: pytest.fail("it was measured"))
+    assert "Cannot write to" in refused("calibrate", "--quick")
+
+
 def test_options_of_the_two_calibrations_are_not_mixed(tmp_path: Path) -> None:
     assert "option --device needs --from" in refused("calibrate", "--device", "MI210")
     assert "option --threads is for measuring" in refused("calibrate", "--from", "x.csv", "--threads", "2")

@@ -58,6 +58,14 @@ def test_where_gains_multiply_the_product_is_what_each_gains_alone(stacking: Fin
         assert row["best_subset_gain"] >= row["together"] - 1e-12
 
 
+def test_a_finding_that_cannot_be_kept_is_printed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEMBOUND_HOME", str(tmp_path / "file" / "home"))
+    result = CliRunner().invoke(app, ["experiment", "x5", "--quick", "--json"])
+    assert isinstance(result.exception, MemboundError) and "Cannot write to" in str(result.exception)
+    assert json.loads(result.stdout)["rows"]
+
+
 def test_the_table_the_document_and_the_page_hold_every_row(stacking: Finding, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["experiment", "x5", "--quick", "--json", "--out", str(tmp_path)])
     assert result.exit_code == 0
