@@ -10,6 +10,8 @@
 //   more tokens       those of PANEL_VECTORS x LANES rows are taken apart once, into caches, and multiplied by blocks
 //                     of PANEL_TOKENS tokens, whose sums fill the registers.
 
+#include <iterator>
+
 #include "threads.h"
 #include "vector.h"
 #include "weight.h"
@@ -18,6 +20,7 @@ namespace {
 
 constexpr int TILE_ROWS = 16;
 constexpr int MOST_TOKENS = 16;
+constexpr int WIDTHS[] = {1, 2, 4, 6, 8, 12, MOST_TOKENS};  // tokens that the kernel of few of them is made for
 constexpr int PANEL_VECTORS = REGISTERS == 32 ? 3 : 2;
 constexpr int PANEL_TOKENS = REGISTERS == 32 ? 8 : 4;
 constexpr int64_t WORDS_AHEAD = 512;  // of a row; 32 kB of a tile
@@ -405,7 +408,7 @@ void round_token(const float* x, int64_t k, int64_t step_length, int centre, Tok
 // LANES rows, from `lane` on, of each of TILES tiles times the TOKENS of a block.
 template <class F, int TOKENS, int TILES>
 void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t token, int tokens) {
-    constexpr int PARTS = TOKENS >= 8 ? 1 : TOKENS == 4 ? 2 : 4;
+    constexpr int PARTS = TOKENS >= 8 ? 1 : TOKENS >= 4 ? 2 : 4;
     const int64_t step_length = F::step_of(a), elements = round_up(a.k, 4);
     const bool a_scale_a_row = !a.group && a.scale, has_offset = F::has_offset(a);
     const uint32_t* rows[TILES];
@@ -469,7 +472,7 @@ void multiply(const Arguments& a, Tokens x, int64_t tile, int64_t lane, int64_t 
 }
 
 // Few tokens wait for memory, which one core asks for faster in several streams.
-template <int TOKENS> constexpr int TILES_OF = TOKENS == 1 ? 2 : 1;
+template <int TOKENS> constexpr int TILES_OF = TOKENS <= 2 ? 2 : 1;
 
 template <class F, int TOKENS>
 void tiles(const Arguments& a, Tokens x, int64_t first, int64_t last, int64_t token, int tokens) {
@@ -588,7 +591,11 @@ struct Blocks {
     // As many as one of the kernels takes.
     int64_t width_of(int64_t block) const {
         const int64_t own = tokens_of(block);
-        return own == 1 && together == MOST_TOKENS ? 1 : own <= 4 ? 4 : own <= 8 ? 8 : 16;
+        if (together == PANEL_TOKENS) return own <= 4 ? 4 : PANEL_TOKENS;
+        int64_t enough = MOST_TOKENS;
+        for (const int width : WIDTHS)
+            if (own <= width && width < enough) enough = width;
+        return enough;
     }
     int64_t floats() const { return Tokens::floats(form.elements, form.steps, together); }
     Tokens at(int64_t block) const {
@@ -640,13 +647,11 @@ template <class F> void few_tokens(const Arguments& a, const Blocks& blocks, int
     parallel_for(count, grain, threads, [&](int64_t tile, int64_t last) {
         for (; tile < last; tile += TILES_OF<1>) {
             const int64_t end = tile + TILES_OF<1> < last ? tile + TILES_OF<1> : last;
-            const int64_t width = blocks.width_of(0);
-            if (width == 1) tiles<F, 1>(a, x, tile, end, 0, a.m);
-            if (width == 4) tiles<F, 4>(a, x, tile, end, 0, a.m);
-            if constexpr (!F::SPLIT) {
-                if (width == 8) tiles<F, 8>(a, x, tile, end, 0, a.m);
-                if (width == 16) tiles<F, 16>(a, x, tile, end, 0, a.m);
-            }
+            unroll<std::size(WIDTHS)>([&](auto i) LAMBDA {
+                constexpr int width = WIDTHS[i];
+                if constexpr (!F::SPLIT || width <= SPLIT_TOKENS)
+                    if (width == blocks.width_of(0)) tiles<F, width>(a, x, tile, end, 0, a.m);
+            });
         }
     });
 }
