@@ -134,7 +134,6 @@ def stack(
 ) -> list[Stack]:
     """The stacking analysis of a scenario at each of its points, or at the given batches and contexts."""
     chosen = chosen_techniques(scenario, techniques)
-    asked, metric = metric, metric or metric_for(chosen)
     points = list(points_of(scenario, chosen, batches, contexts))
     stacks = []
     for index, point in enumerate(points):
@@ -144,15 +143,34 @@ def stack(
 
         hardware = get_hardware(point.plain.hardware)
         costing = Costing(simulated, workers or Workers()) if simulate else Costing(ClosedForm(point.load))
-        game = StackingGame(chosen, point.plain, costing, metric)
+        bound = simulate and _arrivals_bound(point)
+        judged: GainMetric = metric or ("tpot_s" if bound else metric_for(chosen))
+        game = StackingGame(chosen, point.plain, costing, judged)
         deployment = deployment_of(point.plain, resolve_model(point.plain.model), hardware)
         error = Steady(deployment, point.load).relative_error
         most = MOST_SIMULATED if simulate else MOST_FACTORIAL
         game.ahead(most, tell)
         found = analyse(game, point.values, error, _conditions(point, hardware, simulate), most)
-        notes = (*notes_of(scenario, chosen, asked, hardware), *_waiting_said(point, hardware, metric))
-        stacks.append(replace(found, notes=notes))
+        notes = (
+            *notes_of(scenario, chosen, judged if bound else metric, hardware),
+            *_waiting_said(point, hardware, judged),
+        )
+        stacks.append(replace(found, notes=(*notes, *_BOUND_SAID[judged]) if bound else notes))
     return stacks
+
+
+# A run serves what arrives, and no technique makes more arrive: of throughput the gain is 1, whatever it does.
+_BOUND_SAID: dict[GainMetric, tuple[str]] = {
+    "tpot_s": ("gains are of TPOT, since all that arrives is served: tokens/s are those of the arrivals",),
+    "output_tokens_per_s": (
+        "tokens/s are those of the arrivals, all of which are served: --metric tpot_s shows gains",
+    ),
+}
+
+
+def _arrivals_bound(point: Point) -> bool:
+    """Whether a run's throughput is that of the arrivals, with which the plain engine keeps up."""
+    return point.plain.workload.arrivals.kind != "closed_loop" and not point.load.overload_rps
 
 
 def _waiting_said(point: Point, hardware: HardwareSpec, metric: GainMetric) -> Iterator[str]:

@@ -359,3 +359,17 @@ def test_a_note_says_that_memory_holds_fewer_than_wait():
     assert not any("--metric" in note for note in found.notes)
     (found,) = stack(chosen, techniques=["kv_quantization"], batches=[2])
     assert not any("others wait" in note for note in found.notes)
+
+
+def test_where_all_that_arrives_is_served_runs_gain_no_throughput_and_are_judged_by_the_time_per_token() -> None:
+    """8-bit weights halve the time per token, and as many tokens as before are asked for."""
+    arrivals = {"kind": "poisson", "rate_rps": 4.0}
+    asked = scenario(techniques=[{"name": "continuous_batching"}]).with_value("workload.arrivals", arrivals)
+    options: dict[str, Any] = {"techniques": ["w8a8"], "simulate": True}
+    (usual,), (rate,) = stack(asked, **options), stack(asked, **options, metric="output_tokens_per_s")
+    assert usual.metric == "tpot_s" and usual.together is not None and usual.together > 1.3
+    assert rate.together is not None and rate.together < 1.05
+    assert any("tokens/s are those of the arrivals" in note for note in usual.notes)
+    assert any("--metric tpot_s shows gains" in note for note in rate.notes)
+    (flooded,) = stack(asked.with_value("workload.arrivals.rate_rps", 4000.0), **options)
+    assert flooded.metric == "output_tokens_per_s" and not any("arrivals" in note for note in flooded.notes)
