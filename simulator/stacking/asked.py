@@ -69,8 +69,10 @@ def _technique(text: str) -> Technique:
 
 def _unknown(name: str) -> str:
     if setting := setting_meant(name):
+        # Engines' profiles chunk prompts by themselves, so that leaving the setting out compares it with itself.
+        without = "with --set 'engine.batching=continuous'" if setting.startswith("engine.batching") else "without"
         return (
-            f"technique '{name}' is a setting of the engine: compare `membound simulate` without and with "
+            f"technique '{name}' is a setting of the engine: compare `membound simulate` {without} and with "
             f"--set '{setting}'"
         )
     meant = technique_meant(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise, permutations
 from typing import Any
 
@@ -373,3 +374,19 @@ def test_where_all_that_arrives_is_served_runs_gain_no_throughput_and_are_judged
     assert any("--metric tpot_s shows gains" in note for note in rate.notes)
     (flooded,) = stack(asked.with_value("workload.arrivals.rate_rps", 4000.0), **options)
     assert flooded.metric == "output_tokens_per_s" and not any("arrivals" in note for note in flooded.notes)
+
+
+@pytest.mark.parametrize(
+    ("named", "compared"),
+    [
+        (
+            "chunked_prefill",
+            "simulate` with --set 'engine.batching=continuous' and with --set 'engine.batching=chunked",
+        ),
+        ("prefix_caching", "simulate` without and with --set 'engine.prefix_caching=true'"),
+    ],
+)
+def test_a_setting_named_as_a_technique_says_which_two_runs_differ_by_it(named: str, compared: str) -> None:
+    """Of an engine that chunks prompts by itself, leaving the setting out changes nothing."""
+    with pytest.raises(MemboundError, match=re.escape(compared)):
+        stack(scenario(engine={"profile": "vllm"}), techniques=[named])
