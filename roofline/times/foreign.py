@@ -173,23 +173,30 @@ def _fit_with_earlier(
 ) -> tuple[DeviceFits, list[str]]:
     """The device's fits from all rows that are known of it, and what is to be said of them.
 
-    A table of the same name is taken for a newer version of the earlier one. Raises MemboundError where an earlier
-    version kept a better fit without its rows, which this table would replace.
+    A table of the same name is taken for a newer version of the earlier one, and rows that say the same to the letter
+    for one measurement, which counts once. Raises MemboundError where an earlier version kept a better fit without its
+    rows, which this table would replace.
     """
     hardware, notes = cases[0].hardware, []
     gpu = hardware.name if sheet is None else str(sheet)
     sources: list[SourceTable] = []
     named: list[tuple[str, KernelCase]] = []
     fresh = {(case.family, case.kernel) for case in cases}
+    again = {frozenset(KeptRow.of(case).columns.items()) for case in cases}
     for known in earlier.tables if earlier else ():
         if not known.kept:
             continue
         pairs = [(row, case_of(row.row(gpu))) for row in known.kept]
-        left = [pair for pair in pairs if known.name != table or (pair[1].family, pair[1].kernel) not in fresh]
-        if len(left) < len(pairs) and known.sha256 != digest:
+        left = [
+            (row, case)
+            for row, case in pairs
+            if (known.name != table or (case.family, case.kernel) not in fresh)
+            and frozenset(row.columns.items()) not in again
+        ]
+        if len(left) < len(pairs) and (known.name, known.sha256) != (table, digest):
             gone = len(pairs) - len(left)
             notes.append(
-                f"{gone} rows of an earlier '{table}' of {hardware.name} make room for the {len(cases)} of this"
+                f"{gone} rows of an earlier '{known.name}' of {hardware.name} make room for the {len(cases)} of this"
             )
         if left:
             rows = tuple(row for row, _ in left)

@@ -172,6 +172,16 @@ def test_two_tables_teach_what_one_with_the_rows_of_both_does(tmp_path: Path) ->
             assert fit.parameters == pytest.approx(same.parameters, rel=0.02)
 
 
+def test_a_copy_of_a_table_under_another_name_teaches_nothing_more(tmp_path: Path) -> None:
+    """Counted twice, the same measurements would narrow the interval."""
+    device = get_hardware("H200-SXM")
+    once = calibrate_from(table(tmp_path / "mine.csv", gemms(device)[:5])).devices[0].residuals[0]
+    found = calibrate_from(table(tmp_path / "copy.csv", gemms(device)[:5]))
+    (again,) = found.devices[0].residuals
+    assert (again.rows, again.spread) == (once.rows, pytest.approx(once.spread)) and again.table == "copy.csv"
+    assert any("5 rows of an earlier 'mine.csv'" in note for note in found.notes)
+
+
 def test_a_row_of_another_table_does_not_undo_a_fit_of_many(tmp_path: Path) -> None:
     device = get_hardware("H200-SXM")
     calibrate_from(table(tmp_path / "mine.csv", gemms(device)))
