@@ -97,6 +97,13 @@ class OperatingPoint:
     speculation: Speculation | None = None
     limits: EngineLimits | None = None
 
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it: model and device alone are pages."""
+        return (
+            f"<OperatingPoint: {self.phase} step of {self.model.name}, batch {self.batch}, context {self.context}, on "
+            f"{self.hardware.name}, {self.time_s:.3g} s, bound by {self.bottleneck}>"
+        )
+
     @classmethod
     def of(cls, scenario: Scenario, *, batch: int, context: int, phase: str) -> OperatingPoint:
         """A step of the scenario's model, hardware and techniques.

@@ -142,6 +142,15 @@ class RunResult:
     cluster: ClusterSummary | None = None
     acceptance_by_position: tuple[float, ...] = ()
 
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it: the tables have an entry a request and a step."""
+        done = self.summary
+        tpot = "" if done.tpot_s.mean is None else f", TPOT {done.tpot_s.mean:.3g} s"
+        return (
+            f"<RunResult: {self.scenario.name} by {self.provenance.producer}, {done.completed} of {done.requests} "
+            f"requests served, {done.output_tokens_per_s:.4g} output tok/s{tpot}>"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """What `membound simulate --json` and `membound measure --json` print."""
         document: dict[str, Any] = {

@@ -100,6 +100,11 @@ class Advice:
     conditions: str
     by: str
 
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it: every move has two scenarios."""
+        gains = ", ".join(f"{one.move.name} {one.gain:.2f}x" for one in self.moves[:3] if one.gain is not None)
+        return f"<Advice: {self.conditions}; {len(self.moves)} moves in {self.metric}{': ' if gains else ''}{gains}>"
+
 
 # --- costing ---
 

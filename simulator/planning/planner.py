@@ -68,6 +68,13 @@ class Plan:
     compared: tuple[Compared, ...] = ()
     missing: str | None = None
 
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it: the front alone is pages."""
+        found = self.reason if self.best is None else f"{self.best.gpus} x {self.best.replica.hardware.name}"
+        return (
+            f"<Plan: {self.scenario.name}, best {found}, {len(self.confirmed)} confirmed, {len(self.front)} in front>"
+        )
+
     def upper_end(self, deployed: Deployed) -> UpperEnd | None:
         """Whether it holds at the upper end of its times' interval; None where nothing was simulated."""
         return self.upper_ends.get(deployed.key)

@@ -16,6 +16,8 @@ from membound.app.api import MemboundError
 
 ASKED = api.scenario("plan-70b", {"workload.requests": 40, "workload.arrivals.rate_rps": 2.0})
 
+TOO_LONG = {"engine.batching": "continuous", "engine.max_batched_tokens": 64}
+
 
 def test_all_that_is_public_is_named_and_says_what_it_does() -> None:
     assert api.__all__ == sorted(api.__all__)
@@ -114,6 +116,20 @@ def test_techniques_stack_and_advice_and_plans_are_of_the_same_scenario() -> Non
     assert advice.scenario.name == "plan-70b" and advice.moves
     plan = api.plan(ASKED, devices=["H100-SXM5"], confirm=0)
     assert plan.best is not None and plan.simulated == 0
+
+
+def test_answers_are_a_line_in_a_notebook_that_says_what_they_are() -> None:
+    """The tables of a run, and the scenarios of a plan, are half a megabyte."""
+    answers = {
+        "batch 8, context 2048, on ": api.predict(ASKED, batch=8, context=2048),
+        "40 of 40 requests served": api.simulate(ASKED),
+        "0 of 40 requests served": api.simulate(api.scenario(ASKED, TOO_LONG)),
+        "moves in ": api.advise(ASKED, batch=8, context=2048),
+        "x H100-SXM5": api.plan(ASKED, devices=["H100-SXM5"], confirm=0),
+    }
+    for said, answer in answers.items():
+        assert said in repr(answer) and len(repr(answer)) < 400 and "\n" not in repr(answer)
+        assert repr(answer).startswith(f"<{type(answer).__name__}: ")
 
 
 def test_another_device_is_not_measured_here() -> None:
