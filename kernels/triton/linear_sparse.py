@@ -1,9 +1,11 @@
 """How fast is a linear layer that keeps 2 of every 4 weights, when it really reads 9/16 of the bytes?
 
-Of each group of four weights the two kept ones are stored, with 2 bits each that say where they were: 36 bits instead
-of 64. A program puts them back in their places in registers, four times with a quarter of the columns, and multiplies
-each time with the activations of those columns. (The sparse instructions of the tensor cores save arithmetic, of which
-a batch of few tokens has plenty; the bytes are what counts.)
+Of each group of four weights the two kept ones are stored, with 4 bits that say which they are: 36 bits instead of 64.
+A program puts them back in their places in registers, four times with a quarter of the columns, and multiplies each
+time with the activations of those columns. (The sparse instructions of the tensor cores save arithmetic, of which a
+batch of few tokens has plenty; the bytes are what counts.) On NVIDIA's GPUs a register holds the values of two groups,
+and bits become masks of whole halves by the instruction that moves bytes, which can also repeat their signs: so placing
+takes a quarter of what comparisons of each place take, which are slower than the memory.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from membound.kernels.triton.lang import dot
 from membound.kernels.triton.launch import Config, configure, launch, machine_for
 from membound.kernels.triton.overlap import follow
 from membound.kernels.triton.split_k import split_range, store_tile, with_split_k
+from membound.kernels.triton.widen import placed
 
-HALF_CHUNK = 32  # groups of which one byte each holds the places in its low bits; the next 32 are in its high bits
-CHUNK = 2 * HALF_CHUNK  # groups, of 4 columns each
+QUARTER = 32  # groups that lie together; a word holds the places of one of each of a chunk's four quarters
+CHUNK = 4 * QUARTER  # groups, of 4 columns each
 
 
 @dataclass(frozen=True)
 class SparseWeight:
     """A weight [n, columns] of which at most 2 in each 4 adjacent columns are not zero, in bf16 or fp16.
 
-    `values` is [n, chunks, 2 halves, 2 kept, 32 groups]; `places` [n, chunks, 32] uint8 has for a group of the first
-    half (low bits) and of the second the place of its first value in bits 0 and 1 and of its second in bits 2 and 3.
+    `values` is [n, chunks, 4 quarters, 2 kept, 32 groups]; `places` [n, chunks, 32] int16 has 4 bits for a group of
+    each quarter, from the low ones on: of its columns the kept ones, which are two.
     """
 
     values: Tensor
@@ -54,65 +57,57 @@ class SparseWeight:
         chunks = -(-k // (4 * CHUNK))
         groups = torch.nn.functional.pad(weight, (0, 4 * CHUNK * chunks - k)).view(n, -1, 4)
         place = groups.abs().float().sort(dim=-1, descending=True, stable=True).indices[..., :2].sort(dim=-1).values
-        kept = groups.gather(-1, place).view(n, chunks, 2, HALF_CHUNK, 2)
-        code = (place[..., 0] | (place[..., 1] << 2)).to(torch.uint8).view(n, chunks, 2, HALF_CHUNK)
-        places = code[:, :, 0] | (code[:, :, 1] << 4)
-        return cls(kept.transpose(3, 4).contiguous(), places.contiguous(), k)
+        kept = groups.gather(-1, place).view(n, chunks, 4, QUARTER, 2)
+        bits = (1 << place).sum(-1).view(n, chunks, 4, QUARTER)
+        word = sum((bits[:, :, quarter] << 4 * quarter for quarter in range(4)), torch.zeros_like(bits[:, :, 0]))
+        return cls(kept.transpose(3, 4).contiguous(), word.to(torch.int16).contiguous(), k)
 
     def dequantized(self) -> Tensor:
         """The weight [n, columns] in fp32, zeros included."""
         n = self.values.shape[0]
-        code = torch.stack([self.places & 0xF, self.places >> 4], dim=2).long()  # [n, chunks, 2, 32]
-        dense = torch.zeros(*code.shape, 4, device=code.device)
-        for kept, place in enumerate((code & 3, code >> 2)):
-            dense.scatter_(-1, place[..., None], self.values[:, :, :, kept, :, None].float())
+        shifts = torch.arange(16, device=self.places.device).view(4, 1, 4)
+        kept = (self.places[:, :, None, :, None].int() >> shifts) & 1  # [n, chunks, 4, 32, 4]
+        place = kept.sort(dim=-1, descending=True, stable=True).indices[..., :2]
+        dense = torch.zeros(kept.shape, device=kept.device)
+        dense.scatter_(-1, place, self.values.transpose(3, 4).float())
         return dense.view(n, -1)[:, : self.columns]
-
-
-@triton.jit
-def unpruned_dot(first, second, code, x, acc, PLACE: tl.constexpr):
-    """acc + the product of the weights whose column in its group is PLACE, zero if it was not kept."""
-    nothing = tl.zeros(first.shape, first.dtype)
-    kept = tl.where((code & 3) == PLACE, first, tl.where((code >> 2) == PLACE, second, nothing))
-    return dot(kept, tl.trans(x), acc)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_sparse_kernel(x, values, places, out, parts, done, rows, columns, k_size, chunks, x_stride, size,
-                         EVEN_K: tl.constexpr, HALF: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_N: tl.constexpr,
-                         BLOCK_M: tl.constexpr):  # fmt: skip
+                         EVEN_K: tl.constexpr, PART: tl.constexpr, WIDEN: tl.constexpr, OVERLAP: tl.constexpr,
+                         BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Program (tile of n, tile of m, split of the chunks)."""
     follow(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    g = tl.arange(0, HALF)
-    column = tl.arange(0, 4 * HALF)
+    g = tl.arange(0, PART)
+    column = tl.arange(0, 4 * PART)
     begin, end = split_range(chunks, tl.program_id(2))
     row = tl.minimum(n, columns - 1)  # rows behind the last are read again from the last and not stored
     chunk_at = row[:, None].to(tl.int64) * chunks
-    values_at = values + chunk_at * (4 * HALF) + g[None, :]
-    places_at = places + chunk_at * HALF + g[None, :]
+    values_at = values + chunk_at * (8 * PART) + g[None, :]
+    places_at = places + chunk_at * PART + g[None, :]
     x_at = x + m[:, None].to(tl.int64) * x_stride + column[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for chunk in range(begin, end):
-        byte = tl.load(places_at + chunk * HALF)
-        for half in tl.static_range(2):
-            part = values_at + chunk * (4 * HALF) + half * (2 * HALF)
+        word = tl.load(places_at + chunk * PART)
+        for quarter in tl.static_range(4):
+            part = values_at + (chunk * 4 + quarter) * (2 * PART)
             first = tl.load(part)
-            second = tl.load(part + HALF)
-            start = (chunk * 2 + half) * (4 * HALF)
+            second = tl.load(part + PART)
+            start = (chunk * 4 + quarter) * (4 * PART)
             inside = m[:, None] < rows
             if not EVEN_K:
                 inside = inside & (column[None, :] < k_size - start)
             token = tl.load(x_at + start, mask=inside, other=0.0)
-            even, odd = tl.split(tl.reshape(token, [BLOCK_M, HALF, 2, 2]))
+            even, odd = tl.split(tl.reshape(token, [BLOCK_M, PART, 2, 2]))
             x0, x2 = tl.split(even)
             x1, x3 = tl.split(odd)
-            code = (byte >> (4 * half)) & 0xF
-            acc = unpruned_dot(first, second, code, x0, acc, 0)
-            acc = unpruned_dot(first, second, code, x1, acc, 1)
-            acc = unpruned_dot(first, second, code, x2, acc, 2)
-            acc = unpruned_dot(first, second, code, x3, acc, 3)
+            acc = dot(placed(word, first, second, quarter, 0, WIDEN), tl.trans(x0), acc)
+            acc = dot(placed(word, first, second, quarter, 1, WIDEN), tl.trans(x1), acc)
+            acc = dot(placed(word, first, second, quarter, 2, WIDEN), tl.trans(x2), acc)
+            acc = dot(placed(word, first, second, quarter, 3, WIDEN), tl.trans(x3), acc)
     store_tile(out, parts, done, acc, m, n, rows, columns, size)
 
 
@@ -123,10 +118,11 @@ def linear_sparse(
     n, k = weight.shape
     chunks = -(-k // (4 * CHUNK))
     check.strided("x", x, [None, k], check.HALVES)
-    check.tensor("weight.values", weight.values, [n, chunks, 2, 2, HALF_CHUNK], [x.dtype], x)
-    check.tensor("weight.places", weight.places, [n, chunks, HALF_CHUNK], [torch.uint8], x)
+    check.tensor("weight.values", weight.values, [n, chunks, 4, 2, QUARTER], [x.dtype], x)
+    check.tensor("weight.places", weight.places, [n, chunks, QUARTER], [torch.int16], x)
     m = x.shape[0]
-    config = config or configure("linear_sparse", machine_for(x), m=m)
+    machine = machine_for(x)
+    config = config or configure("linear_sparse", machine, m=m)
 
     def start(grid: tuple[int, int, int], *outputs: Tensor | None) -> None:
         launch(
@@ -144,7 +140,8 @@ def linear_sparse(
             m * n,
             config=config,
             EVEN_K=k % (4 * CHUNK) == 0,
-            HALF=HALF_CHUNK,
+            PART=QUARTER,
+            WIDEN=machine.widening,
         )
 
     tiles = config.tiles["BLOCK_N"], config.tiles["BLOCK_M"]

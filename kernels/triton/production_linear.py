@@ -14,7 +14,7 @@ from membound.kernels.triton.linear_int4 import PACK_ROWS, Int4Weight, linear_in
 from membound.kernels.triton.linear_int8 import PACK_ROWS as INT8_ROWS
 from membound.kernels.triton.linear_int8 import WORD, Int8Weight, linear_int8
 from membound.kernels.triton.linear_mxfp4 import Mxfp4Weight, linear_mxfp4
-from membound.kernels.triton.linear_sparse import HALF_CHUNK, SparseWeight, linear_sparse
+from membound.kernels.triton.linear_sparse import CHUNK, QUARTER, SparseWeight, linear_sparse
 from membound.kernels.triton.linear_w4a8 import linear_w4a8, step_of
 from membound.kernels.triton.linear_w8a8 import Fp8Blocks, linear_fp8_blocks, linear_w8a8
 from membound.kernels.triton.meta import META, SEQUENCES, floats, of
@@ -73,7 +73,8 @@ def _linear_fp8_blocks(m: int, *, rounded: bool = True) -> None:
 
 def _linear_sparse(m: int) -> None:
     n, k = 4096, 14336
-    values, places = of(n, k // 256, 2, 2, HALF_CHUNK), of(n, k // 256, HALF_CHUNK, dtype=torch.uint8)
+    chunks = k // (4 * CHUNK)
+    values, places = of(n, chunks, 4, 2, QUARTER), of(n, chunks, QUARTER, dtype=torch.int16)
     linear_sparse(of(m, k), SparseWeight(values, places, k))
 
 

@@ -88,6 +88,25 @@ def _of_e2m1(high: bool) -> str:
     return f"{{ .reg .b32 w, r, s, t, bias, nothing; {set_up} mov.b32 nothing, 0x80008000; {each} }}"
 
 
+@triton.constexpr_function
+def _of_two(quarter: int, place: int) -> str:
+    """Of both halves of $2 and $3, the kept values of two groups of four, the one at `place`, or zero; $1 has the bits.
+
+    A mask is the sign of a byte into which its bit was shifted. Between the first place and the last the value is the
+    first that is kept, but behind the first place the second, and the second, but before the last place the first.
+    """
+
+    def mask(name: str, at: int) -> str:
+        bit = 4 * quarter + at
+        return f"shl.b32 t, $1, {7 - bit % 8}; prmt.b32 {name}, t, 0, 0x{'AA88' if bit < 8 else 'BB99'};"
+
+    here, begin = mask("here", place), "{ .reg .b32 t, here, edge;"
+    if place in (0, 3):
+        return f"{begin} {here} and.b32 $0, {'$2' if place == 0 else '$3'}, here; }}"
+    edge, one, other = (mask("edge", 0), "$3", "$2") if place == 1 else (mask("edge", 3), "$2", "$3")
+    return f"{begin} {here} {edge} lop3.b32 t, edge, {one}, {other}, 0xCA; and.b32 $0, t, here; }}"
+
+
 CONVERTED = tl.constexpr(
     "{ .reg .b16 low, high; .reg .b32 t; cvt.u16.u32 low, $2; shr.u32 t, $2, 16; cvt.u16.u32 high, t; "
     "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
@@ -166,3 +185,27 @@ def e2m1_to_bf16(byte, HIGH: tl.constexpr, WIDEN: tl.constexpr):
         moved = bits_as_bf16(((code & 8) << 12) | ((code & 7) << 6))
         number = (moved * 8.507059173023462e37).to(tl.bfloat16)
     return number
+
+
+@triton.jit
+def placed(word, first, second, QUARTER: tl.constexpr, PLACE: tl.constexpr, WIDEN: tl.constexpr):
+    """What a group of four has at PLACE: its `first` or `second` kept value (halves), or zero.
+
+    Bits 4 QUARTER and up of `word` (int16) say of each place whether it is kept; two are.
+    """
+    low, high = first.to(tl.int16, bitcast=True), second.to(tl.int16, bitcast=True)
+    if WIDEN != "":
+        CODE: tl.constexpr = _of_two(QUARTER, PLACE)
+        bits = tl.inline_asm_elementwise(CODE, "=r,r,r,r", [word, low, high], dtype=tl.int16, is_pure=True, pack=2)
+    else:
+        code = (word >> (4 * QUARTER)) & 0xF
+        if PLACE == 0:
+            value = low
+        elif PLACE == 1:
+            value = tl.where((code & 1) != 0, high, low)
+        elif PLACE == 2:
+            value = tl.where((code & 8) != 0, low, high)
+        else:
+            value = high
+        bits = tl.where((code & (1 << PLACE)) != 0, value, value & 0)
+    return bits.to(first.dtype, bitcast=True)

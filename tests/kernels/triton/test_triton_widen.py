@@ -31,10 +31,15 @@ def register_of(halves):
 
 
 def permuted(a, b, selector):
-    """PTX ISA, `prmt`: each nibble of the selector names one of the eight bytes of b and a."""
+    """PTX ISA, `prmt`: each nibble of the selector names one of the eight bytes of b and a, or with 8 added its sign,
+    repeated."""
     of_both = a | (b << 32)
-    chosen = [(of_both >> (8 * ((selector >> (4 * i)) & 0x7))) & 0xFF for i in range(4)]
-    return sum(byte << (8 * i) for i, byte in enumerate(chosen))
+
+    def byte(nibble):
+        chosen = (of_both >> (8 * (nibble & 0x7))) & 0xFF
+        return (chosen >> 7) * 0xFF if nibble & 0x8 else chosen
+
+    return sum(byte(selector >> (4 * i)) << (8 * i) for i in range(4))
 
 
 def lookup(a, b, c, table):
@@ -70,15 +75,15 @@ INSTRUCTIONS = {
 }
 
 
-def run(code, registers, outputs):
-    """What `outputs` registers hold when a piece of PTX was given `registers` [n] (int64)."""
-    values = {f"${outputs}": registers}
+def run(code, *given, outputs):
+    """What `outputs` registers hold when a piece of PTX was `given` others, each [n] (int64)."""
+    values = {f"${outputs + i}": registers for i, registers in enumerate(given)}
     for line in (part.strip(" {}") for part in code.split(";")):
         if not line or line.startswith(".reg"):
             continue
         name, operands = line.split(maxsplit=1)
         target, *sources = (one.strip() for one in operands.split(","))
-        read = [values[one] if re.match(r"[$a-z]", one) else torch.full_like(registers, int(one, 0)) for one in sources]
+        read = [values[one] if re.match(r"[$a-z]", one) else torch.full_like(given[0], int(one, 0)) for one in sources]
         values[target] = INSTRUCTIONS[name](*read)
     return [values[f"${i}"] for i in range(outputs)]
 
@@ -86,7 +91,7 @@ def run(code, registers, outputs):
 def of_bytes(code, dtype):
     """The numbers that a piece of PTX makes of the bytes 0 to 255, four to a register."""
     packed = (BYTES.view(-1, 4).long() << torch.tensor([0, 8, 16, 24])).sum(1)
-    return torch.cat([halves_of(one, dtype) for one in run(code, packed, 2)], dim=1).flatten()
+    return torch.cat([halves_of(one, dtype) for one in run(code, packed, outputs=2)], dim=1).flatten()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -108,7 +113,7 @@ def test_codes_of_four_and_two_bits_lie_over_a_number_that_counts_ones(dtype):
     words = torch.arange(2**16).view(-1, 2)
     registers = words[:, 0] | (words[:, 1] << 16)
     for lane in range(4):
-        (found,) = run(widen._of_words(lane, above), registers, 1)
+        (found,) = run(widen._of_words(lane, above), registers, outputs=1)
         assert torch.equal(halves_of(found, dtype).float() - ones, ((words >> (4 * lane)) & 0xF).float())
 
 
@@ -118,3 +123,18 @@ def test_every_e2m1_of_a_byte_is_widened_exactly(high):
     found = of_bytes(widen._of_e2m1(high), torch.bfloat16).float()
     exact = E2M1[code & 7] * (1 - 2 * (code >> 3))
     assert torch.equal(found, exact) and torch.equal(found.signbit(), code >= 8)
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_two_kept_values_are_put_back_where_the_bits_say_and_zeros_elsewhere(quarter):
+    pairs = [(one, other) for one in range(4) for other in range(one + 1, 4)]
+    generator = torch.Generator().manual_seed(quarter)
+    kept = torch.tensor(pairs)[torch.randint(6, (4096, 2), generator=generator)]  # [n, 2 halves, 2 kept]
+    noise = torch.randint(2**16, (4096, 2), generator=generator) & ~(0xF << 4 * quarter)  # of the other quarters
+    words = noise | ((1 << kept).sum(-1) << 4 * quarter)
+    values = torch.randint(1, 2**15, (2, 4096, 2), generator=generator)
+    registers = [one[:, 0] | (one[:, 1] << 16) for one in (words, *values)]
+    for place in range(4):
+        (found,) = run(widen._of_two(quarter, place), *registers, outputs=1)
+        expected = sum(value * (kept[:, :, i] == place) for i, value in enumerate(values))
+        assert torch.equal(torch.stack([found & 0xFFFF, found >> 16], dim=1), expected)
