@@ -151,7 +151,7 @@ def test_a_run_is_watched_cancelled_and_found_again(session: Session, dashboard:
     tab.click(EN("live.run"))
     tab.page.wait_for_url(re.compile("job="), timeout=PAGE_TIMEOUT_MS)
     job_id = re.search(r"job=([\w-]+)", tab.page.url).group(1)  # type: ignore[union-attr]
-    tab.page.locator(".membound-job", has_text="cell 1 of").wait_for(timeout=RUN_TIMEOUT_MS)
+    tab.page.locator(".membound-job", has_text="engines in turn").wait_for(timeout=RUN_TIMEOUT_MS)
     tab.drawn(RUN_TIMEOUT_MS)
     tab.page.wait_for_function(
         "document.querySelector('.membound-chart')?._fullData?.[0]?.y?.length > 1", timeout=RUN_TIMEOUT_MS
