@@ -47,6 +47,7 @@ def sweep(document: dict[str, Any]) -> RenderableType:
         _Points(f"{document['scenario']['name']}, by {document['by']}", tuple(swept), tuple(metrics)),
         *_waiting_said(fewer),
         *(f"refused: {reason} ({count} of {len(points)} points)" for reason, count in reasons.items()),
+        *document["notes"],
     )
 
 

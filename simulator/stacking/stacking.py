@@ -20,7 +20,7 @@ from membound.roofline.scenario import Scenario
 from membound.roofline.techniques import GainMetric, Technique, remarks
 from membound.simulator.costing import ClosedForm, Costing, Served, simulated
 from membound.simulator.deployment import deployment_of
-from membound.simulator.scheduling.build import batching_of
+from membound.simulator.scheduling.build import batching_of, static_said
 from membound.simulator.stacking.asked import Point, chosen_techniques, metric_for, plain_engine, points_of
 from membound.simulator.stacking.game import MOST_FACTORIAL, Pair, StackingGame, StackStep
 from membound.simulator.steady import Steady
@@ -104,8 +104,9 @@ def notes_of(
     scenario: Scenario, techniques: Sequence[Technique], asked: GainMetric | None, hardware: HardwareSpec
 ) -> Iterator[str]:
     """What a reader would not expect: techniques of the scenario that are left out, another metric than the scenario's,
-    formats that the device multiplies in another one."""
-    kept = [technique.name for technique in plain_engine(scenario, techniques).techniques]
+    static batches, formats that the device multiplies in another one."""
+    plain = plain_engine(scenario, techniques)
+    kept = [technique.name for technique in plain.techniques]
     if kept:
         yield f"the plain engine keeps {', '.join(kept)} of the scenario: gains are on top of it"
     names = {*kept, *(technique.name for technique in techniques)}
@@ -116,6 +117,8 @@ def notes_of(
     if asked is None and scenario.techniques and metric != metric_for(scenario.techniques):
         other = "output_tokens_per_s" if metric == "tpot_s" else "tpot_s"
         yield f"these techniques are judged by {metric}, not by {other}; --metric {other} shows that"
+    if all(scenario.with_techniques((one,)).setup.policy == "static" for one in techniques):
+        yield from static_said(plain)
     if hardware.calibration is None:
         said = (remark for one in techniques for remark in remarks(scenario.with_techniques((one,)).setup, hardware))
         yield from dict.fromkeys(said)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,13 @@ from membound.roofline.reading.plain_yaml import parse_yaml
 from membound.roofline.scenario import Scenario
 from membound.simulator.deployment import deployment_of
 from membound.simulator.drafting import with_best_drafts
+from membound.simulator.scheduling.build import static_said
 from membound.simulator.steady import Steady, load_of, refuse_what_only_runs_show
 from membound.simulator.sweeping.axes import at, check
 from membound.simulator.workers import Workers
 
 MOST_POINTS = 1_000_000
+_BATCHING = ("techniques", "engine.batching", "engine.profile")  # what says how an engine batches
 
 
 @dataclass(frozen=True)
@@ -156,4 +158,13 @@ def to_json(scenario: Scenario, points: Sequence[Swept], simulate: bool) -> dict
         "scenario": scenario.model_dump(mode="json"),
         "by": "simulation" if simulate else "closed form",
         "points": [{"values": p.values, "summary": p.summary, "reason": p.reason} for p in points],
+        "notes": list(dict.fromkeys(_static_said(scenario, points))),
     }
+
+
+def _static_said(scenario: Scenario, points: Sequence[Swept]) -> Iterator[str]:
+    """Of points that are served, that their batches are static where nothing was said."""
+    served = [point.values for point in points if point.summary is not None]
+    policies = [{path: values[path] for path in values if path.startswith(_BATCHING)} for values in served]
+    for policy in {repr(policy): policy for policy in policies}.values():
+        yield from static_said(at(scenario, policy))

@@ -102,7 +102,8 @@ def test_a_sweep_shows_what_was_swept_and_every_metric_whole_at_any_width(width:
         for users in (8, 128)
     ]
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(sweep({"scenario": {"name": "asked", "slo": {"ttft_s": 1.0}}, "by": "simulation", "points": points}))
+    document = {"scenario": {"name": "asked", "slo": {"ttft_s": 1.0}}, "by": "simulation", "points": points}
+    console.print(sweep(document | {"notes": []}))
     words = console.export_text()
     assert "…" not in words
     tables = [line for line in words.splitlines() if line.startswith("hardware")]

@@ -317,6 +317,15 @@ def test_what_techniques_leave_out_and_what_a_device_lacks_are_noted():
     assert not stack(scenario(), batches=[4])[0].notes
 
 
+def test_static_batches_that_nobody_asked_for_are_noted():
+    def said(**engine: Any) -> bool:
+        asked = scenario(techniques=[], engine={"profile": "vllm", **engine})
+        (found,) = stack(asked, techniques=["weight_quantization"], batches=[4])
+        return any("batches are static" in note for note in found.notes)
+
+    assert said() and not said(batching="static") and not said(batching="continuous")
+
+
 def test_too_many_techniques_for_all_subsets_still_have_orders_and_a_product():
     values = {subset: 1.0 / (1 + len(subset)) for subset in subsets(3)}
     found = analyse(game_of(values, 3), {}, 0.1, "made up", most_factorial=2)

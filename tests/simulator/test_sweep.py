@@ -259,3 +259,16 @@ def test_tokens_cost_what_the_devices_do_in_their_time():
     usd_per_s = told["cost_usd_per_million_tokens"] * told["output_tokens_per_s"] / 1e6
     assert usd_per_s == pytest.approx(2 * get_hardware("H100-SXM5").price_usd_per_h / 3600)
     assert predicted(scenario(hardware="H20"))["cost_usd_per_million_tokens"] is None
+
+
+def test_static_batches_that_nobody_asked_for_are_noted_wherever_they_are_swept() -> None:
+    def notes(axes: list[tuple[str, list[Any]]], **changes: Any) -> list[str]:
+        asked = scenario(engine={"profile": "vllm"}, **changes)
+        found: list[str] = to_json(asked, sweep(asked, axes, simulate=False), simulate=False)["notes"]
+        return found
+
+    users = [("workload.arrivals.concurrency", [1, 4])]
+    batching = ("engine.batching", ["static", "continuous"])
+    assert notes(users) == [] and notes([*users, batching], techniques=[]) == []
+    (said,) = notes(users, techniques=[])
+    assert said.startswith("batches are static")
