@@ -133,10 +133,14 @@ def test_every_name_and_alias_means_one_model() -> None:
 
 
 def test_loading_is_quick_and_one_model_does_not_check_the_others() -> None:
-    load_catalog.cache_clear()
-    start_s = time.process_time()
-    get_model("Qwen3-8B")
-    assert time.process_time() - start_s < 0.5  # 0.06 s alone on two cores
+    def once_s() -> float:
+        load_catalog.cache_clear()
+        start_s = time.process_time()
+        get_model("Qwen3-8B")
+        return time.process_time() - start_s
+
+    # 0.06 s alone on two cores; what another test left to the garbage collector may fall into one of three.
+    assert min(once_s() for _ in range(3)) < 0.5
     assert len(load_catalog()._specs) == 1
 
 
