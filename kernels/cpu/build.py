@@ -27,7 +27,9 @@ from membound.roofline.home import home_folder
 
 SOURCES = (
     "linear.cpp",
+    "linear_tiles.cpp",
     "integer.cpp",
+    "integer_tiles.cpp",
     "attention.cpp",
     "eviction.cpp",
     "norms.cpp",
@@ -37,7 +39,7 @@ SOURCES = (
     "recurrent.cpp",
     "replay.cpp",
 )
-HEADERS = ("batch.h", "kv.h", "norm.h", "threads.h", "units.h", "vector.h", "weight.h")
+HEADERS = ("batch.h", "codes.h", "kv.h", "norm.h", "threads.h", "tile_units.h", "units.h", "vector.h", "weight.h")
 _THIS_PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # Contraction stays off: a compiler that fuses a multiply-add here and not there changes bits between code paths.
 FLAGS = ("-std=c++17", "-O3", _THIS_PROCESSOR, "-ffp-contract=off", "-fPIC", "-fvisibility=hidden")

@@ -1,7 +1,7 @@
 """What does a decoder layer cost on a CPU when every operation is one pass over its bytes?
 
-The C++ beside this file, called through ctypes. A row's result has the same bits whatever else is in the batch
-(see `batch_invariant_below`), so batching and speculation return exactly the greedy tokens of the plain loop.
+The C++ beside this file, called through ctypes. A row's result has the same bits whatever else is in the batch, so
+batching and speculation return exactly the greedy tokens of the plain loop.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, Pointwi
     """The C++ kernels: fp32 activations, weights in every format, K and V in bf16 or quantized.
 
     Where the processor has units for bf16, what weights in bf16, fp8 and 2:4 are multiplied with is rounded to it.
+    Matrix units (AMX) multiply such weights always, and codes of 8 bits and fewer from four tokens on.
     """
 
     name = "cpp"
@@ -32,7 +33,7 @@ class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, Pointwi
     emulates_quantized_kv = False
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
-        """With `batch_invariant`, units for bf16 are left alone: every m gives the same bits, on every processor.
+        """With `batch_invariant`, units for bf16 are left alone: tokens stay in fp32, on every processor.
 
         Raises KernelBuildError where the kernels cannot be built.
         """
@@ -53,6 +54,6 @@ class CpuKernels(MixtureCalls, ByHeadCalls, LatentCalls, RecurrentCalls, Pointwi
         text = f"C++ kernels, {32 * self._lanes}-bit vectors, {pool}"
         if self._rounds_to_bf16:
             text += f"; tokens in bf16 for weights in {', '.join(BF16_FORMATS)}"
-        for format, tokens in self._matrix_unit_tokens.items():
-            text += f"; {format} linear of {tokens} tokens and more by torch's bf16 matrix units"
+        if self._library.membound_tile_units():
+            text += "; products on matrix units (AMX)"
         return text

@@ -10,6 +10,7 @@
 
 #include "batch.h"
 #include "threads.h"
+#include "tile_units.h"
 #include "units.h"
 #include "vector.h"
 #include "weight.h"
@@ -295,6 +296,9 @@ template <class W> void linear(const Product& p, W w, bool bf16_tokens, int thre
 
 void linear_rows(const PackedWeight& w, const float* x, float* out, int64_t m, int threads) {
     if (m == 0) return;
+#if defined(HAS_TILE_UNITS)
+    if (w.bf16_tokens && has_tile_units()) return linear_by_tiles(w, x, out, m, threads);
+#endif
     const float unit = w.format == FP8 && !w.bf16_tokens ? E4M3_UNIT : 1.0f;
     const Product p{x, (const float*)w.scale, out, m, w.n, w.k, unit};
     switch (w.format) {
@@ -321,6 +325,15 @@ EXPORT void membound_linear(const LinearArguments* a, int threads) {
 EXPORT int membound_bf16_units() {
 #if defined(HAS_BF16_UNITS)
     return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether matrix units multiply (tile_units.h).
+EXPORT int membound_tile_units() {
+#if defined(HAS_TILE_UNITS)
+    return has_tile_units();
 #else
     return 0;
 #endif

@@ -7,9 +7,7 @@ from functools import partial
 from typing import NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from membound.kernels.arena import Arena
 from membound.kernels.base import PackedWeight, WeightFormat
@@ -17,16 +15,14 @@ from membound.kernels.code_words import TILE_ROWS
 from membound.kernels.cpu.calls import LibraryCalls, Rows
 from membound.kernels.quantize import Packer
 
-# From so many tokens torch's matrix units beat what the C++ has: AMX always, AVX512-BF16 where that is without it.
-MATRIX_UNIT_TOKENS: dict[WeightFormat, int] = {"bf16": 32}
-# What AVX512-BF16 multiplies with tokens that are rounded to bf16.
+# What AVX512-BF16 and AMX multiply with tokens that are rounded to bf16.
 BF16_FORMATS: tuple[WeightFormat, ...] = ("bf16", "fp8", "sparse24")
 INTEGER_FORMATS = ("int8", "int4", "int3", "int2", "w8a8", "w4a8", "q4_k", "q6_k")
 FORMATS = ("fp32", "bf16", "fp8", "sparse24", *INTEGER_FORMATS)  # in the order of weight.h
 
 
 class LinearCalls(LibraryCalls):
-    """linear.cpp and integer.cpp"""
+    """linear.cpp, integer.cpp, and both of them on matrix units: linear_tiles.cpp and integer_tiles.cpp"""
 
     interleaved = True
 
@@ -37,12 +33,6 @@ class LinearCalls(LibraryCalls):
         self._weights: dict[int, _KnownWeight] = {}
         self._packer = Packer(Arena(), interleaved=self.interleaved)
         self._rounds_to_bf16 = bool(self._library.membound_bf16_units()) and not batch_invariant
-        by_torch = torch_has_units(beside_bf16_units=self._rounds_to_bf16) and not batch_invariant
-        self._matrix_unit_tokens = MATRIX_UNIT_TOKENS if by_torch else {}
-
-    def batch_invariant_below(self, format: WeightFormat) -> int | None:
-        """The number of tokens in a step from which `linear` rounds differently; None means never."""
-        return self._matrix_unit_tokens.get(format)
 
     def pack(self, weight: Tensor, format: WeightFormat, group_size: int | None = None) -> PackedWeight:
         return self._packer.pack(weight, format, group_size)
@@ -61,11 +51,6 @@ class LinearCalls(LibraryCalls):
         m, k = x.shape
         if k != known.fields.k:
             raise ValueError(f"x has {k} columns, and the weight is {known.fields.n} x {known.fields.k}")
-        if known.matrix_unit_tokens is not None:
-            if self._tape is not None:
-                self._tape.only_up_to(known.matrix_unit_tokens - 1)
-            if m >= known.matrix_unit_tokens:
-                return functional.linear(x.to(torch.bfloat16), weight.data).float()
         x = self._dense(x)
         out = self._empty(m, known.fields.n)
         arguments = _LinearArguments(known.address, x.data_ptr(), out.data_ptr(), self._rows(m))
@@ -75,17 +60,6 @@ class LinearCalls(LibraryCalls):
     def fields_of(self, weight: PackedWeight) -> WeightFields:
         """The weight as the C++ sees it, valid while it lives."""
         return self._known(weight).fields
-
-    def rows_of_matrix_units(self, weight: PackedWeight, most: int) -> int | None:
-        """From so many rows torch multiplies the weight; None where that is never or more than `most`."""
-        units = self._matrix_unit_tokens.get(weight.format)
-        tape = self._tape
-        if units is None or tape is None:
-            return units if units is not None and units <= most else None
-        tape.only_up_to(units - 1)
-        if units <= most and not tape.computed:
-            tape.problem = "how many rows a weight has is not known where nothing is computed"
-        return units if units <= most and tape.computed else None
 
     def _known(self, weight: PackedWeight) -> _KnownWeight:
         known = self._weights.get(id(weight))
@@ -111,9 +85,8 @@ class LinearCalls(LibraryCalls):
             FORMATS.index(weight.format),
             self._rounds_to_bf16 and weight.format in BF16_FORMATS,
         )
-        units = self._matrix_unit_tokens.get(weight.format)
         forget = partial(self._weights.pop, id(weight))
-        known = self._weights[id(weight)] = _KnownWeight(ref(weight, forget), fields, addressof(fields), units)
+        known = self._weights[id(weight)] = _KnownWeight(ref(weight, forget), fields, addressof(fields))
         return known
 
 
@@ -135,13 +108,3 @@ class _KnownWeight(NamedTuple):
     weight: ref[PackedWeight]
     fields: WeightFields
     address: int
-    matrix_unit_tokens: int | None
-
-
-def torch_has_units(*, beside_bf16_units: bool) -> bool:
-    """Whether torch multiplies bf16 matrices in hardware, faster than the C++ does with AVX512-BF16 or without.
-
-    Elsewhere it emulates them, slower than fp32.
-    """
-    names = ["_is_amx_tile_supported", *([] if beside_bf16_units else ["_is_avx512_bf16_supported"])]
-    return any(bool(getattr(torch.cpu, name)()) for name in names if hasattr(torch.cpu, name))

@@ -29,21 +29,7 @@ class CpuExperts:
 
     def __call__(self, x: Tensor, routing: Routing, *, shared_rows: bool) -> Tensor:
         slots_a_row = routing.top_k if shared_rows else 1
-        units = self._kernels.rows_of_matrix_units(self.weights[0], x.shape[0] * slots_a_row)
-        if units is not None and int(routing.counts.max()) >= units:
-            return self._one_by_one(x, routing, slots_a_row)
         return self._kernels.multiply_experts(self, x, routing, slots_a_row)
-
-    def _one_by_one(self, x: Tensor, routing: Routing, slots_a_row: int) -> Tensor:
-        """The same where an expert has so many rows that torch's matrix units multiply them faster."""
-        edges = routing.offsets.tolist()
-        out = torch.empty(len(routing.order), self.weights[0].shape[0])
-        for expert, weight in enumerate(self.weights):
-            slots = routing.order[edges[expert] : edges[expert + 1]].long()
-            if len(slots):
-                y = self._kernels.linear(x[slots // slots_a_row], weight)
-                out[slots] = y if self._biases is None else y + self._biases[expert]
-        return out
 
 
 class MixtureCalls(LinearCalls):

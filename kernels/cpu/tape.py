@@ -126,11 +126,6 @@ class Tape:
             return None
         return each
 
-    def only_up_to(self, rows: int) -> None:
-        """With more rows than these, an operation would not be the library's."""
-        if self.rows is not None:
-            self.rows = min(self.rows, rows)
-
     def empty(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for an operation's result."""
         if self.rows is None or self._batch is None or shape[0] % self._batch.num_tokens:

@@ -22,3 +22,8 @@ void linear_integer(const PackedWeight& weight, const float* x, float* out, int6
 
 // x [m, k] times any weight, transposed, to out [m, n].
 void linear_rows(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads);
+
+// The same on matrix units, where the processor has such (tile_units.h): of weights that are multiplied as bf16, whose
+// sums are in another order than without, and of integers, whose results have the same bits.
+void linear_by_tiles(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads);
+void linear_integer_by_tiles(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads);

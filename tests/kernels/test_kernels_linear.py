@@ -312,31 +312,6 @@ def test_a_weight_that_does_not_fit_is_refused(cpp):
             cpp.pack(torch.full((4, 32), torch.nan), format)
 
 
-def test_large_matrices_go_to_the_matrix_units_only_where_there_are_some(cpp, monkeypatch):
-    from membound.kernels.cpu import kernels as cpu
-    from membound.kernels.cpu import linear as cpu_linear
-
-    monkeypatch.setattr(cpu_linear, "torch_has_units", lambda beside_bf16_units: False)
-    assert cpu.CpuKernels().batch_invariant_below("bf16") is None
-    monkeypatch.setattr(cpu_linear, "torch_has_units", lambda beside_bf16_units: True)
-    kernels = cpu.CpuKernels()
-    threshold = kernels.batch_invariant_below("bf16")
-    assert threshold and f"bf16 linear of {threshold} tokens" in kernels.describe()
-    assert cpu.CpuKernels(batch_invariant=True).batch_invariant_below("bf16") is None
-    x, w = problem(300, 16, 32, seed=4)
-    by_units, by_vectors = (k.linear(x, k.pack(w, "bf16")) for k in (kernels, cpp))
-    assert torch.allclose(by_units, by_vectors, atol=0.2, rtol=0.02)
-
-
-@pytest.mark.parametrize(("amx", "bf16", "own", "torchs"), [(1, 1, 1, 1), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 0, 0)])
-def test_torch_multiplies_where_its_units_are_faster_than_ours(monkeypatch, amx, bf16, own, torchs):
-    from membound.kernels.cpu.linear import torch_has_units
-
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx), raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(bf16), raising=False)
-    assert torch_has_units(beside_bf16_units=bool(own)) is bool(torchs)
-
-
 @settings(deadline=None, max_examples=60)
 @given(m=st.integers(1, 70), n=st.integers(1, 50), k=WIDTHS, format=st.sampled_from(BF16_FORMATS))
 def test_units_for_bf16_multiply_tokens_that_are_rounded_to_it(bf16_cpp, m, n, k, format):

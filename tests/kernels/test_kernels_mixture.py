@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from membound.kernels import routing  # noqa: E402
-from membound.kernels.cpu.build import KernelBuildError  # noqa: E402
-from membound.kernels.cpu.kernels import CpuKernels  # noqa: E402
 from membound.runtime.arithmetic import Routing  # noqa: E402
 
 TOKENS = st.sampled_from([1, 2, 5, 40])
@@ -78,22 +76,6 @@ def test_slots_are_added_by_their_weights_and_counted(cpp, tokens, n, top_k, see
     assert int(counted) == 3 + tokens
     assert torch.equal(load, 1 + found.experts.flatten().long().bincount(minlength=9))
     assert torch.allclose(probability, found.probabilities.double().sum(0))
-
-
-def test_many_rows_of_an_expert_go_to_the_matrix_units(monkeypatch):
-    """What the kernels then return is what torch makes of rows in bf16."""
-    try:
-        kernels = CpuKernels()
-    except KernelBuildError as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(kernels, "_matrix_unit_tokens", {"bf16": 4})
-    weights = [kernels.pack(torch.randn(24, 32), "bf16") for _ in range(3)]
-    found, x = chosen(kernels, 20, 3, 1, 0), torch.randn(20, 32)
-    y = kernels.grouped(weights)(x, found, shared_rows=True)
-    assert int(found.counts.max()) >= 4
-    for expert, weight in enumerate(weights):
-        rows = (found.experts.flatten() == expert).nonzero().flatten()
-        assert torch.equal(y[rows], kernels.linear(x[rows], weight))
 
 
 def test_experts_of_another_width_are_refused(cpp):

@@ -272,24 +272,6 @@ def test_what_torch_computes_is_not_lost(kernels: CpuKernels, reference: Path, m
     assert known.recorded is None and known.torch_from == 1
 
 
-def test_steps_that_torch_multiplies_faster_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "FEWEST_ROWS", 8)
-    kernels = CpuKernels()
-    monkeypatch.setattr(kernels, "_matrix_unit_tokens", {"bf16": 6})
-    weights = random_weights(SPEC, seed=1)
-    played, plain = Decoder(SPEC, weights, kernels), Decoder(SPEC, weights, kernels, replayed=False)
-    caches = [decoder.new_cache(BLOCKS_EACH, BLOCK_SIZE) for decoder in (played, plain)]
-    for tokens in (20, 1, 5, 6, 6, 7, 2):
-        batch = ragged_batch([Part(0, tokens, range(BLOCKS_EACH))], BLOCK_SIZE)
-        ids = torch.arange(tokens)
-        ours, theirs = (
-            decoder.hidden(ids, batch, cache) for decoder, cache in zip((played, plain), caches, strict=True)
-        )
-        assert torch.equal(ours.normed, theirs.normed), f"{tokens} tokens"
-    (known,) = played._replays._known[caches[0][0]].values()
-    assert known.recorded is not None and known.recorded.rows == 5 and known.torch_from == 6
-
-
 def test_a_longer_step_is_recorded_anew_and_the_longest_are_not(
     kernels: CpuKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,333 @@
+// y = x W^T with W in codes of 8 bits and fewer, on matrix units for bytes (AMX).
+//
+// As in integer.cpp x is rounded to 16 bits, which are two bytes here, or to 8; integer sums are exact, and the steps
+// are added in the same order, so a row has the bits that it has there. A tile of codes is 64 elements of 16 rows, as
+// four bytes of each row beside those of the next: 8-bit codes lie like that in memory, others are taken apart into
+// L1. A tile of tokens has a row for each byte of each token, and its product takes as long as it has rows.
+
+#include "tile_units.h"
+
+#if defined(HAS_TILE_UNITS)
+
+#include "codes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t DEPTH = 64;              // elements of a tile
+constexpr int64_t BLOCK_ROWS = 32;         // of bytes of tokens: two tiles
+constexpr int64_t CHUNK_ELEMENTS = 512;    // of k: codes that stay in L1 while all tokens pass
+constexpr int64_t SERIAL_PRODUCTS = 1 << 18;
+constexpr int64_t PIECES_PER_THREAD = 4;
+
+// How codes become bytes, and how many bytes of x they are multiplied with.
+template <class F, int PLANES_, bool SIGNED_, bool AS_THEY_LIE_ = false> struct Form {
+    using Format = F;
+    static constexpr int PLANES = PLANES_;
+    static constexpr bool SIGNED = SIGNED_, AS_THEY_LIE = AS_THEY_LIE_;
+    static constexpr int CENTRE = SIGNED_ ? 0 : F::CENTRE;
+};
+
+// How a matrix is divided: steps have a scale, and subtiles are what tiles hold of a step.
+struct Division {
+    int64_t elements, step_length, steps, depth;
+    bool a_scale_a_row, has_offset;
+
+    template <class F> static Division of(const Arguments& a) {
+        const int64_t elements = round_up(a.k, 4), step = F::step_of(a);
+        const int64_t depth = step < DEPTH ? step : DEPTH;
+        return {elements, step, ceil_div(elements, step), depth, !a.group && a.scale, F::has_offset(a)};
+    }
+    int64_t subtiles() const { return ceil_div(elements, depth); }
+};
+
+// The tokens of a block: `rows` rows of bytes (the upper ones of all tokens, then the lower ones), and what steps need.
+struct Block {
+    int8_t* codes;   // [subtiles, rows, depth]
+    float* scale;    // [steps, tokens]
+    int32_t* start;  // [steps, tokens], what the integer sums begin with: - centre * (sum of x)
+    float* sum;      // [steps, tokens], of x as rounded
+    int64_t tokens, rows;
+
+    // Where two tiles take them, the first row of the second one, which has a row even if it is nobody's.
+    int64_t second() const { return ceil_div(rows, 2); }
+};
+
+struct Blocks {
+    const Division& division;
+    float* memory;
+    int64_t m, planes;
+
+    int64_t together() const { return BLOCK_ROWS / planes; }
+    int64_t count() const { return ceil_div(m, together()); }
+    int64_t code_floats() const { return division.subtiles() * division.depth * BLOCK_ROWS / 4; }
+    int64_t floats() const { return round_up(code_floats() + 3 * division.steps * together(), 16); }
+    Block at(int64_t block) const {
+        const int64_t left = m - block * together(), tokens = left < together() ? left : together();
+        float* here = memory + block * floats();
+        float* scale = here + code_floats();
+        const int64_t numbers = division.steps * tokens;
+        return {(int8_t*)here, scale, (int32_t*)(scale + numbers), scale + 2 * numbers, tokens, tokens * planes};
+    }
+};
+
+template <class F> void round_token(const Arguments& a, const Division& d, const float* x, Block to, int64_t place) {
+    using Code = std::conditional_t<F::PLANES == 2, int16_t, int8_t>;
+    constexpr float LEVELS = F::PLANES == 2 ? BYTES_LEVELS : 127.0f;
+    thread_local Scratch scratch;
+    const int64_t room = round_up(d.step_length, DEPTH);
+    Code* codes = (Code*)scratch.floats(room);
+    for (int64_t step = 0, first = 0; first < a.k; step++, first += d.step_length) {
+        const int64_t count = a.k - first < d.step_length ? a.k - first : d.step_length;
+        const Rounded rounded = round_step(x + first, count, LEVELS, F::PLANES == 2 ? HALF_A_BYTE : 0, codes);
+        const int64_t at = step * to.tokens + place, centre = d.has_offset ? 0 : F::CENTRE;
+        to.scale[at] = rounded.scale;
+        to.start[at] = -(uint32_t)centre * rounded.sum;
+        to.sum[at] = rounded.scale * (int32_t)rounded.sum;
+        for (int64_t i = 0; i < count; i += d.depth) {
+            int8_t* line = to.codes + ((first + i) / d.depth * to.rows + place) * d.depth;
+            const int64_t own = count - i < d.depth ? count - i : d.depth;
+            const uint64_t kept = own < 64 ? (1ull << own) - 1 : ~0ull, all = d.depth < 64 ? (1ull << d.depth) - 1 : ~0ull;
+            if constexpr (F::PLANES == 2) {
+                const __m512i low = _mm512_maskz_loadu_epi16((uint32_t)kept, codes + i);
+                const __m512i high = _mm512_maskz_loadu_epi16((uint32_t)(kept >> 32), codes + i + 32);
+                const __m512i halves = _mm512_set1_epi16(HALF_A_BYTE);
+                auto bytes = [&](__m512i a, __m512i b) {
+                    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
+                };
+                const __m512i upper = bytes(_mm512_srai_epi16(low, 8), _mm512_srai_epi16(high, 8));
+                const __m512i lower = bytes(_mm512_sub_epi16(low, halves), _mm512_sub_epi16(high, halves));
+                _mm512_mask_storeu_epi8(line, all, upper);
+                _mm512_mask_storeu_epi8(line + to.tokens * d.depth, all, _mm512_maskz_mov_epi8(kept, lower));
+            } else {
+                _mm512_mask_storeu_epi8(line, all, _mm512_maskz_loadu_epi8(kept, codes + i));
+            }
+        }
+    }
+}
+
+// Elements [element, element + length) of a tile of rows as bytes, zeros up to whole tiles.
+template <class F> INLINE void take_apart(const Arguments& a, const uint32_t* rows, int64_t element, int64_t length,
+                                          int64_t depth, int64_t ahead, char* to) {
+    F::Format::bytes(Stream{rows, ahead}, element, length, [&](int64_t word, UintVec codes) LAMBDA {
+        memcpy(to + word * TILE_LINE, &codes, TILE_LINE);
+    });
+    for (int64_t i = length; i < round_up(length, depth); i += 4) memset(to + i / 4 * TILE_LINE, 0, TILE_LINE);
+}
+
+// The registers: sums of weight tile r and token tile t, then the tiles of tokens, then those of weights.
+template <int TOKEN_TILES> struct Registers {
+    static constexpr int TILES = 4 / TOKEN_TILES;  // of weights, multiplied at once
+    static constexpr int sums(int r, int t) { return r * TOKEN_TILES + t; }
+    static constexpr int tokens(int t) { return 4 + t; }
+    static constexpr int weights(int r) { return 4 + TOKEN_TILES + r % (4 - TOKEN_TILES); }
+
+    static void shape(const Block& block, int64_t depth) {
+        TileShapes shapes;
+        for (int t = 0; t < TOKEN_TILES; t++) {
+            const int64_t rest = block.rows > 1 ? block.rows - block.second() : 1;
+            const int64_t rows = TOKEN_TILES == 1 ? block.rows : t ? rest : block.second();
+            for (int r = 0; r < TILES; r++) shapes.set(sums(r, t), rows, TILE_LINE);
+            shapes.set(tokens(t), rows, depth);
+        }
+        for (int r = 0; r < TILES; r++) shapes.set(weights(r), depth / 4, TILE_LINE);
+        shapes.use();
+    }
+    template <class Body> INLINE static void each(Body body) {
+        unroll<TILES>([&](auto r) LAMBDA { unroll<TOKEN_TILES>([&](auto t) LAMBDA { body(r, t); }); });
+    }
+};
+
+// Weights of a chunk: subtile s of tile r lies at data + r * tile + s * depth * 16.
+struct Panel {
+    const char* data;
+    int64_t tile;
+};
+
+template <bool SIGNED, int TOKEN_TILES>
+INLINE void multiply(Panel panel, const Block& block, int64_t depth, int64_t first, int64_t count, int64_t ahead) {
+    using R = Registers<TOKEN_TILES>;
+    const int8_t* tokens = block.codes + first * block.rows * depth;
+    const int64_t second = block.second() * depth, bytes = depth * TILE_LINES;
+    for (int64_t s = 0; s < count; s++, tokens += block.rows * depth, panel.data += bytes) {
+        unroll<TOKEN_TILES>([&](auto t) LAMBDA { tile_load<R::tokens(t)>(tokens + t * second, depth); });
+        unroll<R::TILES>([&](auto r) LAMBDA {
+            const char* weights = panel.data + r * panel.tile;
+            tile_load<R::weights(r)>(weights, TILE_LINE);
+            if (ahead)
+                for (int64_t line = 0; line < bytes; line += TILE_LINE) __builtin_prefetch(weights + line + ahead, 0, 2);
+            unroll<TOKEN_TILES>([&](auto t) LAMBDA {
+                tile_add_bytes<R::sums(r, t), R::tokens(t), R::weights(r), SIGNED>();
+            });
+        });
+    }
+}
+
+// The numbers [4 / TOKEN_TILES, rows of a block, 16] of a block: floats or, within a step, integers.
+constexpr int64_t BLOCK_NUMBERS = 4 * TILE_LINES * TILE_LINES;
+
+template <class F, int TOKEN_TILES> struct Job {
+    using R = Registers<TOKEN_TILES>;
+    static constexpr int64_t TILES = R::TILES, ROWS = TOKEN_TILES * TILE_LINES;  // of a tile of weights in a block
+
+    const Arguments& a;
+    const Division& d;
+    Blocks blocks;
+
+    // Adds a step's integers [TILES, ROWS, 16] to the sums of a block.
+    INLINE void add_step(const Block& block, int64_t tile, int64_t step, const int32_t* integers, float* sums) const {
+        const int64_t element = step * d.step_length;
+        const float *x_scale = block.scale + step * block.tokens, *x_sum = block.sum + step * block.tokens;
+        const int32_t* start = block.start + step * block.tokens;
+        for (int64_t r = 0; r < TILES; r++) {
+            const uint32_t* rows = a.codes() + (tile + r) * a.words * TILE_ROWS;
+            const bool there = (tile + r) * TILE_ROWS < a.n;
+            if (!there) return;
+            Vec scale{}, offset{};
+            if (!d.a_scale_a_row) scale = F::Format::scale(a, rows, tile + r, element, 0);
+            if (d.has_offset) offset = F::Format::offset(a, rows, tile + r, element, 0);
+            for (int64_t t = 0; t < block.tokens; t++) {
+                const int32_t* here = integers + (r * ROWS + t) * TILE_LINES;
+                IntVec all = (IntVec)_mm512_load_si512(here);
+                if (F::PLANES == 2) all = (all << 8) + (IntVec)_mm512_load_si512(here + block.tokens * TILE_LINES);
+                if (F::CENTRE) all += start[t];
+                const Vec value = to_floats(all);
+                float* sum = sums + (r * ROWS + t) * TILE_LINES;
+                Vec y = step ? load(sum) : Vec{};
+                y = d.a_scale_a_row ? fma(value, broadcast(x_scale[t]), y)
+                                    : fma(value * broadcast(x_scale[t]), scale, y);
+                if (d.has_offset) y = fma(broadcast(x_sum[t]), offset, y);
+                store(sum, y);
+            }
+        }
+    }
+
+    void put(const Block& block, int64_t token, int64_t tile, const float* sums) const {
+        for (int64_t r = 0; r < TILES; r++) {
+            const int64_t row = (tile + r) * TILE_ROWS;
+            if (row >= a.n) return;
+            const __mmask16 kept = a.n - row < TILE_ROWS ? (__mmask16)((1u << (a.n - row)) - 1) : (__mmask16)0xFFFF;
+            const Vec scale = d.a_scale_a_row ? load((const float*)a.scale + row) : broadcast(1.0f);
+            for (int64_t t = 0; t < block.tokens; t++) {
+                const Vec sum = load(sums + (r * ROWS + t) * TILE_LINES);
+                _mm512_mask_storeu_ps(a.out + (token + t) * a.n + row, kept, (__m512)(d.a_scale_a_row ? sum * scale : sum));
+            }
+        }
+    }
+
+    // Elements [first, last) of k, whole steps or a part of the only one.
+    void chunk(const Block& block, Panel panel, int64_t tile, int64_t first, int64_t last, int64_t ahead,
+               float* sums) const {
+        // Of two steps: those of one are added while the next one's are being made.
+        alignas(64) int32_t integers[2][BLOCK_NUMBERS];
+        auto tile_of = [&](int32_t* numbers, int r, int t) LAMBDA {
+            return numbers + (r * ROWS + t * block.second()) * TILE_LINES;
+        };
+        int64_t made = -1;
+        for (int64_t element = first; element < last;) {
+            const int64_t step = element / d.step_length, step_end = (step + 1) * d.step_length;
+            const int64_t end = step_end < last ? step_end : last;
+            const bool begins = element % d.step_length == 0, ends = end == step_end || end == d.elements;
+            int32_t* carried = (int32_t*)sums;
+            R::each([&](auto r, auto t) LAMBDA {
+                if (begins)
+                    tile_clear<R::sums(r, t)>();
+                else
+                    tile_load<R::sums(r, t)>(tile_of(carried, r, t), TILE_LINE);
+            });
+            const Panel here{panel.data + (element - first) * TILE_ROWS, panel.tile};
+            multiply<F::SIGNED, TOKEN_TILES>(here, block, d.depth, element / d.depth,
+                                             ceil_div(end - element, d.depth), ahead);
+            int32_t* to = ends ? integers[step % 2] : carried;
+            R::each([&](auto r, auto t) LAMBDA { tile_store<R::sums(r, t)>(tile_of(to, r, t), TILE_LINE); });
+            if (made >= 0) add_step(block, tile, made, integers[made % 2], sums);
+            made = ends ? step : -1;
+            element = end;
+        }
+        if (made >= 0) add_step(block, tile, made, integers[made % 2], sums);
+    }
+
+    void panel(int64_t tile, char* memory, float* carried, int64_t& shaped) const {
+        const int64_t tile_bytes = a.words * TILE_ROWS * 4;
+        // Taking weights apart alternates with multiplying them, so that memory goes on all the time.
+        const int64_t a_little = blocks.count() == 1 ? DEPTH : 2 * DEPTH;
+        const int64_t longest = F::AS_THEY_LIE ? CHUNK_ELEMENTS : d.step_length > a_little ? d.step_length : a_little;
+        for (int64_t first = 0; first < d.elements;) {
+            const int64_t last = first + longest < d.elements ? first + longest : d.elements;
+            const bool whole = (last - first) % d.depth == 0 && (tile + TILES) * TILE_ROWS <= round_up(a.n, TILE_ROWS);
+            const bool as_they_lie = F::AS_THEY_LIE && whole;
+            Panel panel{memory, CHUNK_ELEMENTS * TILE_ROWS};
+            if (as_they_lie) {
+                panel = {(const char*)(a.codes() + tile * a.words * TILE_ROWS) + first * TILE_ROWS, tile_bytes};
+            } else {
+                for (int64_t r = 0; r < TILES; r++) {
+                    const bool there = (tile + r) * TILE_ROWS < a.n;
+                    const uint32_t* rows = a.codes() + (tile + r) * a.words * TILE_ROWS;
+                    for (int64_t element = first; element < last && there;) {
+                        const int64_t left = last - element;
+                        const int64_t length = left < d.step_length ? left : d.step_length;
+                        take_apart<F>(a, rows, element, length, d.depth, tile_bytes / 4 * TILES,
+                                      memory + r * panel.tile + (element - first) * TILE_ROWS);
+                        element += length;
+                    }
+                }
+            }
+            const int64_t ahead = as_they_lie && blocks.count() == 1 ? TILES * tile_bytes : 0;
+            for (int64_t i = 0; i < blocks.count(); i++) {
+                const Block block = blocks.at(i);
+                if (shaped != block.rows) R::shape(block, d.depth);
+                shaped = block.rows;
+                float* sums = carried + i * BLOCK_NUMBERS;
+                chunk(block, panel, tile, first, last, ahead, sums);
+                if (last == d.elements) put(block, i * blocks.together(), tile, sums);
+            }
+            first = last;
+        }
+    }
+};
+
+template <class F, int TOKEN_TILES>
+void multiply_all(const Arguments& a, const Division& d, const Blocks& blocks, int threads) {
+    using J = Job<F, TOKEN_TILES>;
+    const J job{a, d, blocks};
+    const int64_t panels = ceil_div(a.n, J::TILES * TILE_ROWS);
+    const int64_t grain = a.m * a.n * a.k <= SERIAL_PRODUCTS ? panels : ceil_div(panels, threads * PIECES_PER_THREAD);
+    parallel_for(panels, grain, threads, [&](int64_t panel, int64_t last) {
+        thread_local Scratch scratch;
+        constexpr int64_t PANEL_FLOATS = J::TILES * CHUNK_ELEMENTS * TILE_ROWS / sizeof(float);
+        float* memory = scratch.floats(PANEL_FLOATS + blocks.count() * BLOCK_NUMBERS);
+        const TileUse use;
+        int64_t shaped = -1;
+        for (; panel < last; panel++) job.panel(panel * J::TILES, (char*)memory, memory + PANEL_FLOATS, shaped);
+    });
+}
+
+template <class F> void linear(const Arguments& a, int threads) {
+    thread_local Scratch scratch;
+    const Division d = Division::of<typename F::Format>(a);
+    Blocks blocks{d, nullptr, a.m, F::PLANES};
+    blocks.memory = scratch.floats(blocks.count() * blocks.floats());
+    parallel_for(a.m, 1 + SERIAL_PRODUCTS / 16 / a.k, threads, [&](int64_t token, int64_t last) {
+        for (; token < last; token++)
+            round_token<F>(a, d, a.x + token * a.k, blocks.at(token / blocks.together()), token % blocks.together());
+    });
+    if (a.m * F::PLANES <= TILE_LINES) return multiply_all<F, 1>(a, d, blocks, threads);
+    multiply_all<F, 2>(a, d, blocks, threads);
+}
+
+}  // namespace
+
+void linear_integer_by_tiles(const PackedWeight& weight, const float* x, float* out, int64_t m, int threads) {
+    const Arguments a{weight, x, out, m};
+    switch (weight.format) {
+        case INT8: return linear<Form<Int8, 2, true, true>>(a, threads);
+        case INT4: return linear<Form<Int4, 2, false>>(a, threads);
+        case INT3: return linear<Form<Int3, 2, false>>(a, threads);
+        case INT2: return linear<Form<Int2, 2, false>>(a, threads);
+        case W8A8: return linear<Form<W8a8, 1, true, true>>(a, threads);
+        case W4A8: return linear<Form<W4a8, 1, false>>(a, threads);
+        case Q4_K: return linear<Form<BlockQ4K, 2, false>>(a, threads);
+        case Q6_K: return linear<Form<BlockQ6K, 2, false>>(a, threads);
+    }
+}
+#endif
