@@ -26,7 +26,7 @@ def kernels_for(device: str, prefer: Preference = "auto", *, batch_invariant: bo
     On a CPU those are the C++ kernels where they build, on a GPU the Triton kernels where they can run, and plain
     PyTorch otherwise; `why_not_cpp` and `why_not_triton` say why. With `prefer="cpp"` a failed build raises
     KernelBuildError, with "triton" what is missing a ValueError. `batch_invariant` forbids the C++ kernels to use
-    units for bf16, theirs or torch's, whose rounding is another than elsewhere or than with fewer tokens.
+    units for bf16, whose rounding is another than that of processors without.
     """
     on_cpu = device.startswith("cpu")
     if prefer in ("cpp", "triton") and on_cpu != (prefer == "cpp"):

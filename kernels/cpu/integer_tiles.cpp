@@ -2,12 +2,16 @@
 //
 // As in integer.cpp x is rounded to 16 bits, which are two bytes here, or to 8; integer sums are exact, and the steps
 // are added in the same order, so a row has the bits that it has there. A tile of codes is 64 elements of 16 rows, as
-// four bytes of each row beside those of the next: 8-bit codes lie like that in memory, others are taken apart into
-// L1. A tile of tokens has a row for each byte of each token, and its product takes as long as it has rows.
+// four bytes of each row beside those of the next: 8-bit codes lie like that in memory, others are taken apart. A tile
+// of tokens has a row for each byte of each token, and its product takes as long as it has rows.
+//   one block of tokens  weights are taken apart a step at a time, as they come from memory;
+//   more tokens          a slab of them that fits in L2 is taken apart, and multiplied with one block after the other.
 
 #include "tile_units.h"
 
 #if defined(HAS_TILE_UNITS)
+
+#include <vector>
 
 #include "codes.h"
 #include "threads.h"
@@ -16,9 +20,9 @@ namespace {
 
 constexpr int64_t DEPTH = 64;              // elements of a tile
 constexpr int64_t BLOCK_ROWS = 32;         // of bytes of tokens: two tiles
-constexpr int64_t CHUNK_ELEMENTS = 512;    // of k: codes that stay in L1 while all tokens pass
 constexpr int64_t SERIAL_PRODUCTS = 1 << 18;
 constexpr int64_t PIECES_PER_THREAD = 4;
+constexpr int64_t SLABS_PER_THREAD = 2;
 
 // How codes become bytes, and how many bytes of x they are multiplied with.
 template <class F, int PLANES_, bool SIGNED_, bool AS_THEY_LIE_ = false> struct Form {
@@ -138,7 +142,7 @@ template <int TOKEN_TILES> struct Registers {
     }
 };
 
-// Weights of a chunk: subtile s of tile r lies at data + r * tile + s * depth * 16.
+// Codes as bytes: subtile s of tile r lies at data + r * tile + s * depth * 16.
 struct Panel {
     const char* data;
     int64_t tile;
@@ -163,7 +167,7 @@ INLINE void multiply(Panel panel, const Block& block, int64_t depth, int64_t fir
     }
 }
 
-// The numbers [4 / TOKEN_TILES, rows of a block, 16] of a block: floats or, within a step, integers.
+// Those of tiles of sums: [tiles of weights, rows of tokens, 16].
 constexpr int64_t BLOCK_NUMBERS = 4 * TILE_LINES * TILE_LINES;
 
 template <class F, int TOKEN_TILES> struct Job {
@@ -215,73 +219,75 @@ template <class F, int TOKEN_TILES> struct Job {
         }
     }
 
-    // Elements [first, last) of k, whole steps or a part of the only one.
-    void chunk(const Block& block, Panel panel, int64_t tile, int64_t first, int64_t last, int64_t ahead,
-               float* sums) const {
-        // Of two steps: those of one are added while the next one's are being made.
+    // The sums of steps [first, last), whose weights the panel holds from the first of them on.
+    void add(const Block& block, Panel panel, int64_t tile, int64_t first, int64_t last, int64_t ahead, float* sums) const {
+        // Integers of two steps: those of one are added up while the next one's are being made.
         alignas(64) int32_t integers[2][BLOCK_NUMBERS];
-        auto tile_of = [&](int32_t* numbers, int r, int t) LAMBDA {
-            return numbers + (r * ROWS + t * block.second()) * TILE_LINES;
-        };
-        int64_t made = -1;
-        for (int64_t element = first; element < last;) {
-            const int64_t step = element / d.step_length, step_end = (step + 1) * d.step_length;
-            const int64_t end = step_end < last ? step_end : last;
-            const bool begins = element % d.step_length == 0, ends = end == step_end || end == d.elements;
-            int32_t* carried = (int32_t*)sums;
+        for (int64_t step = first; step < last; step++) {
+            const int64_t element = step * d.step_length, left = d.elements - element;
+            const int64_t length = left < d.step_length ? left : d.step_length;
+            const Panel here{panel.data + (step - first) * d.step_length * TILE_ROWS, panel.tile};
+            R::each([&](auto r, auto t) LAMBDA { tile_clear<R::sums(r, t)>(); });
+            multiply<F::SIGNED, TOKEN_TILES>(here, block, d.depth, element / d.depth, ceil_div(length, d.depth), ahead);
             R::each([&](auto r, auto t) LAMBDA {
-                if (begins)
-                    tile_clear<R::sums(r, t)>();
-                else
-                    tile_load<R::sums(r, t)>(tile_of(carried, r, t), TILE_LINE);
+                int32_t* to = integers[step % 2] + (r * ROWS + t * block.second()) * TILE_LINES;
+                tile_store<R::sums(r, t)>(to, TILE_LINE);
             });
-            const Panel here{panel.data + (element - first) * TILE_ROWS, panel.tile};
-            multiply<F::SIGNED, TOKEN_TILES>(here, block, d.depth, element / d.depth,
-                                             ceil_div(end - element, d.depth), ahead);
-            int32_t* to = ends ? integers[step % 2] : carried;
-            R::each([&](auto r, auto t) LAMBDA { tile_store<R::sums(r, t)>(tile_of(to, r, t), TILE_LINE); });
-            if (made >= 0) add_step(block, tile, made, integers[made % 2], sums);
-            made = ends ? step : -1;
-            element = end;
+            if (step > first) add_step(block, tile, step - 1, integers[(step - 1) % 2], sums);
         }
-        if (made >= 0) add_step(block, tile, made, integers[made % 2], sums);
+        add_step(block, tile, last - 1, integers[(last - 1) % 2], sums);
     }
 
-    void panel(int64_t tile, char* memory, float* carried, int64_t& shaped) const {
-        const int64_t tile_bytes = a.words * TILE_ROWS * 4;
+    // The codes of steps [first, last) of a panel: in memory as they lie, or taken apart, with zeros behind the last.
+    Panel codes(int64_t tile, int64_t first, int64_t last, char* memory) const {
+        const int64_t tile_bytes = a.words * TILE_ROWS * sizeof(uint32_t), begin = first * d.step_length;
+        const int64_t end = last * d.step_length < d.elements ? last * d.step_length : d.elements;
+        const bool all_there = (tile + TILES) * TILE_ROWS < a.n + TILE_ROWS;
+        if (F::AS_THEY_LIE && all_there && (end - begin) % d.depth == 0)
+            return {(const char*)(a.codes() + tile * a.words * TILE_ROWS) + begin * TILE_ROWS, tile_bytes};
+        const int64_t stride = round_up(end - begin, d.depth) * TILE_ROWS;
+        for (int64_t r = 0; r < TILES && (tile + r) * TILE_ROWS < a.n; r++) {
+            const uint32_t* rows = a.codes() + (tile + r) * a.words * TILE_ROWS;
+            for (int64_t element = begin; element < end; element += d.step_length) {
+                const int64_t length = end - element < d.step_length ? end - element : d.step_length;
+                take_apart<F>(a, rows, element, length, d.depth, tile_bytes / sizeof(uint32_t) * TILES,
+                              memory + r * stride + (element - begin) * TILE_ROWS);
+            }
+        }
+        return {memory, stride};
+    }
+
+    // Rows of a panel whose codes are bytes.
+    int64_t panel_bytes() const { return TILES * d.subtiles() * d.depth * TILE_ROWS; }
+
+    // All tokens, a block of them, times the weights as they come from memory.
+    void few_tokens(int64_t tile, char* memory) const {
+        alignas(64) float sums[BLOCK_NUMBERS];
+        const Block block = blocks.at(0);
         // Taking weights apart alternates with multiplying them, so that memory goes on all the time.
-        const int64_t a_little = blocks.count() == 1 ? DEPTH : 2 * DEPTH;
-        const int64_t longest = F::AS_THEY_LIE ? CHUNK_ELEMENTS : d.step_length > a_little ? d.step_length : a_little;
-        for (int64_t first = 0; first < d.elements;) {
-            const int64_t last = first + longest < d.elements ? first + longest : d.elements;
-            const bool whole = (last - first) % d.depth == 0 && (tile + TILES) * TILE_ROWS <= round_up(a.n, TILE_ROWS);
-            const bool as_they_lie = F::AS_THEY_LIE && whole;
-            Panel panel{memory, CHUNK_ELEMENTS * TILE_ROWS};
-            if (as_they_lie) {
-                panel = {(const char*)(a.codes() + tile * a.words * TILE_ROWS) + first * TILE_ROWS, tile_bytes};
-            } else {
-                for (int64_t r = 0; r < TILES; r++) {
-                    const bool there = (tile + r) * TILE_ROWS < a.n;
-                    const uint32_t* rows = a.codes() + (tile + r) * a.words * TILE_ROWS;
-                    for (int64_t element = first; element < last && there;) {
-                        const int64_t left = last - element;
-                        const int64_t length = left < d.step_length ? left : d.step_length;
-                        take_apart<F>(a, rows, element, length, d.depth, tile_bytes / 4 * TILES,
-                                      memory + r * panel.tile + (element - first) * TILE_ROWS);
-                        element += length;
-                    }
-                }
+        const int64_t together = F::AS_THEY_LIE || d.step_length >= DEPTH ? 1 : DEPTH / d.step_length;
+        const int64_t ahead = F::AS_THEY_LIE ? panel_bytes() : 0;
+        for (int64_t first = 0; first < d.steps; first += together) {
+            const int64_t last = first + together < d.steps ? first + together : d.steps;
+            add(block, codes(tile, first, last, memory), tile, first, last, ahead, sums);
+        }
+        put(block, 0, tile, sums);
+    }
+
+    // All tokens, block by block, times panels [first, last), whose codes stay in L2.
+    void many_tokens(int64_t first, int64_t last, char* memory) const {
+        alignas(64) float sums[BLOCK_NUMBERS];
+        thread_local std::vector<Panel> panels;
+        panels.clear();
+        for (int64_t panel = first; panel < last; panel++)
+            panels.push_back(codes(panel * TILES, 0, d.steps, memory + (panel - first) * panel_bytes()));
+        for (int64_t i = 0; i < blocks.count(); i++) {
+            const Block block = blocks.at(i);
+            if (i == 0 || block.rows < BLOCK_ROWS) R::shape(block, d.depth);
+            for (int64_t panel = first; panel < last; panel++) {
+                add(block, panels[panel - first], panel * TILES, 0, d.steps, 0, sums);
+                put(block, i * blocks.together(), panel * TILES, sums);
             }
-            const int64_t ahead = as_they_lie && blocks.count() == 1 ? TILES * tile_bytes : 0;
-            for (int64_t i = 0; i < blocks.count(); i++) {
-                const Block block = blocks.at(i);
-                if (shaped != block.rows) R::shape(block, d.depth);
-                shaped = block.rows;
-                float* sums = carried + i * BLOCK_NUMBERS;
-                chunk(block, panel, tile, first, last, ahead, sums);
-                if (last == d.elements) put(block, i * blocks.together(), tile, sums);
-            }
-            first = last;
         }
     }
 };
@@ -291,14 +297,24 @@ void multiply_all(const Arguments& a, const Division& d, const Blocks& blocks, i
     using J = Job<F, TOKEN_TILES>;
     const J job{a, d, blocks};
     const int64_t panels = ceil_div(a.n, J::TILES * TILE_ROWS);
-    const int64_t grain = a.m * a.n * a.k <= SERIAL_PRODUCTS ? panels : ceil_div(panels, threads * PIECES_PER_THREAD);
-    parallel_for(panels, grain, threads, [&](int64_t panel, int64_t last) {
+    const bool serial = a.m * a.n * a.k <= SERIAL_PRODUCTS;
+    if (blocks.count() == 1) {
+        const int64_t grain = serial ? panels : ceil_div(panels, threads * PIECES_PER_THREAD);
+        return parallel_for(panels, grain, threads, [&](int64_t panel, int64_t last) {
+            thread_local Scratch scratch;
+            char* memory = (char*)scratch.floats(job.panel_bytes() / sizeof(float));
+            const TileUse use;
+            J::R::shape(blocks.at(0), d.depth);
+            for (; panel < last; panel++) job.few_tokens(panel * J::TILES, memory);
+        });
+    }
+    const int64_t fitting = l2_bytes() / 2 / job.panel_bytes(), shared = ceil_div(panels, threads * SLABS_PER_THREAD);
+    const int64_t slab = serial ? panels : fitting < 1 ? 1 : fitting < shared ? fitting : shared;
+    parallel_for(panels, slab, threads, [&](int64_t panel, int64_t end) {
         thread_local Scratch scratch;
-        constexpr int64_t PANEL_FLOATS = J::TILES * CHUNK_ELEMENTS * TILE_ROWS / sizeof(float);
-        float* memory = scratch.floats(PANEL_FLOATS + blocks.count() * BLOCK_NUMBERS);
+        char* memory = (char*)scratch.floats(slab * job.panel_bytes() / sizeof(float));
         const TileUse use;
-        int64_t shaped = -1;
-        for (; panel < last; panel++) job.panel(panel * J::TILES, (char*)memory, memory + PANEL_FLOATS, shaped);
+        for (; panel < end; panel += slab) job.many_tokens(panel, panel + slab < end ? panel + slab : end, memory);
     });
 }
 

@@ -6,8 +6,6 @@
 //   m <= DIRECT_TOKENS  each weight is read once, converted in a register and used for all tokens;
 //   more tokens         PANEL_ROWS weight rows are converted in L1 and multiplied by blocks of tokens.
 
-#include <unistd.h>
-
 #include "batch.h"
 #include "threads.h"
 #include "tile_units.h"
@@ -36,14 +34,6 @@ struct Product {
         out[token * n + row] = scale ? value * unit * scale[row] : value;
     }
 };
-
-int64_t l2_bytes() {
-#ifdef _SC_LEVEL2_CACHE_SIZE
-    static const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    if (bytes > 0) return bytes;
-#endif
-    return 1 << 20;
-}
 
 // x [tokens, k] to [ceil(k / STEP), tokens, STEP], zeros behind the end of k.
 template <class U> void interleave(const float* x, int64_t k, int tokens, typename U::Element* packed) {

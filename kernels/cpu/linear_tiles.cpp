@@ -9,6 +9,8 @@
 
 #include "tile_units.h"
 
+#include <vector>
+
 #if defined(HAS_TILE_UNITS)
 
 #include "threads.h"
@@ -23,6 +25,7 @@ constexpr int64_t FEW_STEPS = 4;                  // of k, converted while memor
 constexpr int64_t SERIAL_PRODUCTS = 1 << 18;      // below this a second thread costs more than it brings
 constexpr int64_t PIECES_PER_THREAD = 4;
 constexpr int64_t SLABS_PER_THREAD = 2;
+constexpr int64_t FEW_BLOCKS = 3;                 // of tokens, which copies of weights do not pay for
 constexpr int64_t PANEL_AHEAD_BYTES = 256 << 10;  // a panel that fits in L2 beside its tokens
 constexpr int64_t ROW_AHEAD_BYTES = 1024;
 
@@ -69,6 +72,12 @@ struct Panel {
     const char* data;
     int64_t tile, step, line;
 };
+
+// Rows of bf16 as they lie in memory.
+template <class W> Panel lying(W w, int64_t k) {
+    const int64_t line = k * sizeof(bf16);
+    return {address(w), TILE_LINES * line, TILE_LINE, line};
+}
 
 // Asks for a line of what comes behind the weights at p.
 struct Ahead {
@@ -187,15 +196,13 @@ template <int TILES, int TOKEN_TILES, class W> void few_tokens(const Product& p,
             const int64_t row = panel * ROWS, rows = p.n - row < ROWS ? p.n - row : ROWS;
             const W from = w + row * p.k;
             block.begin();
+            int64_t first = 0;
             if constexpr (std::is_same_v<W, const bf16*>)
-                if (rows == ROWS && p.k % STEP == 0) {
-                    const int64_t line = p.k * sizeof(bf16);
-                    const Panel as_it_lies{(const char*)from, TILE_LINES * line, TILE_LINE, line};
-                    block.template add<true>(as_it_lies, 0, x.steps, ahead);
-                    block.end(p, row);
-                    continue;
+                if (rows == ROWS) {
+                    first = p.k / STEP;
+                    block.template add<true>(lying(from, p.k), 0, first, ahead);
                 }
-            for (int64_t first = 0; first < x.steps; first += FEW_STEPS) {
+            for (; first < x.steps; first += FEW_STEPS) {
                 alignas(64) char memory[FEW_STEPS * TILES * TILE_BYTES];
                 const int64_t last = first + FEW_STEPS < x.steps ? first + FEW_STEPS : x.steps;
                 block.add(convert<TILES>(from, p.k, first, last, rows, ahead, memory), first, last, ahead);
@@ -207,8 +214,7 @@ template <int TILES, int TOKEN_TILES, class W> void few_tokens(const Product& p,
 
 // Rows of weights that stay in L2 while all tokens pass, in whole panels.
 int64_t rows_of_slab(const Product& p, int64_t panel_rows, int threads) {
-    static const long l2 = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    const int64_t fitting = (l2 > 0 ? l2 : 1 << 20) / 2 / (p.steps() * STEP * (int64_t)sizeof(bf16));
+    const int64_t fitting = l2_bytes() / 2 / (p.steps() * STEP * (int64_t)sizeof(bf16));
     const int64_t shared = ceil_div(p.n, threads * SLABS_PER_THREAD);
     const int64_t rows = fitting < shared ? fitting / panel_rows * panel_rows : round_up(shared, panel_rows);
     return rows < panel_rows ? panel_rows : rows;
@@ -217,22 +223,34 @@ int64_t rows_of_slab(const Product& p, int64_t panel_rows, int threads) {
 template <class W> void many_tokens(const Product& p, W w, const Tokens& x, int threads) {
     constexpr int TILES = 2;
     constexpr int64_t ROWS = TILES * TILE_LINES;
+    const bool as_they_lie = std::is_same_v<W, const bf16*> && p.m <= FEW_BLOCKS * BLOCK_TOKENS && p.k % STEP == 0;
     const int64_t slab_rows = rows_of_slab(p, ROWS, threads), panel_bytes = x.steps * TILES * TILE_BYTES;
-    const Ahead ahead(ROW_AHEAD_BYTES);
+    const Ahead ahead(as_they_lie ? ROWS * p.k * element_bytes(w) : PANEL_AHEAD_BYTES + 1);
     parallel_for(ceil_div(p.n, slab_rows), 1, threads, [&](int64_t slab, int64_t end) {
         thread_local Scratch scratch;
+        thread_local std::vector<Panel> panels;
         char* memory = (char*)scratch.floats(slab_rows / ROWS * panel_bytes / sizeof(float));
         const TileUse use;
         for (; slab < end; slab++) {
             const int64_t first = slab * slab_rows, last = first + slab_rows < p.n ? first + slab_rows : p.n;
-            auto panel_at = [&](int64_t row) { return memory + (row - first) / ROWS * panel_bytes; };
-            for (int64_t row = first; row < last; row += ROWS)
-                convert<TILES>(w + row * p.k, p.k, 0, x.steps, last - row, ahead, panel_at(row));
+            panels.clear();
+            for (int64_t row = first; row < last; row += ROWS) {
+                const W from = w + row * p.k;
+                char* to = memory + (row - first) / ROWS * panel_bytes;
+                if (as_they_lie && row + ROWS <= p.n)
+                    panels.push_back(lying(from, p.k));
+                else
+                    panels.push_back(convert<TILES>(from, p.k, 0, x.steps, last - row, ahead, to));
+            }
             auto pass = [&](auto block) {
                 block.shape();
                 for (int64_t row = first; row < last; row += ROWS) {
+                    const Panel panel = panels[(row - first) / ROWS];
                     block.begin();
-                    block.add({panel_at(row), TILE_BYTES, TILES * TILE_BYTES, TILE_LINE}, 0, x.steps, ahead);
+                    if (as_they_lie && block.tile == 0)
+                        block.template add<true>(panel, 0, x.steps, ahead);
+                    else
+                        block.add(panel, 0, x.steps, ahead);
                     block.end(p, row);
                 }
             };

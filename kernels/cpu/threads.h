@@ -3,6 +3,7 @@
 #pragma once
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -138,4 +139,13 @@ constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // some 5 us of work: below it a s
 // Rows that one thread takes at a time; all of them when the whole is too little to share.
 inline int64_t rows_at_once(int64_t rows, int64_t width) {
     return rows * width <= SERIAL_ELEMENTS ? rows : 1 + SERIAL_ELEMENTS / 4 / width;
+}
+
+// Of a core, for what its thread comes back to.
+inline int64_t l2_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    static const long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    if (bytes > 0) return bytes;
+#endif
+    return 1 << 20;
 }

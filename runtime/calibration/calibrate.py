@@ -105,7 +105,7 @@ class CalibrationPlan:
 # For who waits for a first answer: what a dense model takes in bf16 and int8, at a fifth of the sizes. What else a
 # model or a technique may take is missing, and whoever asks for it is told so.
 QUICK = CalibrationPlan(
-    linears=LinearGrid(formats=("bf16", "int8"), m=(1, 2, 4, 8, 9, 16, 31, 32, 64, 128, 512)),
+    linears=LinearGrid(formats=("bf16", "int8"), m=(1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 128, 512)),
     operators=OperatorGrid(
         tokens=(1, 4, 16, 64, 256, 1024),
         widths=(512, 2048),

@@ -73,11 +73,13 @@ def test_a_row_of_linear_has_the_same_bits_in_any_batch(cpp, data, n, k, format)
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "fp8", "sparse24", "int8", "int4", "w8a8", "w4a8"])
 def test_every_batch_size_gives_the_bits_of_one_row_at_a_time(cpp, format):
-    x, w = problem(70, 131, 1120, seed=1)
-    weight = cpp.pack(w, format)
-    single = torch.cat([cpp.linear(row, weight) for row in x.split(1)])
-    for m in range(1, 71):
-        assert torch.equal(cpp.linear(x[:m], weight), single[:m]), m
+    """In fp32 and as a run has it; 70 tokens and 400 rows are several blocks and slabs of each kernel."""
+    x, w = problem(70, 400, 1120, seed=1)
+    for kernels in (cpp, CpuKernels()):
+        weight = kernels.pack(w, format)
+        single = torch.cat([kernels.linear(row, weight) for row in x.split(1)])
+        for m in range(1, 71):
+            assert torch.equal(kernels.linear(x[:m], weight), single[:m]), m
 
 
 @pytest.mark.parametrize("format", [*EXACT, *CODED, *EIGHT_BIT_INPUTS])
@@ -89,13 +91,13 @@ def test_no_tokens_have_no_products(cpp, format):
 
 def test_bits_do_not_depend_on_the_number_of_threads(cpp):
     x, w = problem(40, 600, 577, seed=2)
-    weight = cpp.pack(w, "bf16")
+    both = [(kernels, kernels.pack(w, "bf16")) for kernels in (cpp, CpuKernels())]
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = [cpp.linear(x[:m], weight) for m in (1, 5, 40)]
+        alone = [kernels.linear(x[:m], weight) for kernels, weight in both for m in (1, 5, 40)]
         torch.set_num_threads(3)
-        shared = [cpp.linear(x[:m], weight) for m in (1, 5, 40)]
+        shared = [kernels.linear(x[:m], weight) for kernels, weight in both for m in (1, 5, 40)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(alone, shared, strict=True))
