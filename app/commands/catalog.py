@@ -139,16 +139,18 @@ def _parameter(parameter: dict[str, Any], best: list[str]) -> str:
 
 
 def _render_profiles(listed: list[dict[str, Any]]) -> RenderableType:
-    columns = ("profile", "graphs", "host a step", "a sequence", "within", "engine")
-    table = _table("engine: {profile: vllm}", *columns, right=columns[2:5])
-    for column in table.columns[:5]:
-        column.no_wrap = True
+    engines = _table("engine: {profile: vllm}", "profile", "engine")
+    columns = ("profile", "graphs", "host a step", "a sequence", "within")
+    times = _table("what each waits for", *columns, right=columns[2:])
+    engines.columns[0].no_wrap = True
     for one in listed:
-        graphs = "yes" if one["graphs"] else "no"
+        engines.add_row(one["name"], one["description"])
         host = (_host(one["step_s"]), _host(one["sequence_s"]))
-        table.add_row(one["name"], graphs, *host, f"±{text.percent(one['spread'])}", one["description"])
+        times.add_row(one["name"], "yes" if one["graphs"] else "no", *host, f"±{text.percent(one['spread'])}")
     return Group(
-        table,
+        engines,
+        "",
+        times,
         "graphs: whether decode steps are captured in CUDA graphs, so that the host launches no kernels; host: what "
         "each step, and each sequence in it, waits for the host; within: of 10 steps that the profile was fitted on, 8",
     )
