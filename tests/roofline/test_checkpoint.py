@@ -299,6 +299,57 @@ def test_model_optimizers_file_beside_a_config_is_read(tmp_path: Path):
     assert resolve_model(str(tmp_path)).published.weights.name == "nvfp4"
 
 
+def layers_in(layers: int, **algorithms: str) -> dict[str, dict[str, str]]:
+    """ModelOpt's `quantized_layers` of so many layers: an algorithm for each module, its dots as `__`."""
+    return {
+        f"model.layers.{layer}.{module.replace('__', '.')}": {"quant_algo": algorithm}
+        for layer in range(layers)
+        for module, algorithm in algorithms.items()
+    }
+
+
+def mixed(config: dict[str, Any], layers: dict[str, dict[str, str]]) -> ModelSpec:
+    return quantized(config, quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+
+
+def test_modules_of_several_formats_give_each_part_its_own():
+    """As ModelOpt writes FP8 attention beside NVFP4 networks; each part multiplies in the wider of its two formats."""
+    spec = mixed(
+        LLAMA, layers_in(32, self_attn__o_proj="FP8", mlp__down_proj="NVFP4") | {"lm_head": {"quant_algo": "FP8"}}
+    )
+    plan = spec.published
+    assert {part: plan.weights_of(part).name for part in ("attention", "ffn", "lm_head", "embedding")} == {
+        "attention": "fp8",
+        "ffn": "nvfp4",
+        "lm_head": "fp8",
+        "embedding": "bf16",
+    }
+    assert plan.activations.name == "nvfp4"
+    plain, whole = (
+        weights_bytes(one, EngineSetup(precision=one.published))
+        for one in (ModelSpec.from_hf_config(LLAMA, "Mine"), spec)
+    )
+    attention = 32 * 4096 * (4096 + 2 * 1024 + 4096)
+    network, table = 32 * 3 * 4096 * 14336, 128256 * 4096
+    saved = attention * (2 - 1) + network * (2 - 4.5 / 8) + table * (2 - 1)
+    assert plain - whole == pytest.approx(saved, rel=1e-3)
+
+
+def test_a_part_has_the_format_of_most_of_its_layers_and_without_one_16_bits():
+    for first, expected in ((10, "bf16"), (20, "nvfp4")):
+        layers = layers_in(32, self_attn__o_proj="FP8") | layers_in(first, mlp__experts__0__down_proj="NVFP4")
+        assert mixed(MOE, layers).published.weights_of("experts").name == expected
+    beside = {"quantized_layers": layers_in(32, mlp__experts__0__down_proj="NVFP4")}
+    spec = quantized(MOE, quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=beside)
+    assert spec.published.weights_of("experts").name == "nvfp4"
+    assert spec.published.weights_of("attention").name == "bf16"
+
+
+def test_parts_with_16_bit_and_narrower_inputs_are_refused():
+    with pytest.raises(ModelError, match="ffn multiply int4_g128 with bf16 where other parts have fp8"):
+        mixed(LLAMA, layers_in(32, self_attn__o_proj="FP8", mlp__down_proj="W4A16_AWQ"))
+
+
 @pytest.mark.parametrize(
     ("quantization", "sentence"),
     [
@@ -311,7 +362,21 @@ def test_model_optimizers_file_beside_a_config_is_read(tmp_path: Path):
         ({"quant_method": "gptq"}, "the bits of a weight are missing"),
         ({"quant_method": "gptq", "bits": 9}, "int9_g128"),
         ({"quant_method": "gptq", "bits": "four"}, "four"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo MIXED_PRECISION is not supported"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"},
+            "quantized_layers, which says of what, is missing",
+        ),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"model.layers.0.mlp.down_proj": {"quant_algo": "A"}},
+            },
+            "quant_algo A is not supported",
+        ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"visual.proj": {"quant_algo": "FP8"}}},
+            "names no matrix",
+        ),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is empty"),
         ({"quant_method": "fp8", "modules_to_not_convert": ["re:("]}, r"cannot be read"),

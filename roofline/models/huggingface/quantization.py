@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from membound.roofline.models.base import ModelError
 from membound.roofline.models.checkpoint import Checkpoint
+from membound.roofline.models.huggingface.mixed_formats import Formats, mixed_formats
 from membound.roofline.models.spec import ModelSpec
 
 Fields = Mapping[str, Any]
@@ -37,13 +38,6 @@ _GEMMA4 = {"experts": ("experts.0.down_proj",), "shared_experts": ("mlp.down_pro
 _LAYER = re.compile(r"layers\.(\d+)(?=\.|$)")
 
 
-class _Formats(NamedTuple):
-    """Names of the formats of weights and of what is multiplied with them; None is what usually is."""
-
-    weights: str
-    activations: str | None = None
-
-
 def read_quantization(config: Fields, spec: ModelSpec, source: str) -> Checkpoint | None:
     """The checkpoint that `quantization_config` says a model has; None without one.
 
@@ -66,9 +60,13 @@ def read_quantization(config: Fields, spec: ModelSpec, source: str) -> Checkpoin
             f"it must be one of {', '.join(_METHODS)}; without quantization_config the weights have 16 bits."
         )
     try:
-        formats = _METHODS[method](fields)
-        plain = _plain_parts(_left_out(fields), spec)
-        return Checkpoint(weights=formats.weights, activations=formats.activations, plain=plain, source=source)
+        if of_module := _quantized_layers(fields):
+            formats, parts, plain = mixed_formats(of_module, _matrices_of(spec), spec)
+        else:
+            formats, parts, plain = _METHODS[method](fields), (), _plain_parts(_left_out(fields), spec)
+        return Checkpoint(
+            weights=formats.weights, activations=formats.activations, parts=parts, plain=plain, source=source
+        )
     except (ValueError, TypeError, AttributeError, LookupError, re.error) as error:
         # a ValidationError says in its first problem what a plain one says at once
         first = error.errors()[0]["msg"].removeprefix("Value error, ") if hasattr(error, "errors") else str(error)
@@ -78,10 +76,10 @@ def read_quantization(config: Fields, spec: ModelSpec, source: str) -> Checkpoin
 # --- what each method says ---
 
 
-def _fp8(fields: Fields) -> _Formats:
+def _fp8(fields: Fields) -> Formats:
     """DeepSeek's blocks, or a scale for each matrix."""
     block = fields.get("weight_block_size")
-    return _Formats(_fp8_blocks(block) if block is not None else "fp8")
+    return Formats(_fp8_blocks(block) if block is not None else "fp8")
 
 
 def _fp8_blocks(block: Any) -> str:
@@ -90,12 +88,12 @@ def _fp8_blocks(block: Any) -> str:
     return "fp8_block"
 
 
-def _awq(fields: Fields) -> _Formats:
-    return _Formats(_integers(_bits(fields), _group(fields), zero=bool(fields.get("zero_point", True))), "bf16")
+def _awq(fields: Fields) -> Formats:
+    return Formats(_integers(_bits(fields), _group(fields), zero=bool(fields.get("zero_point", True))), "bf16")
 
 
-def _gptq(fields: Fields) -> _Formats:
-    return _Formats(_integers(_bits(fields), _group(fields), zero=not fields.get("sym", True)), "bf16")
+def _gptq(fields: Fields) -> Formats:
+    return Formats(_integers(_bits(fields), _group(fields), zero=not fields.get("sym", True)), "bf16")
 
 
 def _bits(fields: Fields) -> int:
@@ -115,14 +113,14 @@ def _integers(bits: int, group: int, *, zero: bool) -> str:
     return f"int{bits}_{f'g{group}' if group else 'row'}{'_zero' if zero else ''}"
 
 
-def _bitsandbytes(fields: Fields) -> _Formats:
+def _bitsandbytes(fields: Fields) -> Formats:
     if fields.get("load_in_8bit") or fields.get("_load_in_8bit"):
-        return _Formats("int8", "int8")
+        return Formats("int8", "int8")
     # its fp4 has the layout of nf4: other values, as many bytes
-    return _Formats("nf4_dq" if fields.get("bnb_4bit_use_double_quant") else "nf4", "bf16")
+    return Formats("nf4_dq" if fields.get("bnb_4bit_use_double_quant") else "nf4", "bf16")
 
 
-def _compressed_tensors(fields: Fields) -> _Formats:
+def _compressed_tensors(fields: Fields) -> Formats:
     """llm-compressor's groups, of which all must have the same scheme."""
     schemes = [_scheme(group) for group in fields["config_groups"].values()]
     if not schemes:
@@ -136,9 +134,9 @@ def _compressed_tensors(fields: Fields) -> _Formats:
     return formats._replace(weights=f"{formats.weights}_sparse24") if sparse else formats
 
 
-def _scheme(group: Fields) -> _Formats:
+def _scheme(group: Fields) -> Formats:
     weights, inputs = group["weights"], group.get("input_activations")
-    return _Formats(_tensor(weights), "bf16" if inputs is None else _inputs(inputs, weights))
+    return Formats(_tensor(weights), "bf16" if inputs is None else _inputs(inputs, weights))
 
 
 def _tensor(weights: Fields) -> str:
@@ -173,46 +171,54 @@ def _inputs(inputs: Fields, weights: Fields) -> str:
 
 # TensorRT Model Optimizer's names of its algorithms
 _ALGORITHMS = {
-    "FP8": _Formats("fp8"),
-    "FP8_PER_CHANNEL_PER_TOKEN": _Formats("fp8_row"),
-    "FP8_PB_REAL": _Formats("fp8_block"),
-    "FP8_PB_WO": _Formats("fp8_block", "bf16"),
-    "FP8_BLOCK_SCALES": _Formats("fp8_block"),
-    "NVFP4": _Formats("nvfp4"),
-    "NVFP4_AWQ": _Formats("nvfp4"),
-    "W4A16_NVFP4": _Formats("nvfp4", "bf16"),
-    "MXFP4": _Formats("mxfp4"),
-    "W4A8_MXFP4_FP8": _Formats("mxfp4", "fp8"),
-    "MXFP8": _Formats("mxfp8"),
-    "W4A16": _Formats("int4_g128", "bf16"),
-    "W4A16_AWQ": _Formats("int4_g128", "bf16"),
-    "INT4_AWQ": _Formats("int4_g128", "bf16"),
-    "W4A8_AWQ": _Formats("int4_g128", "fp8"),
-    "W8A16": _Formats("int8", "bf16"),
-    "INT8_SQ": _Formats("int8", "int8"),
-    "W8A8_SQ_PER_CHANNEL": _Formats("int8", "int8"),
+    "FP8": Formats("fp8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Formats("fp8_row"),
+    "FP8_PB_REAL": Formats("fp8_block"),
+    "FP8_PB_WO": Formats("fp8_block", "bf16"),
+    "FP8_BLOCK_SCALES": Formats("fp8_block"),
+    "NVFP4": Formats("nvfp4"),
+    "NVFP4_AWQ": Formats("nvfp4"),
+    "W4A16_NVFP4": Formats("nvfp4", "bf16"),
+    "MXFP4": Formats("mxfp4"),
+    "W4A8_MXFP4_FP8": Formats("mxfp4", "fp8"),
+    "MXFP8": Formats("mxfp8"),
+    "W4A16": Formats("int4_g128", "bf16"),
+    "W4A16_AWQ": Formats("int4_g128", "bf16"),
+    "INT4_AWQ": Formats("int4_g128", "bf16"),
+    "W4A8_AWQ": Formats("int4_g128", "fp8"),
+    "W8A16": Formats("int8", "bf16"),
+    "INT8_SQ": Formats("int8", "int8"),
+    "W8A8_SQ_PER_CHANNEL": Formats("int8", "int8"),
 }
 
 
-def _modelopt(fields: Fields) -> _Formats:
+def _modelopt(fields: Fields) -> Formats:
     algorithm = str(fields.get("quant_algo") or fields["quantization"]["quant_algo"]).upper()
+    if algorithm == "MIXED_PRECISION":
+        raise ValueError("quant_algo is MIXED_PRECISION and quantized_layers, which says of what, is missing")
     if algorithm not in _ALGORITHMS:
         raise ValueError(f"quant_algo {algorithm} is not supported; it must be one such as FP8, NVFP4 or W4A16_AWQ")
     return _ALGORITHMS[algorithm]
 
 
-_METHODS: dict[str, Callable[[Fields], _Formats]] = {
+def _quantized_layers(fields: Fields) -> dict[str, Formats]:
+    """Of ModelOpt's MIXED_PRECISION: a format for each module by name. Some have that mapping twice deep."""
+    layers = fields.get("quantized_layers") or fields.get("quantization", {}).get("quantized_layers") or {}
+    return {name: _modelopt(one) for name, one in layers.get("quantized_layers", layers).items()}
+
+
+_METHODS: dict[str, Callable[[Fields], Formats]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": lambda _: _Formats("fp8_row"),
+    "fbgemm_fp8": lambda _: Formats("fp8_row"),
     "awq": _awq,
     "gptq": _gptq,
     "auto-round": _gptq,
-    "mxfp4": lambda _: _Formats("mxfp4"),
+    "mxfp4": lambda _: Formats("mxfp4"),
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "bitsandbytes": _bitsandbytes,
-    "bitnet": lambda _: _Formats("ternary"),
+    "bitnet": lambda _: Formats("ternary"),
 }
 
 
@@ -225,9 +231,13 @@ def _left_out(fields: Fields) -> list[str]:
     return [str(module) for place in places for key in _LEFT_OUT for module in place.get(key) or ()]
 
 
+def _matrices_of(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    return _MATRICES | (_GEMMA4 if (spec.architecture or "").startswith("Gemma4") else {})
+
+
 def _plain_parts(patterns: Iterable[str], spec: ModelSpec) -> tuple[str, ...]:
     """The parts of which the patterns leave out a matrix in more than half of the layers."""
-    matrices_of = _MATRICES | (_GEMMA4 if (spec.architecture or "").startswith("Gemma4") else {})
+    matrices_of = _matrices_of(spec)
     of_layer: dict[int | None, list[re.Pattern[str]]] = {}
     for pattern in patterns:
         number = None if pattern.startswith("re:") else _LAYER.search(pattern)
