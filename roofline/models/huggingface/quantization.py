@@ -203,7 +203,7 @@ def _modelopt(fields: Fields) -> Formats:
 
 def _quantized_layers(fields: Fields) -> dict[str, Formats]:
     """Of ModelOpt's MIXED_PRECISION: a format for each module by name. Some have that mapping twice deep."""
-    layers = fields.get("quantized_layers") or fields.get("quantization", {}).get("quantized_layers") or {}
+    layers: Fields = fields.get("quantized_layers") or fields.get("quantization", {}).get("quantized_layers") or {}
     return {name: _modelopt(one) for name, one in layers.get("quantized_layers", layers).items()}
 
 
