@@ -78,13 +78,13 @@ def _of_fp8(bf16: bool) -> str:
 
 @triton.constexpr_function
 def _of_e2m1(high: bool) -> str:
-    """The low or high nibbles of four bytes as bf16, in the same way."""
+    """The low or high nibbles of four bytes as bf16, in the same way; what lies below a nibble the masks take off."""
     each = " ".join(
         f"prmt.b32 r, w, 0, {order}; shr.u32 t, r, 6; and.b32 s, r, 0x80008000; lop3.b32 t, t, 0x01C001C0, s, 0xEA; "
         f"fma.rn.bf16x2 ${i}, t, bias, nothing;"
         for i, order in enumerate(("0x1404", "0x3424"))
     )
-    set_up = f"shl.b32 w, $2, {0 if high else 4}; and.b32 w, w, 0xF0F0F0F0; mov.b32 bias, 0x7E807E80;"
+    set_up = f"shl.b32 w, $2, {0 if high else 4}; mov.b32 bias, 0x7E807E80;"
     return f"{{ .reg .b32 w, r, s, t, bias, nothing; {set_up} mov.b32 nothing, 0x80008000; {each} }}"
 
 
