@@ -181,7 +181,11 @@ def assemble(
     for _ in generate_plain(decoder, [1] * 16, WARM_UP_STEPS):
         pass
     drafts, most_blocks = scenario.setup.drafts, -(-longest // block_size) + memory.fixed_blocks
-    graphs, capture_note = decode_graphs(decoder, kv, most_blocks, scenario.seats, drafts.tokens if drafts else 0)
+    sizes = most_blocks, scenario.seats, drafts.tokens if drafts else 0
+    if isinstance(decoder, Decoder):
+        graphs, capture_note = decode_graphs(decoder, kv, *sizes)
+    else:  # which replays by itself
+        graphs, capture_note = None, decoder.capture(kv, *sizes)
     drafts_note = proposer.capture(most_blocks, scenario.seats) if proposer is not None else None
     moves = moves or scenario.engine.prefix_caching or scenario.engine.preemption == "swap"
     mover = BlockMover(kv, scheduler.tables, decoders.kernels) if moves else None

@@ -21,7 +21,6 @@ from membound.kernels.base import RaggedBatch, chain_of
 from membound.kernels.bench.capture import warmed_up
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.kv.kivi import KiviKv
-from membound.runtime.parallel.leader import DividedDecoder
 from membound.runtime.ragged import MOST_IN_TREE
 
 # Beyond so many sequences or tokens the host keeps ahead of the kernels without graphs.
@@ -275,7 +274,7 @@ class CudaCapture:
 
 
 def decode_graphs(
-    decoder: Decoder | DividedDecoder,
+    decoder: Decoder,
     kv: KvCache,
     max_blocks: int,
     max_num_seqs: int,
@@ -289,8 +288,6 @@ def decode_graphs(
     if decoder.device.type != "cuda":
         return None, None
     what = "decode" if drafting is None else "drafts"
-    if isinstance(decoder, DividedDecoder):
-        return None, f"{what} without CUDA graphs: the processes of a divided model are told of every step"
     if problem := decoder.graph_problem:
         return None, f"{what} without CUDA graphs: {problem}"
     if any(getattr(layer, "on_host", False) for layer in kv):

@@ -15,9 +15,11 @@ import torch
 from membound.kernels.dispatch import alike
 from membound.roofline.errors import MemboundError
 from membound.roofline.scenario import load_scenario
+from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.engine import Runtime
 from membound.runtime.orphans import end_with
+from membound.runtime.parallel.graphs import captured, part_of_step
 from membound.runtime.parallel.group import Group, GroupError, ready_file
 from membound.runtime.parallel.steps import Command, receive
 
@@ -25,21 +27,21 @@ from membound.runtime.parallel.steps import Command, receive
 def follow(decoder: Decoder, group: Group) -> None:
     """Computes this process's part of every step that the leader tells of, until it says stop."""
     caches: dict[int, KvCache] = {}
+    graphs: dict[int, DecodeGraphs | None] = {}
     while (message := receive(group)).command is not Command.STOP:
         match message.command:
             case Command.NEW_CACHE:
                 caches[message.cache] = decoder.new_cache(*message.sizes)
             case Command.DROP_CACHE:
+                graphs.pop(message.cache, None)
                 del caches[message.cache]
+            case Command.CAPTURE:
+                graphs[message.cache], _ = captured(decoder, group, caches[message.cache], *message.sizes)
             case Command.FORWARD:
                 assert message.token_ids is not None and message.batch is not None and message.logits_rows is not None
-                device = decoder.device
-                decoder.forward(
-                    message.token_ids.to(device),
-                    message.batch.to(device),
-                    caches[message.cache],
-                    message.logits_rows.to(device),
-                )
+                replayed = graphs.get(message.cache)
+                inputs = message.token_ids, message.batch, caches[message.cache], message.logits_rows
+                part_of_step(decoder, replayed, *inputs)
 
 
 def main(scenario: str, meeting: str, rank: str, device: str, threads: str, leader: str, rounds: str) -> None:

@@ -62,6 +62,12 @@ class Group:
         self._reached(lambda: self._device.allgather([parts], [x]).wait())
         return torch.cat(parts, dim=-1)
 
+    def votes(self, vote: bool) -> int:
+        """In how many processes `vote` is true; asked on the host, for which no device need be in order."""
+        votes = torch.tensor([int(vote)])
+        self._reached(lambda: self._host.allreduce([votes]).wait())
+        return int(votes)
+
     def broadcast(self, x: Tensor) -> Tensor:
         """Fills x on every process with the leader's, rank 0; x lies on the host."""
         self._reached(lambda: self._host.broadcast(x, 0).wait())

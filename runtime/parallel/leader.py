@@ -21,8 +21,10 @@ from membound.roofline.errors import MemboundError
 from membound.roofline.models import ModelSpec
 from membound.roofline.scenario import Scenario
 from membound.runtime.blocks.base import LayerCache
+from membound.runtime.cuda_graphs import DecodeGraphs
 from membound.runtime.decoder import Decoder, KvCache
 from membound.runtime.orphans import ended
+from membound.runtime.parallel.graphs import captured, part_of_step
 from membound.runtime.parallel.group import MEETING_S, TIMEOUT_S, Group, GroupError, ready_file
 from membound.runtime.parallel.steps import Command, Message, send
 
@@ -56,6 +58,7 @@ class DividedDecoder:
         self.in_step = False
         self._caches = 0
         self._dropped: list[int] = []
+        self._graphs: dict[int, DecodeGraphs] = {}
 
     @property
     def usable(self) -> bool:
@@ -78,16 +81,34 @@ class DividedDecoder:
         cache = DividedCache(self.part.new_cache(num_blocks, block_size, seats), self._caches)
         # Told with the next message: this may happen in the middle of one.
         weakref.finalize(cache, self._dropped.append, self._caches)
+        weakref.finalize(cache, self._graphs.pop, self._caches, None)
         return cache
+
+    def capture(self, cache: KvCache, max_blocks: int, max_num_seqs: int, guesses: int) -> str | None:
+        """Captures the decode steps over `cache` in every process, as `decode_graphs`: in words what was done."""
+        assert isinstance(cache, DividedCache), "made by new_cache"
+        if self.device.type != "cuda":
+            return None
+        self.in_step = True
+        self._tell(Message(Command.CAPTURE, cache.number, (max_blocks, max_num_seqs, guesses)))
+        with self._explained():
+            graphs, note = captured(self.part, self.group, cache, max_blocks, max_num_seqs, guesses)
+        self.in_step = False
+        if graphs is not None:
+            self._graphs[cache.number] = graphs
+        return note
+
+    def forget_graphs(self) -> None:
+        """Before the group ends: NCCL's communicators wait for the graphs that captured them to go first."""
+        self._graphs.clear()
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, cache: KvCache, logits_rows: Tensor) -> Tensor:
         """As of `Decoder`; what lies on the host is told from there, without waiting for a device that it went to."""
         assert isinstance(cache, DividedCache), "made by new_cache"
         self.in_step = True
         self._tell(Message(Command.FORWARD, cache.number, (0, 0, 0), token_ids, batch, logits_rows))
-        device = self.device
         with self._explained():
-            logits = self.part.forward(token_ids.to(device), batch.to(device), cache, logits_rows.to(device))
+            logits = part_of_step(self.part, self._graphs.get(cache.number), token_ids, batch, cache, logits_rows)
         self.in_step = False
         return logits
 
@@ -195,6 +216,8 @@ def divided(
             raise followers.reason(GONE_S) or error from None
         finally:
             torch.set_num_threads(threads)
+            if decoder is not None:
+                decoder.forget_graphs()
             if group is not None and followers.alive and (decoder is None or decoder.usable):
                 with suppress(GroupError):  # who has heard it may be gone before it is told to its end
                     send(group, Message(Command.STOP))

@@ -22,11 +22,16 @@ class Command(IntEnum):
     NEW_CACHE = 1
     DROP_CACHE = 2
     FORWARD = 3
+    CAPTURE = 4
 
 
 @dataclass(frozen=True)
 class Message:
-    """A command on the cache number `cache`; a new cache's blocks, block size and seats, or a step's tensors."""
+    """A command on the cache number `cache`, and what it needs.
+
+    A step's tensors, or as `sizes` a new cache's blocks, block size and seats, or the blocks a sequence, sequences and
+    guesses of the steps to capture.
+    """
 
     command: Command
     cache: int = 0
@@ -69,8 +74,8 @@ def receive(group: Group) -> Message:
     header = group.broadcast(torch.zeros(HEADER_FIELDS, dtype=torch.int64)).tolist()
     command, cache, *rest = header
     if command != Command.FORWARD:
-        blocks, block_size, seats = rest[:3]
-        return Message(Command(command), cache, (blocks, block_size, seats))
+        first, second, third = rest[:3]
+        return Message(Command(command), cache, (first, second, third))
     tokens, sequences, width, rows, most, seated, treed = rest
     sizes = {
         "token_ids": tokens,
