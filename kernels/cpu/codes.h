@@ -57,8 +57,8 @@ INLINE Vec to_floats(IntVec v) { return __builtin_convertvector(v, Vec); }
 // are what two instructions widen; or the four as bytes.
 constexpr int PAIRS = 2, QUADS = 4;
 
-// The formats. `decode` calls use(i, w) for the i-th word of x in a step and the weights that it multiplies; `bytes` for
-// the i-th four elements with the codes of each row as bytes, which are signed where `decode` has no centre for them.
+// The formats. `decode` calls use(i, w) for the i-th word of x in a step and the weights that it multiplies; `bytes`
+// for the i-th four elements with the codes of each row as bytes: 8-bit ones signed, others about CENTRE.
 
 struct Grouped {  // scales and offsets beside the codes
     static constexpr int X = PAIRS, CENTRE = 0;

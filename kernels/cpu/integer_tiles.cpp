@@ -90,14 +90,15 @@ template <class F> void round_token(const Arguments& a, const Division& d, const
         to.sum[at] = rounded.scale * (int32_t)rounded.sum;
         for (int64_t i = 0; i < count; i += d.depth) {
             int8_t* line = to.codes + ((first + i) / d.depth * to.rows + place) * d.depth;
-            const int64_t own = count - i < d.depth ? count - i : d.depth;
-            const uint64_t kept = own < 64 ? (1ull << own) - 1 : ~0ull, all = d.depth < 64 ? (1ull << d.depth) - 1 : ~0ull;
+            auto first_bytes = [](int64_t count) { return count < 64 ? (1ull << count) - 1 : ~0ull; };
+            const uint64_t kept = first_bytes(count - i < d.depth ? count - i : d.depth), all = first_bytes(d.depth);
             if constexpr (F::PLANES == 2) {
                 const __m512i low = _mm512_maskz_loadu_epi16((uint32_t)kept, codes + i);
                 const __m512i high = _mm512_maskz_loadu_epi16((uint32_t)(kept >> 32), codes + i + 32);
                 const __m512i halves = _mm512_set1_epi16(HALF_A_BYTE);
-                auto bytes = [&](__m512i a, __m512i b) {
-                    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
+                auto bytes = [](__m512i a, __m512i b) {
+                    const __m512i first = _mm512_castsi256_si512(_mm512_cvtepi16_epi8(a));
+                    return _mm512_inserti64x4(first, _mm512_cvtepi16_epi8(b), 1);
                 };
                 const __m512i upper = bytes(_mm512_srai_epi16(low, 8), _mm512_srai_epi16(high, 8));
                 const __m512i lower = bytes(_mm512_sub_epi16(low, halves), _mm512_sub_epi16(high, halves));
@@ -159,7 +160,7 @@ INLINE void multiply(Panel panel, const Block& block, int64_t depth, int64_t fir
             const char* weights = panel.data + r * panel.tile;
             tile_load<R::weights(r)>(weights, TILE_LINE);
             if (ahead)
-                for (int64_t line = 0; line < bytes; line += TILE_LINE) __builtin_prefetch(weights + line + ahead, 0, 2);
+                for (int64_t at = 0; at < bytes; at += TILE_LINE) __builtin_prefetch(weights + at + ahead, 0, 2);
             unroll<TOKEN_TILES>([&](auto t) LAMBDA {
                 tile_add_bytes<R::sums(r, t), R::tokens(t), R::weights(r), SIGNED>();
             });
@@ -213,14 +214,15 @@ template <class F, int TOKEN_TILES> struct Job {
             const __mmask16 kept = a.n - row < TILE_ROWS ? (__mmask16)((1u << (a.n - row)) - 1) : (__mmask16)0xFFFF;
             const Vec scale = d.a_scale_a_row ? load((const float*)a.scale + row) : broadcast(1.0f);
             for (int64_t t = 0; t < block.tokens; t++) {
-                const Vec sum = load(sums + (r * ROWS + t) * TILE_LINES);
-                _mm512_mask_storeu_ps(a.out + (token + t) * a.n + row, kept, (__m512)(d.a_scale_a_row ? sum * scale : sum));
+                const Vec sum = load(sums + (r * ROWS + t) * TILE_LINES), y = d.a_scale_a_row ? sum * scale : sum;
+                _mm512_mask_storeu_ps(a.out + (token + t) * a.n + row, kept, (__m512)y);
             }
         }
     }
 
     // The sums of steps [first, last), whose weights the panel holds from the first of them on.
-    void add(const Block& block, Panel panel, int64_t tile, int64_t first, int64_t last, int64_t ahead, float* sums) const {
+    void add(const Block& block, Panel panel, int64_t tile, int64_t first, int64_t last, int64_t ahead,
+             float* sums) const {
         // Integers of two steps: those of one are added up while the next one's are being made.
         alignas(64) int32_t integers[2][BLOCK_NUMBERS];
         for (int64_t step = first; step < last; step++) {
@@ -257,7 +259,7 @@ template <class F, int TOKEN_TILES> struct Job {
         return {memory, stride};
     }
 
-    // Rows of a panel whose codes are bytes.
+    // Of a panel whose codes were taken apart.
     int64_t panel_bytes() const { return TILES * d.subtiles() * d.depth * TILE_ROWS; }
 
     // All tokens, a block of them, times the weights as they come from memory.
